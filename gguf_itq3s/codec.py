@@ -159,7 +159,7 @@ def encode_blocks(weights: FloatArray, effort: str = "default", codec: str = "tr
     blocks = np.empty((weights.shape[0], BLOCK_BYTES), dtype=np.uint8)
     for part in _chunks(weights.shape[0]):
         with np.errstate(over="ignore", invalid="ignore"):
-            x = fwht_columns(np.ascontiguousarray(weights[part].T)) * np.float32(1 / 16)
+            x = fwht_columns(weights[part].T.copy()) * np.float32(1 / 16)
         if not np.abs(x).max(initial=0) < MAGNITUDE_LIMIT:
             raise ValueError("a weight is NaN, infinite or larger than 2**56")
         blocks[part] = _ENCODERS[codec](x, effort)

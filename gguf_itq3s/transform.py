@@ -36,21 +36,20 @@ def hadamard_matrix(n: int = BLOCK) -> npt.NDArray[np.float64]:
     return matrix / np.sqrt(n)
 
 
-def fwht_columns(x: FloatArray, scratch: FloatArray | None = None) -> FloatArray:
+def fwht_columns(x: FloatArray) -> FloatArray:
     """Unnormalised FWHT down the first axis of an array that holds one block a column.
 
     Each butterfly is ``(a, b) -> (a + b, a - b)`` in float32. Columns are contiguous in memory for every stage, which
     is what makes it fast in numpy.
 
     Args:
-        x: float32 (n, m), n a power of two; overwritten.
-        scratch: float32 (n, m) or larger, to save the allocation.
+        x: float32 (n, m), n a power of two, C-contiguous; overwritten.
 
     Returns:
-        float32 (n, m), either ``x`` or ``scratch``.
+        float32 (n, m), either ``x`` or a new array.
     """
     n, m = x.shape
-    out = np.empty_like(x) if scratch is None else scratch[:n, :m]
+    out = np.empty_like(x)
     h = 1
     while h < n:
         pairs = x.reshape(n // (2 * h), 2, h, m)
@@ -80,6 +79,5 @@ def fwht(x: npt.ArrayLike, block: int = BLOCK) -> FloatArray:
         raise ValueError(f"the FWHT needs a power of two, not {block}")
     if array.ndim == 0 or array.shape[-1] % block:
         raise ValueError(f"the last axis of shape {array.shape} is not a multiple of {block}")
-    columns = np.ascontiguousarray(array.reshape(-1, block).T)
-    rotated = fwht_columns(columns) * np.float32(1.0 / np.sqrt(block))
+    rotated = fwht_columns(array.reshape(-1, block).T.copy()) * np.float32(1.0 / np.sqrt(block))
     return np.ascontiguousarray(rotated.T).reshape(array.shape)
