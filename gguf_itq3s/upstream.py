@@ -125,7 +125,10 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 def prefer_vendored_gguf() -> None:
     """Let ``import gguf`` find the gguf-py of the llama.cpp source, if that is there and gguf is not imported yet."""
-    source = find_source()
+    try:
+        source = find_source()
+    except FetchError:  # reported by whoever needs the source
+        return
     if source is not None and "gguf" not in sys.modules:
         path = str(source / "gguf-py")
         if path not in sys.path:
