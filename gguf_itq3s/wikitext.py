@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Final
 
+from .errors import UserError
 from .upstream import cache_dir
 
 VARIABLE: Final = "WIKITEXT2"
@@ -24,10 +25,6 @@ ARCHIVE_SHA256: Final = "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c
 
 # Splits that importance matrices may be computed on, in order of preference; never the test split.
 _TRAINING_NAMES = ("wiki.train.raw", "wiki.valid.raw", "wiki.valid.tokens.txt")
-
-
-class WikitextError(RuntimeError):
-    """The text could not be had; the message says the ways to supply it."""
 
 
 def _shared_folder() -> Path:
@@ -49,17 +46,17 @@ def _download(folder: Path) -> None:
     from huggingface_hub import hf_hub_download
 
     ways = (
-        f"set {VARIABLE} to the path of {TEST_NAME}, or put it into ../shared/data/wikitext-2 beside the checkout, "
-        f"or let {REPOSITORY} be downloaded from the Hugging Face Hub (needs the network)"
+        f"set {VARIABLE} to the path of {TEST_NAME}, or put that file into ../shared/data/wikitext-2 beside the "
+        f"checkout, or connect to the network so that {REPOSITORY} can be downloaded from the Hugging Face Hub"
     )
     try:
         archive = Path(hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=REVISION))
     except Exception as error:  # huggingface_hub raises errors of several libraries
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WikitextError(f"WikiText-2 test was not found, and the download failed ({reason}); {ways}") from error
+        raise UserError(folder / TEST_NAME, f"is not there, and the download failed ({reason})", ways) from error
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != ARCHIVE_SHA256:
-        raise WikitextError(f"{archive}: sha256 is {digest}, expected {ARCHIVE_SHA256}; delete it and try again")
+        raise UserError(archive, f"sha256 is {digest}, expected {ARCHIVE_SHA256}", "delete it and try again")
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(archive) as archived:
         # The test split last: it marks a complete folder.
@@ -73,13 +70,13 @@ def test_path() -> Path:
     """Where the test split is.
 
     Raises:
-        WikitextError: ``WIKITEXT2`` names nothing, or the text is nowhere and cannot be downloaded.
+        UserError: ``WIKITEXT2`` names nothing, or the text is nowhere and cannot be downloaded.
     """
     if given := os.environ.get(VARIABLE):
         path = Path(given).expanduser()
         path = path / TEST_NAME if path.is_dir() else path
         if not path.is_file():
-            raise WikitextError(f"{VARIABLE}={given}: no such file; give the path of {TEST_NAME}")
+            raise UserError(path, f"no such file ({VARIABLE}={given})", f"give {VARIABLE} the path of {TEST_NAME}")
         return path
     return _folder() / TEST_NAME
 
@@ -88,7 +85,7 @@ def training_path() -> Path:
     """A split that is not the test split, for importance matrices and calibration: beside the test split, or as it.
 
     Raises:
-        WikitextError: as :func:`test_path`.
+        UserError: as :func:`test_path`.
     """
     folders = [test_path().parent] if os.environ.get(VARIABLE) else []
     shared = _shared_folder()

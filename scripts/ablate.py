@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import ablation, ablation_plots, evaluate_report, wikitext  # noqa: E402
+from gguf_itq3s.errors import UserError  # noqa: E402
 
 
 def main() -> int:
@@ -47,7 +48,7 @@ def main() -> int:
         print(tables)
         if args.results:
             evaluate_report.replace_section(args.results / "results.md", "ablation", tables)
-    except (wikitext.WikitextError, OSError, ValueError) as error:
+    except (UserError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
