@@ -41,6 +41,9 @@ class Options:
         effort: of ITQ3_S, ``fast`` or ``default``.
         threads: threads that quantize.
         native: quantize with the built C library (True), in numpy (False), or with what is there (None).
+        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
+        ternary_type: ``tq2_0`` or ``tq1_0``.
+        ternary_scale: of ``force``, a key of ``ternary.SCALES``.
         dry_run: print the plan and write nothing.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
@@ -54,6 +57,9 @@ class Options:
     effort: str = "default"
     threads: int = 1
     native: bool | None = None
+    ternary: str = "auto"
+    ternary_type: str = "tq2_0"
+    ternary_scale: str = "absmean"
     dry_run: bool = False
     model_name: str | None = None
     verbose: bool = False
@@ -76,9 +82,9 @@ def convert(options: Options) -> list[Row]:
     started = time.monotonic()
     encoder = _encoder(options)
     checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
-    choices = _choose(checkpoint, options, encoder)
+    checkpoint, choices, ternary_mode = _make_ternary(checkpoint, _choose(checkpoint, options, encoder), options)
     _warn(checkpoint, choices, encoder)
-    header, sizes = _header(checkpoint, choices, options)
+    header, sizes = _header(checkpoint, choices, options, ternary_mode)
     rows = [
         report.Row(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -128,6 +134,24 @@ def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[
     ]  # fmt: skip
 
 
+def _make_ternary(
+    checkpoint: Checkpoint, choices: list[Choice], options: Options
+) -> tuple[Checkpoint, list[Choice], str | None]:
+    """Ternary matrices to a ternary type; see :func:`gguf_itq3s.ternary_convert.apply`."""
+    from dataclasses import replace
+
+    from gguf import GGMLQuantizationType
+
+    from . import ternary_convert
+
+    name = options.outtype if options.outtype in ternary_convert.TYPES else options.ternary_type
+    outcome = ternary_convert.apply(
+        checkpoint.tensors, choices, mode=options.ternary, qtype=GGMLQuantizationType[name.upper()],
+        scale=options.ternary_scale, arch=checkpoint.model.arch,
+    )  # fmt: skip
+    return replace(checkpoint, tensors=outcome.tensors), outcome.choices, outcome.mode
+
+
 def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
     """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
     from .policy import fit
@@ -148,16 +172,20 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> No
         print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=sys.stderr)
 
 
-def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> tuple[bytes, list[int]]:
+def _header(
+    checkpoint: Checkpoint, choices: list[Choice], options: Options, ternary_mode: str | None
+) -> tuple[bytes, list[int]]:
     """GGUF header, metadata and tensor infos as bytes, and the size of each tensor."""
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, LlamaFileType
+    from gguf import GGML_QUANT_SIZES
     from gguf.gguf_writer import WriterState
 
     from .types import ITQ3_S
 
     writer = checkpoint.writer
-    _set_metadata(writer, LlamaFileType[f"MOSTLY_{options.outtype.upper()}"], choices, options, ITQ3_S)
+    _set_metadata(writer, _file_type(checkpoint, choices, options), choices, options, ITQ3_S)
+    if ternary_mode:
+        writer.add_string("itq3s.ternary", ternary_mode + f" {options.ternary_scale}" * (ternary_mode == "force"))
     writer.tensors = [{}]
     sizes = []
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
@@ -170,6 +198,22 @@ def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> 
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return buffer.getvalue(), sizes
+
+
+def _file_type(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> int:
+    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be."""
+    from collections import Counter
+
+    from gguf import LlamaFileType
+
+    from .ternary_convert import TYPES
+
+    weights: Counter[str] = Counter()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        weights[choice.type.name.lower()] += tensor.size
+    ternary = max(TYPES, key=lambda name: weights[name])
+    name = ternary if weights[ternary] > weights[options.outtype] else options.outtype
+    return LlamaFileType[f"MOSTLY_{name.upper()}"]
 
 
 def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, itq3_s: Any) -> None:
@@ -188,7 +232,7 @@ def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str
     from . import __version__
 
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
-    how = [__version__, options.codec, options.effort, files]
+    how = [__version__, options.codec, options.effort, options.ternary, options.ternary_scale, files]
     return hashlib.sha256(header + json.dumps(how).encode()).hexdigest()
 
 
@@ -263,6 +307,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=None,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ternary", choices=("auto", "force", "off"), default="auto",
+        help="matrices that are ternary after a scale go to a ternary type without loss; force ternarizes the other "
+        "matrices of the layers, as latent weights need (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--ternary-type", choices=("tq2_0", "tq1_0"), default="tq2_0", help="default: %(default)s")
+    parser.add_argument(
+        "--ternary-scale", choices=("absmean", "optimal", "maxabs"), default="absmean",
+        help="of --ternary force: mean|W| as in training, least error, or max|W| (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
     parser.add_argument("--model-name", metavar="NAME", help="general.name in the file")
