@@ -16,9 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from . import ablation_codecs, evaluate_report
-from .ablation_codecs import TABLES, FloatArray, Variant
+from .ablation_codecs import TABLES, Variant
 from .evaluate_torch import Reference
-from .transform import BLOCK
+from .transform import BLOCK, FloatArray
 
 #: Rows beyond the paper: the same code with the RMSNorm gains multiplied into the matrices first (design section 3).
 FOLDED: Final = (
@@ -123,11 +123,15 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
             reference: Reference | None = None
             if not base.is_file() or not all(path.is_file() for path in paths.values()):
                 reference = Reference(folder, text, chunks)
-                first = first or (reference if own == first_digest else Reference(models[next(iter(models))], text, chunks))
+                first = first or (
+                    reference if own == first_digest else Reference(models[next(iter(models))], text, chunks)
+                )
                 if not base.is_file():
                     entry = {
                         "vocabulary": reference.vocabulary,
-                        "original": (first.divergence(reference) if first is not reference else reference.original).to_json(),
+                        "original": (
+                            first.divergence(reference) if first is not reference else reference.original
+                        ).to_json(),
                         "distribution": distribution(reference.matrices()),
                     }
                     _write(base, entry)
@@ -173,7 +177,7 @@ def report(result: Result) -> str:
     models: Result = result["models"]
     any_row = next(iter(next(iter(models.values()))["rows"].values()))
     parts = [
-        f"{result['chunks']} windows of {result['context']} tokens of the test split, {any_row['tokens']} scored tokens;"
+        f"{result['chunks']} windows of {result['context']} tokens of the test split, {any_row['tokens']} scored;"
         " error: mean over the matrices of |W - W'|^2 / |W|^2; KLD: mean against the same model's F16 weights, in nats;"
         " the least of each column in bold.\n",
         evaluate_report.table(
@@ -194,9 +198,10 @@ def report(result: Result) -> str:
                  for field in ("kurtosis", "linf") for when in (0, 1))]
         for kind in kinds
     ]  # fmt: skip
-    header = ["", *(f"{n}: {field} {when}" for n in models for field in ("kurtosis", "max/RMS") for when in ("before", "after"))]
+    header = [
+        "",
+        *(f"{n}: {field} {when}" for n in models for field in ("kurtosis", "max/RMS") for when in ("before", "after")),
+    ]
     parts.append("#### Excess kurtosis and l-infinity norm before and after the FWHT of 256\n\n"
                  + evaluate_report.table(header, lines))  # fmt: skip
     return "\n".join(parts)
-
-

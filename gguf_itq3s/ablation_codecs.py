@@ -7,7 +7,8 @@ a file would hold them, so the error of a variant is the error of its bytes; onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from math import erf, exp, pi, sqrt
 from typing import Final
 
@@ -34,7 +35,7 @@ class Variant:
         code: ``ternary``, ``lloyd-max`` (8 levels) or ``trellis``.
         states: states of the trellis (a key of ``UNGERBOECK``); 0 for the other codes.
         scale: ``ternary``: a key of :data:`TERNARY_SCALES`, or ``searched`` (the least error of each block).
-            Others: ``sigma`` (in proportion to the RMS), ``refitted`` (then least squares), ``searched`` (three starts).
+            Others: ``sigma`` (in proportion to the RMS), ``refitted`` (then least squares), ``searched`` (3 starts).
         zero_point: whether the block has a zero-point besides its scale.
         sub_blocks: number of scales in a block: 1 (100 bytes), or 8 (116 bytes).
     """
@@ -59,7 +60,7 @@ class Variant:
         return " ".join([*parts, *["z"] * self.zero_point, *[f"{self.sub_blocks}s"] * (self.sub_blocks > 1)])
 
 
-@lru_cache(maxsize=None)
+@cache
 def lloyd_max_levels(count: int) -> tuple[float, ...]:
     """Levels of the Lloyd-Max quantizer of a standard Gaussian (Max 1960, Lloyd 1982), by Lloyd's iteration."""
 
@@ -70,10 +71,7 @@ def lloyd_max_levels(count: int) -> tuple[float, ...]:
     for _ in range(2000):
         edges = [-40.0, *((levels[1:] + levels[:-1]) / 2), 40.0]
         levels = np.array(
-            [
-                (density(a) - density(b)) / ((erf(b / sqrt(2)) - erf(a / sqrt(2))) / 2)
-                for a, b in zip(edges[:-1], edges[1:], strict=True)
-            ]
+            [(density(a) - density(b)) / ((erf(b / sqrt(2)) - erf(a / sqrt(2))) / 2) for a, b in pairwise(edges)]
         )
     return tuple(float(level) for level in levels)
 
@@ -167,7 +165,7 @@ def _quantize_columns(x: FloatArray, variant: Variant) -> FloatArray:
     best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
     for start in starts:
         scales = safe * np.float32(start)
-        levels = _code(centred / _spread(scales, groups), variant)
+        levels = _code((centred / _spread(scales, groups)).astype(np.float32, copy=False), variant)
         result, error = _fit(x, levels, np.where(sigma > 0, scales, np.float32(0)), variant, variant.scale != "sigma")
         better = error < best_error
         best = result if best is None else np.where(better, result, best)

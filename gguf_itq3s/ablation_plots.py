@@ -1,4 +1,4 @@
-"""Plots of the ablations: weight distributions before and after the rotation, and KL divergence by FWHT block and code."""
+"""Plots of the ablations: weight distributions before and after the rotation, KL divergence by FWHT block and code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def divergences(result: dict[str, Any], path: Path) -> None:
             np.arange(len(codes)) + index * width, [r["mean_kld"] for r in rows_of], width, label=name,
             yerr=[r["mean_kld_error"] for r in rows_of],
         )  # fmt: skip
-    axes[1].set_xticks(np.arange(len(codes)) + 0.4 - width / 2, [label.replace(", ", "\n") for label, _ in codes], fontsize=7)
+    axes[1].set_xticks(
+        np.arange(len(codes)) + 0.4 - width / 2, [label.replace(", ", "\n") for label, _ in codes], fontsize=7
+    )
     axes[1].set(ylabel="mean KLD (nats)", yscale="log")
     axes[1].legend(fontsize=7)
     for axis in axes:

@@ -272,7 +272,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _reader_class(model_class: Any) -> Any:
-    """A subclass of a ``conversion`` class that says what to do about tokenizer errors and reads packed BitNet weights."""
+    """A subclass of a ``conversion`` class that explains tokenizer errors and reads packed BitNet weights."""
 
     def set_vocab(self: Any) -> None:
         try:

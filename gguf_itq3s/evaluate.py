@@ -60,7 +60,9 @@ class Settings:
 
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        )
 
 
 def _slow_digest(file: Any) -> str:  # Python 3.10
@@ -205,7 +207,11 @@ class Evaluation:
                 self._convert([*row.arguments, *calibration], file)
             result = describe(file)
             # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.
-            same = self.work / "cache" / f"scored-{_digest(self.common, result['content'], row.runtime, row.environment)}.json"
+            same = (
+                self.work
+                / "cache"
+                / f"scored-{_digest(self.common, result['content'], row.runtime, row.environment)}.json"
+            )
             if not same.is_file():
                 log = self.work / "logs" / f"{row.key}.log"
                 figures = self.tools.divergence(
@@ -229,8 +235,8 @@ class Evaluation:
         with tqdm(total=len(possible), unit="row", desc="eval") as bar:
             for row in possible:
                 bar.set_postfix_str(row.key)
-                results.append({"key": row.key, "type": row.label, "how": row.how, "maker": row.maker,
-                                "arguments": list(row.arguments), "runtime": list(row.runtime), **self.measure(row)})  # fmt: skip
+                facts = {"key": row.key, "type": row.label, "how": row.how, "maker": row.maker}
+                results.append({**facts, "arguments": row.arguments, "runtime": row.runtime, **self.measure(row)})
                 bar.update()
         return results
 
@@ -241,7 +247,7 @@ class Evaluation:
 
 
 def describe(path: Path) -> Result:
-    """Sizes of a GGUF file: bytes, weights, bits per weight of the file and of its quantized tensors, a content hash."""
+    """Sizes of a GGUF file: bytes, weights, bits per weight of the file and of its matrices, a hash of its tensors."""
     reader = gguf.GGUFReader(path)
     weights = bits = quantized = 0
     content = hashlib.sha256()
@@ -282,16 +288,26 @@ def evaluate(settings: Settings, groups: dict[str, Sequence[Row]]) -> dict[str, 
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table of a group of rows, the least KL divergence of each size class not marked: it is sorted by size."""
-    columns = ["type", "made", "bits/w, file", "bits/w, matrices", "MiB", "PPL", "mean KLD", "99% KLD", "same top, %", "row"]
-    lines = []
-    for r in sorted(results, key=lambda r: (-r["file_bits"], r["mean_kld"])):
-        lines.append(
-            [r["type"], r["how"], f"{r['file_bits']:.3f}", f"{r['tensor_bits']:.3f}", f"{r['bytes'] / 2**20:.2f}",
-             f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}", f"{r['mean_kld']:.5f} ± {r['mean_kld_error']:.5f}",
-             f"{r['kld_99']:.4f} ± {r['kld_99_error']:.4f}",
-             f"{100 * r['same_top']:.2f} ± {100 * r['same_top_error']:.2f}", f"`{r['key']}`"]
-        )  # fmt: skip
+    """The table of a group of rows, by descending size of the file, then by KL divergence."""
+    columns = [
+        "type",
+        "made",
+        "bits/w, file",
+        "bits/w, matrices",
+        "MiB",
+        "PPL",
+        "mean KLD",
+        "99% KLD",
+        "same top, %",
+        "row",
+    ]
+    lines = [
+        [r["type"], r["how"], f"{r['file_bits']:.3f}", f"{r['tensor_bits']:.3f}", f"{r['bytes'] / 2**20:.2f}",
+         f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}", f"{r['mean_kld']:.5f} ± {r['mean_kld_error']:.5f}",
+         f"{r['kld_99']:.4f} ± {r['kld_99_error']:.4f}",
+         f"{100 * r['same_top']:.2f} ± {100 * r['same_top_error']:.2f}", f"`{r['key']}`"]
+        for r in sorted(results, key=lambda r: (-r["file_bits"], r["mean_kld"]))
+    ]  # fmt: skip
     return evaluate_report.table(columns, lines, left=2)
 
 
@@ -318,7 +334,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
     parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")
     parser.add_argument(
-        "--chunks", type=int, default=DEFAULT_CHUNKS, help="windows to score, -1 for the whole text (default: %(default)s)"
+        "--chunks",
+        type=int,
+        default=DEFAULT_CHUNKS,
+        help="windows to score, -1 for the whole text (default: %(default)s)",
     )
     parser.add_argument("--ctx", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cpus, help="default: %(default)s")

@@ -60,7 +60,7 @@ class Tools:
         return digest.hexdigest()
 
     def run(
-        self, name: str, arguments: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+        self, name: str, arguments: Sequence[object], log: Path, environment: Mapping[str, str] | None = None
     ) -> str:
         """Run a tool and return what it printed; it is in ``log`` too.
 
@@ -72,7 +72,11 @@ class Tools:
             out.write(" ".join(command) + "\n")
             out.flush()
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
             )
             try:
                 code = process.wait()
@@ -90,7 +94,18 @@ class Tools:
         """Perplexity of the unquantized model; its log-probabilities go to ``base``."""
         partial = base.with_suffix(".partial")
         limit = ["--chunks", str(chunks)] if chunks > 0 else []
-        arguments = ["-m", model, "-f", text, "-c", str(context), "-t", str(self.threads), "--kl-divergence-base", partial]
+        arguments = [
+            "-m",
+            model,
+            "-f",
+            text,
+            "-c",
+            str(context),
+            "-t",
+            str(self.threads),
+            "--kl-divergence-base",
+            partial,
+        ]
         found = _FINAL.search(self.run("llama-perplexity", [*arguments, *limit], log))
         if not found:
             raise UserError(log, "llama-perplexity printed no estimate", "is the text long enough for one window?")
@@ -102,7 +117,17 @@ class Tools:
         runtime: Sequence[str] = (), environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """KL divergence of a model from the log-probabilities in ``base``; see :func:`parse_divergence`."""
-        arguments = ["-m", model, "-c", str(context), "-t", str(self.threads), "--kl-divergence", "--kl-divergence-base", base]
+        arguments = [
+            "-m",
+            model,
+            "-c",
+            str(context),
+            "-t",
+            str(self.threads),
+            "--kl-divergence",
+            "--kl-divergence-base",
+            base,
+        ]
         printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
         try:
             return parse_divergence(printed, tokens)

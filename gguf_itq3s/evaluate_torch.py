@@ -93,14 +93,14 @@ class Reference:
                 gains[f"{layer}.{reader}"] = module.weight.detach().numpy().copy()
         return gains
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _forward(self, windows: torch.Tensor) -> torch.Tensor:
         """Log-probabilities for the scored half: float32 (windows, context - 1 - context // 2, vocabulary)."""
         first = windows.shape[1] // 2
         hidden = self.model.base_model(input_ids=windows, use_cache=False).last_hidden_state[:, first:-1]
         return torch.log_softmax(self.model.get_output_embeddings()(hidden).float(), dim=-1)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def divergence(self, other: Reference | None = None) -> Divergence:
         """Score the weights that are set now, or those of ``other``, against this model's original ones."""
         nll, kld, same = [], [], []

@@ -1,4 +1,4 @@
-"""``gguf-itq3s inspect``: what a GGUF file holds, tensor by tensor: type, shape, bits, scale range, share of each level."""
+"""``gguf-itq3s inspect``: a GGUF file tensor by tensor: type, shape, bits, range of scales, share of each level."""
 
 from __future__ import annotations
 
@@ -84,8 +84,12 @@ def inspect_tensor(tensor: gguf.ReaderTensor) -> dict[str, Any]:
     facts["zero_blocks"] = int((scales == 0).sum())
     if qtype in _LEVELS:
         levels, count = _LEVELS[qtype]
-        total = sum(count(np.ascontiguousarray(blocks[i : i + _CHUNK])) for i in range(0, blocks.shape[0], _CHUNK))
-        facts["levels"] = {str(level): float(n) / int(tensor.n_elements) for level, n in zip(levels, total, strict=True)}
+        total = np.zeros(len(levels), dtype=np.int64)
+        for start in range(0, blocks.shape[0], _CHUNK):
+            total += count(np.ascontiguousarray(blocks[start : start + _CHUNK]))
+        facts["levels"] = {
+            str(level): float(n) / int(tensor.n_elements) for level, n in zip(levels, total, strict=True)
+        }
     return facts
 
 
@@ -96,7 +100,11 @@ def inspect_file(path: Path) -> dict[str, Any]:
         UserError: as :func:`open_gguf`.
     """
     reader = open_gguf(path)
-    names = [n for n in reader.fields if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")]
+    names = [
+        n
+        for n in reader.fields
+        if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")
+    ]
     metadata = {name: reader.fields[name].contents() for name in names}
     return {
         "file": str(path), "bytes": path.stat().st_size, "metadata": metadata,
@@ -110,7 +118,11 @@ def _shares(levels: dict[str, float] | None) -> str:
 
 def text(facts: dict[str, Any]) -> str:
     """The facts as tables; shares of levels in percent, from the lowest level up."""
-    lines = [f"{facts['file']}: {report.size(facts['bytes'])}", *(f"{k} = {v}" for k, v in facts["metadata"].items()), ""]
+    lines = [
+        f"{facts['file']}: {report.size(facts['bytes'])}",
+        *(f"{k} = {v}" for k, v in facts["metadata"].items()),
+        "",
+    ]
     rows = [
         [t["name"], t["type"], "x".join(map(str, t["shape"])), f"{t['bits_per_weight']:.4g}",
          f"{t['scales'][0]:.3g} .. {t['scales'][1]:.3g}" if t["scales"] else "-", _shares(t["levels"])]
@@ -120,8 +132,10 @@ def text(facts: dict[str, Any]) -> str:
     for name in dict.fromkeys(t["type"] for t in facts["tensors"] if t["levels"]):
         levels = next(t["levels"] for t in facts["tensors"] if t["type"] == name)
         lines.append(f"levels of {name}: {' '.join(levels)}")
-    sizes = [report.Row(t["name"], t["type"], w := int(np.prod(t["shape"], dtype=np.int64)), round(t["bits_per_weight"] * w / 8))
-             for t in facts["tensors"]]  # fmt: skip
+    sizes = []
+    for t in facts["tensors"]:
+        weights = int(np.prod(t["shape"], dtype=np.int64))
+        sizes.append(report.Row(t["name"], t["type"], weights, round(t["bits_per_weight"] * weights / 8)))
     return "\n".join([*lines, "", report.by_type(sizes)])
 
 

@@ -35,7 +35,7 @@ _TQ1_0_ORDER_4 = np.arange(240, 256).reshape(4, 4).T
 
 
 def _digits(trits: npt.ArrayLike, per_code: int) -> npt.NDArray[np.int64]:
-    """Digits d + 1 in {0, 1, 2}, int64 (..., codes, per_code); ValueError for other values or a length that does not fit."""
+    """Digits d + 1 in {0, 1, 2}, int64 (..., codes, per_code); ValueError for other values or lengths."""
     values = np.asarray(trits)
     if values.ndim == 0 or values.shape[-1] % per_code:
         raise ValueError(f"the last axis of shape {values.shape} is not a multiple of {per_code}")

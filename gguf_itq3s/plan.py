@@ -105,12 +105,13 @@ def _header_shapes(files: Sequence[Path]) -> Shapes:
     from safetensors import SafetensorError, safe_open
 
     shapes: Shapes = {}
-    for file in files:
-        try:
+    file = files[0]
+    try:
+        for file in files:
             with safe_open(file, framework="numpy") as shard:
                 shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(file, f"is truncated or corrupt ({error})", "download it again") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(file, f"is truncated or corrupt ({error})", "download it again") from error
     return shapes
 
 
@@ -167,14 +168,14 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
     Raises:
         KeyError: the config does not say.
     """
-    count = int(config.get("num_hidden_layers", config.get("n_layer", 0)) or 0)
+    count = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     if not count:
         raise KeyError("num_hidden_layers")
-    heads = int(config.get("num_attention_heads", config.get("n_head", 0)))
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 0)
     if config.get("kv_lora_rank"):
         # llama.cpp caches the compressed row once, as K; V is a view of it.
         return [Layer(int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), 0)] * count
-    size = int(config.get("hidden_size", config.get("n_embd", 0)))
+    size = int(config.get("hidden_size") or config.get("n_embd") or 0)
     head = int(config.get("head_dim") or size // heads)
     values = int(config.get("num_key_value_heads") or heads) * head
     full, window = Layer(values, values), config.get("sliding_window")
@@ -207,7 +208,7 @@ def cache_bytes(layers: Sequence[Layer], context: int, qtype: Type) -> int:
 def compute_bytes(config: Mapping[str, Any]) -> int:
     """An estimate of llama.cpp's compute buffer: logits and the widest activations of a micro-batch in F32."""
     widest = max(int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "n_embd", "n_inner"))
-    return 4 * _MICRO_BATCH * (int(config.get("vocab_size", 0)) + 3 * widest)
+    return 4 * _MICRO_BATCH * (int(config.get("vocab_size") or 0) + 3 * widest)
 
 
 def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
@@ -231,11 +232,15 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
     try:
         layers = layers_of(config)
     except (KeyError, ZeroDivisionError) as error:
-        raise UserError(folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model") from error
+        raise UserError(
+            folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
+        ) from error
     weights = sum(_count(shape) for shape in shapes.values())
     types = {}
     for qtype in WEIGHT_TYPES:
-        mixed, pure = (sum(tensor_bytes(n, s, qtype, pure=p, tied=tied) for n, s in shapes.items()) for p in (False, True))
+        mixed, pure = (
+            sum(tensor_bytes(n, s, qtype, pure=p, tied=tied) for n, s in shapes.items()) for p in (False, True)
+        )
         types[qtype.name] = {"bytes": mixed, "pure_bytes": pure, "bits": 8 * mixed / weights}
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {

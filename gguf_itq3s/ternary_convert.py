@@ -73,7 +73,9 @@ def apply(
         new_choices.append(choice)
     if unfit:
         names = ", ".join(unfit)
-        print(f"warning: ternary, but with scales that float16 cannot hold, so not {qtype.name}: {names}", file=sys.stderr)
+        print(
+            f"warning: ternary, but with scales that float16 cannot hold, so not {qtype.name}: {names}", file=sys.stderr
+        )
     return Outcome(new_tensors, new_choices, mode if found else None)
 
 

@@ -19,7 +19,7 @@ def examine(folder: Path) -> list[dict[str, Any]]:
         folder: Hugging Face folder.
 
     Returns:
-        ``name``, ``shape``, ``ternary`` (granularity of the scale, or None), ``exact`` (its scales are float16 numbers),
+        ``name``, ``shape``, ``ternary`` (granularity of the scale, or None), ``exact`` (float16 holds its scales),
         ``gamma`` (eps + mean|W|), and ``errors`` (scale -> relative squared error of ternarizing by it).
 
     Raises:
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
          *(f"{f['errors'][scale]:.4f}" for scale in ternary.SCALES)]
         for f in facts
     ]  # fmt: skip
-    print("relative squared error of ternarizing by each scale: absmean (training's gamma, a tensor), optimal and maxabs (a block)")
+    print(
+        "relative squared error of ternarizing by each scale: absmean (gamma of training, a tensor), optimal, maxabs (a block)"
+    )
     print(report.table(["matrix", "ternary, scale for", "gamma", *ternary.SCALES], rows))
     return 0

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,15 @@ _PART: Final = 1 << 22
 #: Length of RMSNorm gains and what reads them, in GGUF names: how norm folding moved them.
 _NORM_READERS: Final = {
     "attn_norm": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
-    "ffn_norm": ("ffn_gate", "ffn_up", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_shexp", "ffn_up_shexp", "ffn_gate_inp"),
+    "ffn_norm": (
+        "ffn_gate",
+        "ffn_up",
+        "ffn_gate_exps",
+        "ffn_up_exps",
+        "ffn_gate_shexp",
+        "ffn_up_shexp",
+        "ffn_gate_inp",
+    ),
 }
 
 #: A tensor of the reference: GGUF name -> its shape (numpy order) and a function that yields its parts.
@@ -38,10 +47,14 @@ def reference_of(source: Path) -> Reference:
     """
     if source.is_file():
         reader = open_gguf(source)
-        return {t.name: (_shape(t), lambda t=t: iter([_values(t, slice(None))])) for t in reader.tensors}
+        return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
     from .checkpoint import open_checkpoint
 
     return {t.name: (t.shape, t.load) for t in open_checkpoint(source).tensors}
+
+
+def _whole(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
+    yield _values(tensor, slice(None)).reshape(_shape(tensor))
 
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
@@ -100,13 +113,25 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
-            results.append({"name": name, "type": tensor.tensor_type.name, "error": None, "max_error": None, "note": "not in the checkpoint"})
+            results.append(
+                {
+                    "name": name,
+                    "type": tensor.tensor_type.name,
+                    "error": None,
+                    "max_error": None,
+                    "note": "not in the checkpoint",
+                }
+            )
             continue
         shape, load = reference[name]
         if shape != _shape(tensor):
-            raise UserError(path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name)
+            raise UserError(
+                path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
+            )
         if name in folded:
-            results.append({"name": name, "type": tensor.tensor_type.name, "error": 0.0, "max_error": 0.0, "note": "folded"})
+            results.append(
+                {"name": name, "type": tensor.tensor_type.name, "error": 0.0, "max_error": 0.0, "note": "folded"}
+            )
             continue
         try:
             result = _compare_tensor(tensor, load(), _gain(name, reference, file))
@@ -148,7 +173,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``verify``."""
     parser = subparsers.add_parser("verify", help="error of a GGUF file against its checkpoint", description=__doc__)
     parser.add_argument("file", type=Path, help="GGUF file")
-    parser.add_argument("--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file")
+    parser.add_argument(
+        "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

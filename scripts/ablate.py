@@ -31,7 +31,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         twins = args.work_dir / "twins"
-        made = subprocess.run([sys.executable, ROOT / "scripts" / "make_twins.py", args.model_dir, "--out", twins], check=False)
+        made = subprocess.run(
+            [sys.executable, ROOT / "scripts" / "make_twins.py", args.model_dir, "--out", twins], check=False
+        )
         if made.returncode:
             return 1
         names = ("model", "weight twin", "activation twin")

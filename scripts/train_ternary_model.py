@@ -44,7 +44,9 @@ class TernaryWeight(nn.Module):
 
 def layer_matrices(model: LlamaForCausalLM) -> list[nn.Linear]:
     """The linear layers within the blocks; embedding and output head stay in full precision."""
-    return [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in f".{name}"]
+    return [
+        module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in f".{name}"
+    ]
 
 
 def read_tokens(data: Path, tokenizer_dir: Path, limit: int) -> np.ndarray:

@@ -116,8 +116,10 @@ def test_scales_on_gaussian_weights_match_theory() -> None:
     assert errors["optimal"] < errors["absmean"] < errors["maxabs"]
 
 
-@pytest.mark.parametrize("call", [lambda: ternary.ternarize(np.ones((2, 256)), "median"), lambda: ternary.recognise(np.ones(256)),
-                                  lambda: ternary.ternarize(np.full((2, 256), np.nan))])  # fmt: skip
-def test_bad_input(call) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match="unknown ternary scale|a matrix is needed|NaN"):
-        call()
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="unknown ternary scale 'median'"):
+        ternary.ternarize(np.ones((2, 256)), "median")
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        ternary.ternarize(np.full((2, 256), np.nan))
+    with pytest.raises(ValueError, match="a matrix is needed"):
+        ternary.recognise(np.ones(256))

@@ -1,4 +1,4 @@
-"""Ternary checkpoints through the converter: recognised, exact, latent weights forced, packed BitNet weights unpacked."""
+"""Ternary checkpoints through the converter: recognised and exact, latent weights, packed BitNet weights."""
 
 from __future__ import annotations
 
