@@ -39,8 +39,15 @@ def block_with_an_outlier(model: Path) -> np.ndarray:
     return chosen
 
 
-def stems(axes: Any, values: np.ndarray, title: str, colours: list[str] | str, limit: float) -> None:
-    axes.bar(np.arange(values.size), values, width=1.0, color=colours)
+def stems(axes: Any, values: np.ndarray, title: str, colours: list[str], limit: float) -> None:
+    """One vertical line for each value, in its colour."""
+    positions = np.arange(values.size)
+    for colour in dict.fromkeys(colours):
+        chosen = np.array([c == colour for c in colours])
+        # One path for all bars of a colour.
+        x, y = np.repeat(positions[chosen], 3), np.zeros(3 * chosen.sum())
+        y[1::3] = values[chosen]
+        axes.plot(x, y, color=colour, linewidth=0.9)
     axes.set_title(title, fontsize=9, color=INK)
     axes.set_ylim(-limit, limit)
     axes.set_xlim(-1, values.size)
@@ -96,10 +103,10 @@ def draw(weights: np.ndarray) -> plt.Figure:
     figure = plt.figure(figsize=(10, 5.6))
     grid = figure.add_gridspec(3, 4, height_ratios=[1.25, 1.35, 0.55], hspace=0.42, wspace=0.34)
     panels = [figure.add_subplot(grid[0, column]) for column in range(4)]
-    stems(panels[0], weights, "256 weights w of a row", INK, limit)
-    stems(panels[1], rotated, "rotated: x = H w", INK, limit)
+    stems(panels[0], weights, "256 weights w of a row", [INK] * 256, limit)
+    stems(panels[1], rotated, "rotated: x = H w", [INK] * 256, limit)
     stems(panels[2], coded, "coded: a path through the trellis", [GRIDS[i] for i in indices[:, 0] & 3], limit)
-    stems(panels[3], decoded, "decoded: H v", INK, limit)
+    stems(panels[3], decoded, "decoded: H v", [INK] * 256, limit)
     for left in panels[:3]:
         box = left.get_position()
         arrow = FancyArrow(

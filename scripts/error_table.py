@@ -86,7 +86,7 @@ def main() -> int:
     _, end, after = rest.partition(MARKS[1])
     if not start or not end:
         raise UserError(args.update, f"has no {MARKS[0]} ... {MARKS[1]}", "add the two lines where the table goes")
-    args.update.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
+    args.update.write_text(f"{before}{start}\n\n{table}\n\n{end}{after}", encoding="utf-8")
     return 0
 
 
