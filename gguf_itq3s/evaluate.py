@@ -186,12 +186,11 @@ class Evaluation:
         path = self.work / "cache" / f"{self.common}.json"
         if not (path.is_file() and self.base.is_file()):
             log = self.work / "logs" / "base.log"
-            figures = self.tools.perplexity(
+            count = self.tools.log_probabilities(
                 self.f16, self.text, self.base, self.settings.chunks, self.settings.context, log
             )
-            count = base_chunks(self.base)
             scored = count * (self.settings.context - 1 - self.settings.context // 2)
-            _write_json(path, {**figures, "chunks": count, "tokens": scored})
+            _write_json(path, {"chunks": count, "tokens": scored})
         return json.loads(path.read_text())
 
     def _quantize_and_score(self, row: Row, base: Result) -> Result:
@@ -218,10 +217,7 @@ class Evaluation:
                     file, self.base, base["tokens"], self.settings.context, log, row.runtime, dict(row.environment)
                 )
                 _write_json(same, figures)
-            result |= json.loads(same.read_text())
-            if row.key == "f16":  # its divergence is the noise of 16-bit log-probabilities; the perplexity is exact
-                result |= {k: base[k] for k in ("perplexity", "perplexity_error")}
-            return {**result, "chunks": base["chunks"], "tokens": base["tokens"]}
+            return {**result, **json.loads(same.read_text()), **base}
         finally:
             if file != self.f16 and not self.settings.keep:
                 file.unlink(missing_ok=True)

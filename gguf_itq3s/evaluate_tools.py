@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from . import native
 from .errors import UserError
 
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))"
-_FINAL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
 _PAIRS = {
     "perplexity": re.compile(rf"^Mean PPL\(Q\)\s*:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
 }
+_ATTEMPTS = 3
 _QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
 
@@ -90,8 +91,8 @@ class Tools:
             raise UserError(log, f"{name} ended with code {code}: {last}", "the file holds all it printed")
         return text
 
-    def perplexity(self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path) -> dict[str, Any]:
-        """Perplexity of the unquantized model; its log-probabilities go to ``base``."""
+    def log_probabilities(self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path) -> int:
+        """Score the unquantized model; its log-probabilities go to ``base``. Returns the number of windows."""
         partial = base.with_suffix(".partial")
         limit = ["--chunks", str(chunks)] if chunks > 0 else []
         arguments = [
@@ -100,39 +101,33 @@ class Tools:
             "-f",
             text,
             "-c",
-            str(context),
+            context,
             "-t",
-            str(self.threads),
+            self.threads,
             "--kl-divergence-base",
             partial,
+            *limit,
         ]
-        found = _FINAL.search(self.run("llama-perplexity", [*arguments, *limit], log))
-        if not found:
-            raise UserError(log, "llama-perplexity printed no estimate", "is the text long enough for one window?")
+        self.run("llama-perplexity", arguments, log)
+        count = base_chunks(partial)
         partial.replace(base)
-        return {"perplexity": float(found[1]), "perplexity_error": float(found[2])}
+        return count
 
     def divergence(
         self, model: Path, base: Path, tokens: int, context: int, log: Path,
         runtime: Sequence[str] = (), environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """KL divergence of a model from the log-probabilities in ``base``; see :func:`parse_divergence`."""
-        arguments = [
-            "-m",
-            model,
-            "-c",
-            str(context),
-            "-t",
-            str(self.threads),
-            "--kl-divergence",
-            "--kl-divergence-base",
-            base,
-        ]
-        printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
-        try:
-            return parse_divergence(printed, tokens)
-        except ValueError as error:
-            raise UserError(log, f"llama-perplexity: {error}", "the file holds all it printed") from error
+        arguments = ["-m", model, "-c", context, "-t", self.threads, "--kl-divergence", "--kl-divergence-base", base]
+        for attempt in range(_ATTEMPTS):
+            printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
+            try:
+                return parse_divergence(printed, tokens)
+            except ValueError as error:
+                # llama.cpp's logger is a thread that is not joined: on a busy machine the last lines may be lost.
+                if attempt == _ATTEMPTS - 1:
+                    raise UserError(log, f"llama-perplexity: {error}", "the file holds all it printed") from error
+        raise AssertionError("not reached")
 
 
 def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
@@ -169,13 +164,19 @@ def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
 
 
 def base_chunks(base: Path) -> int:
-    """How many windows a file of log-probabilities holds (``_logits_``, then int32 context, vocabulary, windows).
+    """How many windows a file of log-probabilities holds.
+
+    The format is llama-perplexity's: ``_logits_``, int32 context, vocabulary and windows, int32 tokens, then for each
+    scored token two float32 and the vocabulary as uint16, rounded up to an even number.
 
     Raises:
-        UserError: it is no such file.
+        UserError: it is no such file, or not complete.
     """
     with base.open("rb") as file:
         head = file.read(20)
-    if len(head) < 20 or head[:8] != b"_logits_":
-        raise UserError(base, "is no file of log-probabilities", "delete it and run the command again")
-    return int.from_bytes(head[16:20], "little")
+    if len(head) == 20 and head[:8] == b"_logits_":
+        context, vocabulary, windows = struct.unpack("<iii", head[8:])
+        scored = windows * (context - 1 - context // 2)
+        if base.stat().st_size == 20 + 4 * windows * context + scored * 2 * (2 * ((vocabulary + 1) // 2) + 4):
+            return windows
+    raise UserError(base, "is no complete file of log-probabilities", "delete it and run the command again")

@@ -96,8 +96,9 @@ def pack_trits(trits: npt.ArrayLike, k: int = 5, p: int = 8) -> npt.NDArray[np.u
         raise ValueError(f"k must be at least 1 and p between 1 and 32, not {k} and {p}")
     if not is_lossless(k, p):
         raise ValueError(f"{k} trits do not fit {p} bits: 3^{k} = {3**k} is not below 2^{p} = {2**p}")
-    number = (_digits(trits, k) * 3 ** np.arange(k - 1, -1, -1, dtype=np.int64)).sum(axis=-1)
-    return ((number * 2**p + 3**k - 1) // 3**k).astype(np.uint32)
+    # Unsigned: N 2^p passes 2^63 at k = 20, p = 32, the largest case, and stays below 2^64.
+    number = (_digits(trits, k) * 3 ** np.arange(k - 1, -1, -1, dtype=np.int64)).sum(axis=-1).astype(np.uint64)
+    return ((number * np.uint64(2**p) + np.uint64(3**k - 1)) // np.uint64(3**k)).astype(np.uint32)
 
 
 def unpack_trits(codes: npt.ArrayLike, k: int = 5, p: int = 8) -> Trits:

@@ -181,8 +181,8 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
     full, window = Layer(values, values), config.get("sliding_window")
     kinds = config.get("layer_types")
     if not kinds:
-        use_window = window and config.get("use_sliding_window", config.get("model_type") == "mistral")
-        return [Layer(values, values, int(window)) if use_window else full] * count
+        use_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+        return [Layer(values, values, int(window)) if window and use_window else full] * count
     by_kind = {
         "full_attention": full,
         "sliding_attention": Layer(values, values, int(window) if window else None),

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         for f in facts
     ]  # fmt: skip
     print(
-        "relative squared error of ternarizing by each scale: absmean (gamma of training, a tensor), optimal, maxabs (a block)"
+        "relative squared error of ternarizing by absmean (gamma of training, a tensor), optimal, maxabs (a block)"
     )
     print(report.table(["matrix", "ternary, scale for", "gamma", *ternary.SCALES], rows))
     return 0

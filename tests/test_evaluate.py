@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import llama
+import numpy as np
 import pytest
 
 from gguf_itq3s import evaluate, evaluate_plots, evaluate_report, evaluate_rows, evaluate_tools, wikitext
@@ -44,6 +45,26 @@ def test_missing_figures_are_errors(line: str) -> None:
     text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith(line))
     with pytest.raises(ValueError, match="printed no"):
         evaluate_tools.parse_divergence(text, 100)
+
+
+def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["[1]91.3,", PRINTED]
+    monkeypatch.setattr(evaluate_tools.Tools, "run", lambda *_: answers.pop(0))
+    tools = evaluate_tools.Tools(tmp_path, 1)
+    assert tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
+    answers = [""] * 3
+    with pytest.raises(UserError, match="printed no perplexity"):
+        tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
+
+
+def test_incomplete_log_probabilities(tmp_path: Path) -> None:
+    path = tmp_path / "base.kld"
+    head = b"_logits_" + np.array([512, 5, 2], dtype="<i4").tobytes()
+    path.write_bytes(head + bytes(4 * 2 * 512 + 2 * 255 * 2 * (6 + 4)))
+    assert evaluate_tools.base_chunks(path) == 2
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="no complete file"):
+        evaluate_tools.base_chunks(path)
 
 
 def test_rows_are_distinct_and_complete() -> None:
