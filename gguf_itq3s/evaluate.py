@@ -24,13 +24,13 @@ from tqdm import tqdm
 from . import convert, evaluate_report, upstream, wikitext
 from .errors import UserError
 from .evaluate_rows import Row, cache_rows, weight_rows
-from .evaluate_tools import Tools, base_chunks
+from .evaluate_tools import Tools
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 #: Windows of 512 tokens scored by default: `make eval` for the bundled model then ends well within half an hour.
-DEFAULT_CHUNKS: Final = 64
+DEFAULT_CHUNKS: Final = 32
 #: Windows of the training split that the importance matrix is computed on.
-IMATRIX_CHUNKS: Final = 64
+IMATRIX_CHUNKS: Final = 32
 
 Result = dict[str, Any]
 
@@ -247,7 +247,7 @@ def describe(path: Path) -> Result:
     reader = gguf.GGUFReader(path)
     weights = bits = quantized = 0
     content = hashlib.sha256()
-    for tensor in reader.tensors:
+    for tensor in sorted(reader.tensors, key=lambda t: t.name):  # llama-quantize writes them in another order
         weights += int(tensor.n_elements)
         content.update(f"{tensor.name} {tensor.tensor_type}".encode())
         content.update(tensor.data.tobytes())

@@ -25,8 +25,10 @@ from gguf_itq3s import evaluate, evaluate_plots, evaluate_report  # noqa: E402
 from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
 
 #: Rows that the twins are measured on: what the rotation is for.
-TWIN_ROWS = ("f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "itq3_s-pure-folded",
-             "itq3_s-pure-calibrated")  # fmt: skip
+TWIN_ROWS = (
+    "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "itq3_s-pure-folded",
+    "itq3_s-pure-calibrated",
+)  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
 Rows = list[evaluate.Result]
