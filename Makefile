@@ -27,7 +27,7 @@ setup: $(INSTALLED) ## create .venv and install the package
 
 build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin
 	cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(PY)
-	cmake --build $(BUILD)/cmake --parallel $(JOBS)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
 
 demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it
 	$(PY) scripts/demo.py

@@ -78,11 +78,11 @@ def unpack(blocks: ByteArray) -> tuple[IndexArray, IndexArray, npt.NDArray[np.fl
     if blocks.ndim != 2 or blocks.shape[1] != BLOCK_BYTES:
         raise ValueError(f"ITQ3_S blocks have shape (m, {BLOCK_BYTES}), not {blocks.shape}")
     shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(4, 1, 1)
-    symbols = ((blocks[:, :64].T >> shifts) & 3).reshape(BLOCK, -1)
+    symbols = ((blocks[:, :64].T >> shifts) & np.uint8(3)).reshape(BLOCK, -1)
     selectors = np.unpackbits(np.ascontiguousarray(blocks[:, 64:96].T), axis=0, bitorder="little")
-    indices = 4 * symbols + ITQ3_S_TRELLIS.subsets(selectors)
-    d, z = np.ascontiguousarray(blocks[:, 96:100]).view("<f2").astype(np.float16).T
-    return indices, selectors, d, z
+    indices = (symbols << np.uint8(2)) + ITQ3_S_TRELLIS.subsets(selectors)
+    scales = np.ascontiguousarray(blocks[:, 96:100]).view("<f2").astype(np.float16)
+    return indices, selectors, scales[:, 0], scales[:, 1]
 
 
 def decode_blocks(blocks: ByteArray) -> FloatArray:
@@ -125,7 +125,7 @@ def encode_ternary(x: FloatArray, effort: str) -> ByteArray:
     dead = d == 0
     symbols[:, dead] = 0
     z[dead] = 0
-    return pack(symbols << 2, np.zeros_like(symbols), d, z)
+    return pack(symbols << np.uint8(2), np.zeros_like(symbols), d, z)
 
 
 _ENCODERS: Final[dict[str, Callable[[FloatArray, str], ByteArray]]] = {

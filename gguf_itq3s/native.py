@@ -134,7 +134,7 @@ def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: i
 
 
 def library_path() -> Path | None:
-    """Where the built library is: ``GGUF_ITQ3S_LIBRARY``, else ``build/bin`` of the checkout; None if it is in neither."""
+    """The built library: ``GGUF_ITQ3S_LIBRARY``, else the one in ``build/bin`` of the checkout, else None."""
     named = os.environ.get(LIBRARY_VARIABLE)
     path = Path(named) if named else Path(__file__).resolve().parents[1] / "build" / "bin" / library_name()
     return path if path.exists() else None

@@ -72,23 +72,22 @@ def solve(x: FloatArray, effort: str = "default") -> tuple[IndexArray, IndexArra
     alive = rms > 0
     safe_rms = np.where(alive, rms, np.float32(1))
     level_values = LEVELS.astype(np.float32)
-    best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
+    best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
+    best_indices, best_selectors = np.empty(x.shape, dtype=np.uint8), np.empty(x.shape, dtype=np.uint8)
+    best_d = np.empty(x.shape[1], dtype=np.float16)
     for rms_in_levels in RMS_IN_LEVELS[effort]:
-        indices, selectors = search(x * (rms_in_levels / safe_rms))
+        indices, selectors = search(np.multiply(x, rms_in_levels / safe_rms, dtype=np.float32))
         levels = level_values[indices]
         d = fit_scale(x, levels)
         residual = x - levels * (d.astype(np.float32) * np.float32(1 / 32))
         error = fold_sum(residual * residual)
-        if best is None:
-            best = indices, selectors, d, error
-            continue
-        better = error < best[3]
-        for kept, new in zip(best, (indices, selectors, d, error), strict=True):
-            np.copyto(kept, new, where=better)
-    assert best is not None
-    indices, selectors, d, _ = best
-    dead = ~alive | (d == 0)
-    indices[:, dead] = 0
-    selectors[:, dead] = 0
-    d[dead] = 0
-    return indices, selectors, d
+        better = error < best_error
+        np.copyto(best_indices, indices, where=better)
+        np.copyto(best_selectors, selectors, where=better)
+        np.copyto(best_d, d, where=better)
+        np.copyto(best_error, error, where=better)
+    dead = ~alive | (best_d == 0)
+    best_indices[:, dead] = 0
+    best_selectors[:, dead] = 0
+    best_d[dead] = 0
+    return best_indices, best_selectors, best_d

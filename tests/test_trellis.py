@@ -23,7 +23,9 @@ def test_subsets_follow_the_format() -> None:
 def path_cost(y: np.ndarray, selectors: np.ndarray, trellis: Trellis) -> float:
     """Least squared error of one selector sequence, in float64."""
     subsets = trellis.subsets(selectors[:, None].astype(np.uint8))[:, 0]
-    return float(sum(np.min((value - LEVELS[c::4].astype(np.float64)) ** 2) for value, c in zip(y, subsets, strict=True)))
+    return float(
+        sum(np.min((value - LEVELS[c::4].astype(np.float64)) ** 2) for value, c in zip(y, subsets, strict=True))
+    )
 
 
 @pytest.mark.parametrize("states", sorted(UNGERBOECK))

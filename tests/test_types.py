@@ -46,7 +46,9 @@ def test_writer_and_reader(tmp_path: Path) -> None:
     tensor = gguf.GGUFReader(path).tensors[0]
     assert tensor.tensor_type is ITQ3_S
     assert tensor.shape.tolist() == [256, 5, 3]
-    np.testing.assert_array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), codec.dequantize(codec.quantize(x)))
+    np.testing.assert_array_equal(
+        gguf.quants.dequantize(tensor.data, tensor.tensor_type), codec.dequantize(codec.quantize(x))
+    )
 
 
 def test_a_taken_number_is_an_error() -> None:
