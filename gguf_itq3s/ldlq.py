@@ -10,10 +10,10 @@ For the block that starts at column s, with the errors of the blocks before it f
     y[k] = x[k] + sum_{s<=j<k} A[j, k] x[j] - sum_{j<s} A[j, k] e[j]
 
 A trellis code cannot be rounded a column at a time. Each survivor of the Viterbi search therefore carries the
-feedback of its own levels (per-survivor processing: Raheli, Polydoros and Tzou, IEEE Trans. Commun. 43(2), 1995), for
-as many columns as ``segment + lookahead``: whenever the search is ``lookahead`` columns past the end of a segment,
-the best survivor's levels of that segment are committed, survivors that disagree are dropped, and the committed
-levels reach the columns beyond by plain feedback. The scale is then refitted by least squares in the same metric, a
+feedback of its own levels (per-survivor processing: Raheli, Polydoros and Tzou, IEEE Trans. Commun. 43(2), 1995).
+Whenever the search is ``lookahead`` columns past the end of a segment, the best survivor's levels of that segment are
+committed, survivors that went through another state there are dropped, and the committed levels reach the columns
+beyond by plain feedback, so a survivor's own feedback never spans more than ``segment + lookahead``. The scale is then refitted by least squares in the same metric, a
 few start scales are tried, and the one with the least cost wins.
 
 The arithmetic is float32 with one fixed order of operations (sums over columns run in ascending order, products are
@@ -34,14 +34,15 @@ from .scale import F16_MAX, RMS_IN_LEVELS, block_rms, fold_sum
 from .transform import BLOCK, FloatArray, fwht_columns
 from .trellis import ITQ3_S_TRELLIS, LEVELS, UNREACHED, IndexArray
 
-#: Longest history a survivor keeps: its selector bits fit one 64-bit word.
+#: Limits of the C implementation: columns that a survivor's own feedback spans, and how far back its state is known.
 WINDOW: Final = 64
+LOOKAHEAD: Final = 25
 
 _STATES: Final = ITQ3_S_TRELLIS.states
 _HALF: Final = _STATES // 2
 # The state before, by where the survivor comes from (from k or k + 32), and the subset read on the way.
 _PREDECESSOR: Final = np.stack([np.arange(_STATES) >> 1, (np.arange(_STATES) >> 1) + _HALF])
-_BIT: Final = (np.arange(_STATES) & 1).astype(np.uint64)
+_BIT: Final = (np.arange(_STATES) & 1).astype(np.uint32)
 _SUBSET: Final = (
     ITQ3_S_TRELLIS.butterfly_subsets[np.arange(_STATES) >> 1]
     ^ ((np.arange(2)[:, None] ^ (np.arange(_STATES) & 1)) << 1)
@@ -68,9 +69,10 @@ class Search:
     effort: str = "default"
 
     def __post_init__(self) -> None:
-        if self.segment < 1 or self.lookahead < 0 or self.segment + self.lookahead > WINDOW:
+        if self.segment < 1 or not 0 <= self.lookahead <= LOOKAHEAD or self.segment + self.lookahead > WINDOW:
             raise ValueError(
-                f"segment {self.segment} and lookahead {self.lookahead}: at least 1 and 0, and at most {WINDOW} in all"
+                f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead 0 to "
+                f"{LOOKAHEAD}, and both at most {WINDOW} in all"
             )
         if self.effort not in RMS_IN_LEVELS:
             raise ValueError(f"unknown effort {self.effort!r}; use one of {', '.join(RMS_IN_LEVELS)}")
@@ -97,13 +99,12 @@ def search(
     target = target.copy()
     coupled = bool(np.triu(feedback, 1).any())
     segment, lookahead = (options.segment, options.lookahead) if coupled else (n, 0)
-    window = segment + lookahead - 1 if coupled else 0
 
     metric = np.full((_STATES, m), UNREACHED, dtype=np.float32)
     metric[0] = 0
-    # pending[p] is what a survivor's levels of the window add to column t + p
-    pending = np.zeros((window + 1, _STATES, m), dtype=np.float32)
-    history = np.zeros((_STATES, m), dtype=np.uint64)
+    # what a survivor's uncommitted levels add to the columns from t on, as far as they reach
+    pending = np.zeros((1, _STATES, m), dtype=np.float32)
+    history = np.zeros((_STATES, m), dtype=np.uint32)
     survivor = np.empty((n, _STATES, m), dtype=np.bool_)
     index = np.empty((n, _STATES, m), dtype=np.uint8)
     indices = np.empty((n, m), dtype=np.uint8)
@@ -133,22 +134,22 @@ def search(
         high = candidates[1] < candidates[0]
         metric = np.where(high, candidates[1], candidates[0])
         survivor[t], index[t] = high, np.where(high, chosen[1], chosen[0])
-        history = np.where(high, history[_PREDECESSOR[1]], history[_PREDECESSOR[0]]) << np.uint64(1) | _BIT[:, None]
+        history = np.where(high, history[_PREDECESSOR[1]], history[_PREDECESSOR[0]]) << np.uint32(1) | _BIT[:, None]
 
-        if window:
-            moved = np.where(high, pending[1:, _PREDECESSOR[1]], pending[1:, _PREDECESSOR[0]])
-            reach = min(window, n - 1 - t)
-            pending[:-1] = moved
-            pending[:reach] += feedback[t, t + 1 : t + 1 + reach, None, None] * LEVELS[index[t]].astype(np.float32)
+        # the levels of a segment reach beyond its commitment only then
+        reach = min((t // segment + 1) * segment + lookahead, n) - (t + 1) if coupled else 0
+        following = np.zeros((max(reach, 1), _STATES, m), dtype=np.float32)
+        following[: len(pending) - 1] = np.where(high, pending[1:, _PREDECESSOR[1]], pending[1:, _PREDECESSOR[0]])
+        following[:reach] += feedback[t, t + 1 : t + 1 + reach, None, None] * LEVELS[index[t]].astype(np.float32)
+        pending = following
 
         if t + 1 == committed + segment + lookahead and t + 1 < n:
             best = metric.argmin(axis=0)
             commit(committed, committed + segment, t, best)
-            bits = history >> np.uint64(lookahead) & np.uint64((1 << segment) - 1)
-            metric = np.where(bits == bits[best, columns], metric, UNREACHED)
+            through = history >> np.uint32(lookahead) & np.uint32(_STATES - 1)
+            metric = np.where(through == through[best, columns], metric, UNREACHED)
             for j in range(committed, committed + segment):
-                beyond = j + segment + lookahead
-                target[beyond:] -= feedback[j, beyond:, None] * LEVELS[indices[j]].astype(np.float32)
+                target[t + 1 :] -= feedback[j, t + 1 :, None] * LEVELS[indices[j]].astype(np.float32)
             committed += segment
     commit(committed, n, n - 1, metric.argmin(axis=0))
     return indices, selectors
