@@ -43,6 +43,10 @@ GGML_API size_t quantize_itq3_s_ldlq_flat(const float * src, void * dst, int64_t
                                           const float * feedback, const float * weight, int full, int segment,
                                           int lookahead, int effort);
 
+// Rows of n_per_row weights with an importance matrix: the mean squares of their n_per_row inputs, not rotated.
+GGML_API size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
+                                        int64_t n_per_row, const float * imatrix);
+
 #ifdef __cplusplus
 }
 #endif

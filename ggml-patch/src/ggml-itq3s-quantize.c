@@ -5,6 +5,7 @@
 // lanes, one vector register or a few.
 
 #include "ggml-itq3s-lanes.h"
+#include "ggml-itq3s-ldlq.h"
 
 #include <assert.h>
 
@@ -301,6 +302,8 @@ size_t quantize_itq3_s_effort(const float * GGML_RESTRICT src, void * GGML_RESTR
 
 size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
                        const float * imatrix) {
-    GGML_UNUSED(imatrix);
+    if (imatrix != NULL) {
+        return quantize_itq3_s_imatrix(src, dst, nrows, n_per_row, imatrix);
+    }
     return quantize_itq3_s_effort(src, dst, nrows, n_per_row, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
 }
