@@ -212,7 +212,7 @@ def read_text(path: Path) -> str:
 # --------------------------------------------------------------------------------------------------------- model
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 (a signal, not an error)
     """Ends the model's forward pass behind its last layer."""
 
 
@@ -379,7 +379,12 @@ class _Weights:
         mixtral = name.replace(".mlp.", ".block_sparse_moe.")
         for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
             mixtral = mixtral.replace(f".{old}.weight", f".{new}.weight")
-        for candidate in (name, name.removeprefix("model."), name.replace("model.", "language_model.model.", 1), mixtral):
+        for candidate in (
+            name,
+            name.removeprefix("model."),
+            name.replace("model.", "language_model.model.", 1),
+            mixtral,
+        ):
             if candidate in self._files:
                 return candidate
         return None
@@ -597,14 +602,18 @@ class Collector:
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``calibrate``."""
-    parser = subparsers.add_parser("calibrate", help="collect statistics for calibrated conversion", description=DESCRIPTION)
+    parser = subparsers.add_parser(
+        "calibrate", help="collect statistics for calibrated conversion", description=DESCRIPTION
+    )
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--tokens", type=int, default=Options.tokens, help="tokens to run (default: %(default)s)")
     parser.add_argument("--context", type=int, help="tokens of a window (default: the model's, at most 2048)")
     parser.add_argument(
-        "--hessian", choices=FORMS, help=f"form of the statistics (default: full up to {FULL_COLUMNS} columns, else block)"
+        "--hessian",
+        choices=FORMS,
+        help=f"form (default: full up to {FULL_COLUMNS} columns, else block)",
     )
     parser.add_argument("--device", default="cpu", help="torch device, such as cuda (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=Options.batch, help="windows at a time (default: %(default)s)")
@@ -618,4 +627,3 @@ def run(args: argparse.Namespace) -> int:
     matrices = len(manifest.entries)
     print(f"{args.out}: statistics of {matrices} matrices from {manifest.tokens} tokens", file=sys.stderr)
     return 0
-

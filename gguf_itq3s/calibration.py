@@ -126,7 +126,9 @@ def model_hash(files: Sequence[Path]) -> str:
                     raise ValueError("the header is longer than the file")
                 header = json.loads(file.read(length))
             except (struct.error, ValueError) as error:
-                raise UserError(path, f"is not a safetensors file: {error}", "convert the model to safetensors") from error
+                raise UserError(
+                    path, f"is not a safetensors file: {error}", "convert the model to safetensors"
+                ) from error
             for name, info in header.items():
                 if name == "__metadata__":
                     continue

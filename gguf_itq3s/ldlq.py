@@ -13,8 +13,8 @@ A trellis code cannot be rounded a column at a time. Each survivor of the Viterb
 feedback of its own levels (per-survivor processing: Raheli, Polydoros and Tzou, IEEE Trans. Commun. 43(2), 1995).
 Whenever the search is ``lookahead`` columns past the end of a segment, the best survivor's levels of that segment are
 committed, survivors that went through another state there are dropped, and the committed levels reach the columns
-beyond by plain feedback, so a survivor's own feedback never spans more than ``segment + lookahead``. The scale is then refitted by least squares in the same metric, a
-few start scales are tried, and the one with the least cost wins.
+beyond by plain feedback, so a survivor's own feedback never spans more than ``segment + lookahead``. The scale is then
+refitted by least squares in the same metric, a few start scales are tried, and the one with the least cost wins.
 
 The arithmetic is float32 with one fixed order of operations (sums over columns run in ascending order, products are
 rounded before they are added), so the C quantizer reproduces every byte.
@@ -71,8 +71,8 @@ class Search:
     def __post_init__(self) -> None:
         if self.segment < 1 or not 0 <= self.lookahead <= LOOKAHEAD or self.segment + self.lookahead > WINDOW:
             raise ValueError(
-                f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead 0 to "
-                f"{LOOKAHEAD}, and both at most {WINDOW} in all"
+                f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead "
+                f"0 to {LOOKAHEAD}, and both at most {WINDOW} in all"
             )
         if self.effort not in RMS_IN_LEVELS:
             raise ValueError(f"unknown effort {self.effort!r}; use one of {', '.join(RMS_IN_LEVELS)}")
@@ -185,7 +185,7 @@ def solve(
     column_weight = weight[:, None]
     best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
     for rms_in_levels in RMS_IN_LEVELS[options.effort]:
-        indices, selectors = search(y * (rms_in_levels / safe_rms), feedback, weight, options)
+        indices, selectors = search((y * (rms_in_levels / safe_rms)).astype(np.float32), feedback, weight, options)
         z = through_feedback(LEVELS.astype(np.float32)[indices], feedback)
         weighted = column_weight * z
         fit = np.float32(32) * (fold_sum(weighted * y) / fold_sum(weighted * z))
@@ -196,7 +196,8 @@ def solve(
             best = indices, selectors, d, error
             continue
         better = error < best[3]
-        for kept, new in zip(best, (indices, selectors, d, error), strict=True):
+        found: tuple[np.ndarray, ...] = (indices, selectors, d, error)
+        for kept, new in zip(best, found, strict=True):
             np.copyto(kept, new, where=better)
     assert best is not None
     indices, selectors, d, _ = best
