@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
     from .checkpoint import Checkpoint, SourceTensor
     from .encode import Encoder
+    from .factors import Factors
+    from .fold import Folding
+    from .hessian import Factor
     from .policy import Choice
     from .report import Row
+    from .ternary_convert import Ternaries
 
 DESCRIPTION: Final = "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0, TQ2_0 or F16 tensors."
 OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", "f16")
@@ -47,6 +51,12 @@ class Options:
         dry_run: print the plan and write nothing.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
+        fold_norms: multiply norm gains into the matrices that read them; None: yes for ITQ3_S, else no.
+        calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
+        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
+        damping: of the Hessians, share of the mean diagonal.
+        segment: columns that the calibrated search commits at a time.
+        lookahead: columns it searches past them before.
     """
 
     model: Path
@@ -63,6 +73,17 @@ class Options:
     dry_run: bool = False
     model_name: str | None = None
     verbose: bool = False
+    fold_norms: bool | None = None
+    calibration: Path | None = None
+    imatrix: Path | None = None
+    damping: float | None = None
+    segment: int | None = None
+    lookahead: int | None = None
+
+    @property
+    def folds(self) -> bool:
+        """Whether norms are folded."""
+        return self.outtype == "itq3_s" if self.fold_norms is None else self.fold_norms
 
 
 def convert(options: Options) -> list[Row]:
@@ -82,9 +103,12 @@ def convert(options: Options) -> list[Row]:
     started = time.monotonic()
     encoder = _encoder(options)
     checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
-    checkpoint, choices, ternary_mode = _make_ternary(checkpoint, _choose(checkpoint, options, encoder), options)
+    ternaries = _find_ternaries(checkpoint, options)
+    checkpoint, folding, factors = _prepare(checkpoint, options, ternaries)
+    choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
     _warn(checkpoint, choices, encoder)
-    header, sizes = _header(checkpoint, choices, options, ternary_mode)
+    _warn_unknown(checkpoint, choices, factors)
+    header, sizes = _header(checkpoint, choices, options, folding, ternaries)
     rows = [
         report.Row(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -94,18 +118,74 @@ def convert(options: Options) -> list[Row]:
         _print_plan(checkpoint, rows)
     else:
         with output:
-            rows = _write(output, checkpoint, rows, choices, encoder)
+            rows = _write(output, checkpoint, rows, choices, encoder, factors)
     print(report.by_type(rows))
     verb = "would write" if options.dry_run else "wrote"
     print(f"{verb} {options.out}: {report.size(output.size)}, {time.monotonic() - started:.1f} s")
     return rows
 
 
+def _prepare(
+    checkpoint: Checkpoint, options: Options, ternaries: Ternaries
+) -> tuple[Checkpoint, Folding, Factors | None]:
+    """Ternarize, fold norms and open the statistics, as far as the options ask for it."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from . import calibration, fold, hessian, imatrix
+    from .errors import UserError
+    from .factors import Factors
+
+    statistics = options.calibration or options.imatrix
+    if options.calibration and options.imatrix:
+        raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
+    if statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
+        what = "is for the trellis code of ITQ3_S"
+        raise UserError(statistics, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if options.folds and options.outtype in ("tq1_0", "tq2_0"):
+        what = "would not stay ternary with its norms folded"
+        raise UserError(options.model, what, "leave --fold-norms out")
+
+    checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
+    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+    folding = fold.Folding()
+    if options.folds:
+        floats = frozenset(name for name, tensor in by_name.items() if tensor.stored.name in ("F32", "F16", "BF16"))
+        # With its norm folded, a ternary matrix would have more than three values.
+        foldable = [name for name in by_name if name not in ternaries.norms]
+        folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
+        if folding.left_alone:
+            lines = "\n".join(f"  {line}" for line in folding.left_alone)
+            print(f"note: norms that are not folded:\n{lines}", file=sys.stderr)
+
+    def gain(norm: str) -> np.ndarray:
+        return np.concatenate([np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()])
+
+    factors = None
+    if statistics:
+        source = (
+            calibration.open_calibration(options.calibration, checkpoint.files)
+            if options.calibration
+            else imatrix.read(statistics)
+        )
+        factors = Factors(source, folding, gain, hessian.DAMPING if options.damping is None else options.damping)
+    tensors = fold.apply(checkpoint.tensors, folding, str(checkpoint.folder))
+    return replace(checkpoint, tensors=tensors), folding, factors
+
+
 def _encoder(options: Options) -> Encoder:
-    from . import native
+    from . import ldlq, native
     from .encode import Encoder
     from .errors import UserError
 
+    changed = {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    try:
+        search = ldlq.Search(effort=options.effort, **changed)
+        if options.damping is not None and not options.damping > 0:
+            raise ValueError(f"damping {options.damping}: it must be more than 0")
+    except ValueError as error:
+        raise UserError(options.calibration or options.model, str(error), "change the option") from error
     try:
         library = native.load()
     except OSError as error:
@@ -116,7 +196,9 @@ def _encoder(options: Options) -> Encoder:
         library = None
     if options.native and library is None:
         raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
-    return Encoder(options.effort, options.codec, max(1, options.threads), library, native=options.native is not False)
+    return Encoder(
+        options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
+    )
 
 
 def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[Choice]:
@@ -134,22 +216,15 @@ def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[
     ]  # fmt: skip
 
 
-def _make_ternary(
-    checkpoint: Checkpoint, choices: list[Choice], options: Options
-) -> tuple[Checkpoint, list[Choice], str | None]:
-    """Ternary matrices to a ternary type; see :func:`gguf_itq3s.ternary_convert.apply`."""
-    from dataclasses import replace
-
+def _find_ternaries(checkpoint: Checkpoint, options: Options) -> Ternaries:
+    """The matrices that are, or are to be made, ternary; none in an F16 file, which holds them as they are."""
     from gguf import GGMLQuantizationType
 
     from . import ternary_convert
 
     name = options.outtype if options.outtype in ternary_convert.TYPES else options.ternary_type
-    outcome = ternary_convert.apply(
-        checkpoint.tensors, choices, mode=options.ternary, qtype=GGMLQuantizationType[name.upper()],
-        scale=options.ternary_scale, arch=checkpoint.model.arch,
-    )  # fmt: skip
-    return replace(checkpoint, tensors=outcome.tensors), outcome.choices, outcome.mode
+    qtype, mode = GGMLQuantizationType[name.upper()], "off" if options.outtype == "f16" else options.ternary
+    return ternary_convert.find(checkpoint.tensors, mode, qtype, options.ternary_scale, checkpoint.model.arch)
 
 
 def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
@@ -172,8 +247,28 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> No
         print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=sys.stderr)
 
 
+def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Factors | None) -> None:
+    """One warning for the tensors that there are no statistics of."""
+    from .types import ITQ3_S
+
+    if factors is None:
+        return
+    # Rows of the embedding are looked up, not multiplied.
+    unknown = [
+        f"  {tensor.name}"
+        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.known(tensor.name)
+    ]
+    if unknown:
+        lines = "\n".join(unknown)
+        print(
+            f"warning: {factors.path} has nothing on {len(unknown)} tensors, they are rounded without:\n{lines}",
+            file=sys.stderr,
+        )
+
+
 def _header(
-    checkpoint: Checkpoint, choices: list[Choice], options: Options, ternary_mode: str | None
+    checkpoint: Checkpoint, choices: list[Choice], options: Options, folding: Folding, ternaries: Ternaries
 ) -> tuple[bytes, list[int]]:
     """GGUF header, metadata and tensor infos as bytes, and the size of each tensor."""
     import numpy as np
@@ -183,9 +278,9 @@ def _header(
     from .types import ITQ3_S
 
     writer = checkpoint.writer
-    _set_metadata(writer, _file_type(checkpoint, choices, options), choices, options, ITQ3_S)
-    if ternary_mode:
-        writer.add_string("itq3s.ternary", ternary_mode + f" {options.ternary_scale}" * (ternary_mode == "force"))
+    _set_metadata(writer, _file_type(checkpoint, choices, options), choices, options, folding, ITQ3_S)
+    if ternaries.mode:
+        writer.add_string("itq3s.ternary", ternaries.mode)
     writer.tensors = [{}]
     sizes = []
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
@@ -216,7 +311,9 @@ def _file_type(checkpoint: Checkpoint, choices: list[Choice], options: Options) 
     return LlamaFileType[f"MOSTLY_{name.upper()}"]
 
 
-def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, itq3_s: Any) -> None:
+def _set_metadata(
+    writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, folding: Folding, itq3_s: Any
+) -> None:
     if options.outtype != "f16":  # what upstream wrote for an F16 file stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type)
@@ -224,7 +321,8 @@ def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], opt
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
-        writer.add_bool("itq3s.calibrated", False)
+        writer.add_bool("itq3s.calibrated", bool(options.calibration or options.imatrix))
+        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
 
 
 def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str:
@@ -232,7 +330,20 @@ def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str
     from . import __version__
 
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
-    how = [__version__, options.codec, options.effort, options.ternary, options.ternary_scale, files]
+    how: list[Any] = [
+        __version__,
+        options.codec,
+        options.effort,
+        options.folds,
+        options.ternary,
+        options.ternary_scale,
+        files,
+    ]
+    how += [options.damping, options.segment, options.lookahead]
+    if options.calibration:
+        how.append((options.calibration / "manifest.json").read_text())
+    if options.imatrix:
+        how.append(hashlib.sha256(options.imatrix.read_bytes()).hexdigest())
     return hashlib.sha256(header + json.dumps(how).encode()).hexdigest()
 
 
@@ -246,7 +357,14 @@ def _print_plan(checkpoint: Checkpoint, rows: list[Row]) -> None:
     print(report.table(["tensor", "shape", "type", "size"], lines), end="\n\n")
 
 
-def _write(output: Any, checkpoint: Checkpoint, rows: list[Row], choices: list[Choice], encoder: Encoder) -> list[Row]:
+def _write(
+    output: Any,
+    checkpoint: Checkpoint,
+    rows: list[Row],
+    choices: list[Choice],
+    encoder: Encoder,
+    factors: Factors | None,
+) -> list[Row]:
     """Write every tensor that is not there yet; returns the rows with their errors."""
     from dataclasses import replace
 
@@ -263,19 +381,33 @@ def _write(output: Any, checkpoint: Checkpoint, rows: list[Row], choices: list[C
         for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
             error = Error()
             bar.set_postfix_str(tensor.name, refresh=False)
-            pieces = _pieces(tensor, choice, encoder, error, checkpoint.folder, bar)
+            pieces = _pieces(tensor, choice, encoder, factors, error, checkpoint.folder, bar)
             output.write(pieces, lambda name=tensor.name, error=error: {"name": name, "error": error.relative})
     return [replace(row, error=record["error"]) for row, record in zip(rows, output.records, strict=True)]
 
 
 def _pieces(
-    tensor: SourceTensor, choice: Choice, encoder: Encoder, error: Any, folder: Path, bar: Any
+    tensor: SourceTensor,
+    choice: Choice,
+    encoder: Encoder,
+    factors: Factors | None,
+    error: Any,
+    folder: Path,
+    bar: Any,
 ) -> Iterator[np.ndarray]:
     """The bytes of one tensor; errors name it."""
     from .errors import UserError
+    from .types import ITQ3_S
+
+    of_matrix = None
+    if factors is not None and choice.type == ITQ3_S and factors.known(tensor.name):
+        source = factors
+
+        def of_matrix(number: int) -> Factor | None:
+            return source.factor(tensor.name, tensor.shape, number)
 
     try:
-        for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error):
+        for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error, of_matrix):
             yield data
             bar.update(weights)
     except ValueError as problem:
@@ -303,6 +435,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--effort", choices=("fast", "default"), default="default",
         help="of ITQ3_S: start scales the search tries (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--fold-norms", action=argparse.BooleanOptionalAction, default=None,
+        help="multiply norm gains into the matrices that read them, exact (default: for ITQ3_S)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"
+    )
+    parser.add_argument("--imatrix", type=Path, metavar="FILE", help="what llama-imatrix wrote (GGUF), for the same")
+    parser.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
+    parser.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
+    parser.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
     parser.add_argument("--threads", type=int, default=cpus, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=None,

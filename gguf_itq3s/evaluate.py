@@ -21,14 +21,16 @@ from typing import Any, Final
 import gguf
 from tqdm import tqdm
 
-from . import convert, evaluate_report, upstream, wikitext
+from . import calibrate, convert, evaluate_report, upstream, wikitext
 from .errors import UserError
-from .evaluate_rows import Row, cache_rows, weight_rows
+from .evaluate_rows import Row, kv_rows, weight_rows
 from .evaluate_tools import Tools
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 #: Windows of 512 tokens scored by default: `make eval` for the bundled model then ends well within half an hour.
 DEFAULT_CHUNKS: Final = 32
+#: Tokens of the training split that calibrated rows are calibrated on.
+CALIBRATION_TOKENS: Final = 65536
 #: Windows of the training split that the importance matrix is computed on.
 IMATRIX_CHUNKS: Final = 32
 
@@ -80,23 +82,6 @@ def _package_digest() -> str:
     """Hash of the sources that decide what the converter writes."""
     sources = sorted(p for p in Path(__file__).parent.glob("*.py") if not p.name.startswith(("evaluate", "ablation")))
     return _digest(*((p.name, p.read_text()) for p in sources))
-
-
-def converter_features() -> tuple[tuple[str, ...] | None, tuple[str, ...], bool]:
-    """What the converter can do: arguments that fold norms (None: it cannot), that do not, whether it calibrates."""
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    options = set(parser._option_string_actions)
-    folds = "--fold-norms" in options
-    return (("--fold-norms",) if folds else None, ("--no-fold-norms",) if folds else (), "--calibrate" in options)
-
-
-def all_rows() -> tuple[list[Row], list[Row]]:
-    """The rows of the first table (weights) and of the second (KV cache)."""
-    rows = weight_rows(*converter_features())
-    by_key = {row.key: row for row in rows}
-    best = by_key.get("itq3_s-folded", by_key["itq3_s"])
-    return rows, [*cache_rows(by_key["f16"], "f16"), *cache_rows(best, "itq3_s")]
 
 
 class Evaluation:
@@ -162,11 +147,25 @@ class Evaluation:
             partial.replace(path)
         return path
 
+    def calibration(self) -> Path:
+        """Second moments of the model's activations on a training split, collected if they are not there."""
+        text = wikitext.training_path()
+        path = self.work / f"calibration-{_digest(self.common, _file_digest(text), CALIBRATION_TOKENS)}"
+        options = calibrate.Options(
+            self.settings.model, [text], path, tokens=CALIBRATION_TOKENS, context=self.settings.context
+        )
+        calibrate.calibrate(options)  # returns at once if the folder is complete
+        return path
+
     def _row_path(self, row: Row) -> Path:
         package = _package_digest() if row.maker == "package" else ""
         calibration = _file_digest(wikitext.training_path()) if row.imatrix or row.calibrated else ""
         fields = {k: v for k, v in asdict(row).items() if k not in ("key", "label", "how")}
-        return self.work / "cache" / f"{_digest(self.common, fields, package, calibration, IMATRIX_CHUNKS)}.json"
+        return (
+            self.work
+            / "cache"
+            / f"{_digest(self.common, fields, package, calibration, IMATRIX_CHUNKS, CALIBRATION_TOKENS)}.json"
+        )
 
     def can_run(self, row: Row) -> bool:
         """The converter reads checkpoints, not GGUF files."""
@@ -202,7 +201,7 @@ class Evaluation:
                 arguments = [*flags, *matrix, self.f16, file, name, str(self.settings.threads)]
                 self.tools.run("llama-quantize", arguments, self.work / "logs" / f"quantize-{row.key}.log")
             elif row.maker == "package":
-                calibration = ["--calibrate", str(wikitext.training_path())] if row.calibrated else []
+                calibration = ["--calibration", str(self.calibration())] if row.calibrated else []
                 self._convert([*row.arguments, *calibration], file)
             result = describe(file)
             # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.
@@ -348,7 +347,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    weights, caches = all_rows()
+    weights, caches = weight_rows(), kv_rows()
     if args.list_rows:
         for row in [*weights, *caches]:
             print(f"{row.key:32} {row.label:8} {row.how}")

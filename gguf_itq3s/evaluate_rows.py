@@ -49,6 +49,7 @@ _TYPES: Final = (
     ("Q3_K_S", None, True),
     ("IQ3_S", "IQ3_S", True),
     ("IQ3_XXS", "IQ3_XXS", True),
+    ("ITQ3_S", "ITQ3_S", True),
 )
 
 
@@ -66,34 +67,28 @@ def _llama_quantize_rows() -> list[Row]:
     for name in ("TQ1_0", "TQ2_0"):
         rows.append(Row(name.lower(), name, "mix", "llama-quantize", (name,)))
         rows.append(Row(f"{name.lower()}-pure", name, "pure", "llama-quantize", ("--pure", name)))
-    rows.append(Row("itq3_s-llama-quantize", "ITQ3_S", "mix, by llama-quantize", "llama-quantize", ("ITQ3_S",)))
-    rows.append(
-        Row("itq3_s-pure-llama-quantize", "ITQ3_S", "pure, by llama-quantize", "llama-quantize", ("--pure", "ITQ3_S"))
-    )
     return rows
 
 
-def _package_rows(fold: tuple[str, ...] | None, plain: tuple[str, ...], calibrate: bool) -> list[Row]:
-    """Rows of the converter.
-
-    Args:
-        fold: arguments that switch norm folding on, None if the converter cannot fold.
-        plain: arguments that switch it off.
-        calibrate: whether the converter can calibrate.
-    """
+def _package_rows() -> list[Row]:
+    """Rows of the converter, which folds norms into the matrices unless told otherwise."""
     rows = []
     for pure in (False, True):
-        key, mix, flag = "itq3_s" + "-pure" * pure, "pure" if pure else "mix", ("--pure",) * pure
-        rows.append(Row(key, "ITQ3_S", mix, "package", (*plain, *flag)))
-        if pure:
-            rows.append(Row(f"{key}-fast", "ITQ3_S", f"{mix}, fast", "package", (*plain, *flag, "--effort", "fast")))
-            codec = ("--codec", "ternary")
-            rows.append(Row(f"{key}-ternary", "ITQ3_S", f"{mix}, literal ternary", "package", (*plain, *flag, *codec)))
-        if fold is not None:
-            rows.append(Row(f"{key}-folded", "ITQ3_S", f"{mix}, norms folded", "package", (*fold, *flag)))
-        if calibrate:
-            how = f"{mix}, calibrated"
-            rows.append(Row(f"{key}-calibrated", "ITQ3_S", how, "package", (*(fold or plain), *flag), calibrated=True))
+        key, how, flags = "convert" + "-pure" * pure, "pure" if pure else "mix", ("--pure",) * pure
+        how += ", folded"
+        rows.append(Row(key, "ITQ3_S", how, "package", flags))
+        rows.append(Row(f"{key}-calibrated", "ITQ3_S", f"{how}, calibrated", "package", flags, calibrated=True))
+    rows += [
+        Row("convert-pure-unfolded", "ITQ3_S", "pure, by the package", "package", ("--pure", "--no-fold-norms")),
+        Row("convert-pure-fast", "ITQ3_S", "pure, folded, fast", "package", ("--pure", "--effort", "fast")),
+        Row(
+            "convert-pure-ternary",
+            "ITQ3_S",
+            "pure, folded, literal ternary",
+            "package",
+            ("--pure", "--codec", "ternary"),
+        ),
+    ]
     return rows
 
 
@@ -114,7 +109,12 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
     return rows
 
 
-def weight_rows(fold: tuple[str, ...] | None, plain: tuple[str, ...], calibrate: bool) -> list[Row]:
-    """Every row of the first table; see :func:`_package_rows` for the arguments."""
-    f16 = Row("f16", "F16", "", "none")
-    return [f16, *_llama_quantize_rows(), *_package_rows(fold, plain, calibrate)]
+def weight_rows() -> list[Row]:
+    """Every row of the first table."""
+    return [Row("f16", "F16", "", "none"), *_llama_quantize_rows(), *_package_rows()]
+
+
+def kv_rows() -> list[Row]:
+    """Every row of the second table: F16 weights, and those of the converter's default."""
+    by_key = {row.key: row for row in weight_rows()}
+    return [*cache_rows(by_key["f16"], "f16"), *cache_rows(by_key["convert"], "itq3_s")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from . import ternary
+from .fold import READERS
 from .packing import BLOCK
 from .policy import Choice, may_quantize
 
@@ -22,61 +23,80 @@ TYPES: Final = ("tq2_0", "tq1_0")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was chosen.
+class Ternaries:
+    """The matrices of a checkpoint that get a ternary type.
 
     Attributes:
-        tensors: the tensors, those ternarized with another ``load``.
-        choices: the type of each.
-        mode: ``auto`` or ``force`` if a tensor was found ternary or made so, else None.
+        found: names of those that are ternary already.
+        forced: names of those that are to be ternarized.
+        norms: the norms that a ternary matrix reads; folding them would add values to it.
+        qtype: TQ1_0 or TQ2_0.
+        scale: how ``forced`` ones are ternarized, a key of ``ternary.SCALES``.
     """
 
-    tensors: list[SourceTensor]
-    choices: list[Choice]
-    mode: str | None
+    found: frozenset[str]
+    forced: frozenset[str]
+    norms: frozenset[str]
+    qtype: Type
+    scale: str
+
+    @property
+    def mode(self) -> str | None:
+        """For the file's metadata: ``force`` and the scale, ``auto``, or None if no matrix is ternary."""
+        return f"force {self.scale}" if self.forced else "auto" if self.found else None
+
+    def choose(self, tensors: Sequence[SourceTensor], choices: Sequence[Choice]) -> list[Choice]:
+        """The type policy's choices with the ternary type where it belongs, F16 where rows are no multiple of 256."""
+        chosen = []
+        for tensor, choice in zip(tensors, choices, strict=True):
+            fitting = self.qtype if tensor.shape[-1] % BLOCK == 0 else Type.F16
+            chosen.append(Choice(fitting, fitting) if tensor.name in self.found | self.forced else choice)
+        return chosen
+
+    def load(self, tensors: Sequence[SourceTensor]) -> list[SourceTensor]:
+        """The tensors, those of ``forced`` with a ``load`` that ternarizes."""
+        return [
+            replace(tensor, load=ternarized(tensor.load, self.scale)) if tensor.name in self.forced else tensor
+            for tensor in tensors
+        ]
 
 
-def apply(
-    tensors: Sequence[SourceTensor], choices: Sequence[Choice], *, mode: str, qtype: Type, scale: str, arch: str
-) -> Outcome:
-    """Give ternary matrices a ternary type.
+def find(tensors: Sequence[SourceTensor], mode: str, qtype: Type, scale: str, arch: str) -> Ternaries:
+    """The matrices that get a ternary type.
 
-    ``auto`` takes every quantized matrix that is ternary already, whatever its name, and changes no value beyond
-    rounding its scales to float16. ``force`` ternarizes the other matrices of the layers as training does. A matrix
-    whose rows are not multiples of 256 becomes F16, which holds it exactly.
+    ``auto`` takes every matrix that may be quantized and is ternary already, whatever its name, and changes no value
+    beyond rounding its scales to float16. ``force`` ternarizes the other matrices of the layers as training does.
 
     Args:
         tensors: of the checkpoint.
-        choices: what the type policy chose for each; F32 and F16 are left alone.
         mode: one of :data:`MODES`.
         qtype: TQ1_0 or TQ2_0.
         scale: of ``force``, a key of ``ternary.SCALES``.
         arch: ``general.architecture``.
     """
-    if mode == "off":
-        return Outcome(list(tensors), list(choices), None)
-    new_tensors, new_choices, found, unfit = [], [], 0, []
-    for tensor, old in zip(tensors, choices, strict=True):
-        choice, source = old, tensor
-        if old.type not in (Type.F32, Type.F16, Type.BF16) and may_quantize(tensor.name, tensor.shape, arch):
-            fitting = qtype if tensor.shape[-1] % BLOCK == 0 else Type.F16
-            if is_ternary(tensor):
-                found += 1
-                if scales_fit(tensor):
-                    choice = Choice(fitting, fitting)
-                else:
-                    unfit.append(tensor.name)
-            elif mode == "force" and tensor.name.startswith("blk."):
-                found += 1
-                choice, source = Choice(fitting, fitting), replace(tensor, load=ternarized(tensor.load, scale))
-        new_tensors.append(source)
-        new_choices.append(choice)
+    found, forced, unfit = set(), set(), []
+    for tensor in tensors if mode != "off" else ():
+        if tensor.stored != Type.F16 or not may_quantize(tensor.name, tensor.shape, arch):
+            continue
+        if is_ternary(tensor):
+            if scales_fit(tensor):
+                found.add(tensor.name)
+            else:
+                unfit.append(tensor.name)
+        elif mode == "force" and tensor.name.startswith("blk."):
+            forced.add(tensor.name)
     if unfit:
         names = ", ".join(unfit)
-        print(
-            f"warning: ternary, but with scales that float16 cannot hold, so not {qtype.name}: {names}", file=sys.stderr
-        )
-    return Outcome(new_tensors, new_choices, mode if found else None)
+        print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=sys.stderr)
+    return Ternaries(frozenset(found), frozenset(forced), _norms_read_by(found | forced), qtype, scale)
+
+
+def _norms_read_by(names: Iterable[str]) -> frozenset[str]:
+    norms = {"output_norm.weight"} if "output.weight" in names else set()
+    for name in names:
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        norms |= {f"{layer}.{norm}.weight" for norm, readers in READERS.items() if part in readers}
+    return frozenset(norms)
 
 
 def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

@@ -17,24 +17,11 @@ from tqdm import tqdm
 
 from . import report
 from .errors import UserError
+from .fold import READERS
 from .inspect_gguf import open_gguf
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22
-#: Length of RMSNorm gains and what reads them, in GGUF names: how norm folding moved them.
-_NORM_READERS: Final = {
-    "attn_norm": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
-    "ffn_norm": (
-        "ffn_gate",
-        "ffn_up",
-        "ffn_gate_exps",
-        "ffn_up_exps",
-        "ffn_gate_shexp",
-        "ffn_up_shexp",
-        "ffn_gate_inp",
-    ),
-}
-
 #: A tensor of the reference: GGUF name -> its shape (numpy order) and a function that yields its parts.
 Reference = dict[str, tuple[tuple[int, ...], Callable[[], Iterator[np.ndarray]]]]
 
@@ -72,7 +59,7 @@ def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
 def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
     """The gain that norm folding multiplied into the columns of ``name``, or None: what the file's norm has lost."""
     layer, _, kind = name.removesuffix(".weight").rpartition(".")
-    for norm, readers in _NORM_READERS.items():
+    for norm, readers in READERS.items():
         full = f"{layer}.{norm}.weight" if layer else ""
         if kind in readers and full in reference and full in file:
             return _lost_gain(full, reference, file)
@@ -109,7 +96,7 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
     file = {t.name: t for t in open_gguf(path).tensors}
     reference = reference_of(source)
     folded = {norm for norm in file if norm.endswith("_norm.weight") and norm in reference and norm.split(".")[-2] in
-              (*_NORM_READERS, "output_norm") and _lost_gain(norm, reference, file) is not None}  # fmt: skip
+              (*READERS, "output_norm") and _lost_gain(norm, reference, file) is not None}  # fmt: skip
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:

@@ -21,13 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import evaluate, evaluate_plots, evaluate_report  # noqa: E402
+from gguf_itq3s import evaluate, evaluate_plots, evaluate_report, evaluate_rows  # noqa: E402
 from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
 
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
-    "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "itq3_s-pure-folded",
-    "itq3_s-pure-calibrated",
+    "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "convert-pure",
+    "convert-pure-calibrated",
 )  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
@@ -61,7 +61,7 @@ def main() -> int:
     if made := subprocess.run(make_twins, stdout=subprocess.DEVNULL, check=False).returncode:
         return made
 
-    weights, caches = evaluate.all_rows()
+    weights, caches = evaluate_rows.weight_rows(), evaluate_rows.kv_rows()
     tables = evaluate.evaluate(settings, {"weights": weights, "KV cache": caches})
     twin_tables: dict[str, Rows] = {}
     if not args.rows:

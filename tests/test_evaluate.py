@@ -9,7 +9,7 @@ import llama
 import numpy as np
 import pytest
 
-from gguf_itq3s import evaluate, evaluate_plots, evaluate_report, evaluate_rows, evaluate_tools, wikitext
+from gguf_itq3s import evaluate_plots, evaluate_report, evaluate_rows, evaluate_tools, wikitext
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
 
@@ -68,7 +68,7 @@ def test_incomplete_log_probabilities(tmp_path: Path) -> None:
 
 
 def test_rows_are_distinct_and_complete() -> None:
-    weights, caches = evaluate.all_rows()
+    weights, caches = evaluate_rows.weight_rows(), evaluate_rows.kv_rows()
     rows = [*weights, *caches]
     assert len({row.key for row in rows}) == len(rows)
     types = {row.label for row in weights}
@@ -87,15 +87,10 @@ def test_rows_are_distinct_and_complete() -> None:
     }
     for name in ("q4_k_m", "iq4_xs", "q3_k_s", "q3_k_m", "iq3_s", "iq3_xxs"):
         assert {name, f"{name}-imatrix"} <= {row.key for row in weights}
-    assert {"iq3_s-pure", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-ternary"} <= {r.key for r in weights}
+    assert {"iq3_s-pure", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "convert-pure-ternary", "convert-calibrated"} <= {
+        r.key for r in weights
+    }
     assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
-
-
-def test_rows_of_a_converter_that_folds_and_calibrates() -> None:
-    rows = {r.key: r for r in evaluate_rows.weight_rows(("--fold",), ("--no-fold",), True)}
-    assert rows["itq3_s-pure"].arguments == ("--no-fold", "--pure")
-    assert rows["itq3_s-pure-folded"].arguments == ("--fold", "--pure")
-    assert rows["itq3_s-calibrated"].calibrated
 
 
 def test_pareto_front() -> None:
@@ -159,7 +154,7 @@ def test_evaluation_of_the_bundled_model(
     text = tmp_path / "text.txt"
     text.write_bytes(llama.evaluation_text(tmp_path).read_bytes()[:20_000])
     monkeypatch.setenv("WIKITEXT2", str(text))
-    keys = ["f16", "q8_0-pure", "itq3_s-pure", "itq3_s-pure-llama-quantize", "kv-itq3_s-q4_0"]
+    keys = ["f16", "q8_0-pure", "itq3_s-pure", "convert-pure-unfolded", "kv-itq3_s-q4_0"]
     command = [
         "eval",
         str(llama.MODEL),
@@ -178,7 +173,7 @@ def test_evaluation_of_the_bundled_model(
     assert rows["q8_0-pure"]["mean_kld"] < rows["itq3_s-pure"]["mean_kld"]
     assert rows["itq3_s-pure"]["tensor_bits"] == 3.125
     # The converter and llama-quantize write the same blocks, so they are scored once.
-    assert rows["itq3_s-pure"]["content"] == rows["itq3_s-pure-llama-quantize"]["content"]
+    assert rows["itq3_s-pure"]["content"] == rows["convert-pure-unfolded"]["content"]
     assert (tmp_path / "out" / "eval_kld.png").stat().st_size > 1000
     assert not list((tmp_path / "work").rglob("*.kld"))
 
