@@ -87,7 +87,7 @@ def _package_rows() -> list[Row]:
             "pure, folded, literal ternary",
             "package",
             ("--pure", "--codec", "ternary"),
-        ),  # fmt: skip
+        ),
     ]
     return rows
 

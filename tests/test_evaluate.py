@@ -90,8 +90,6 @@ def test_rows_are_distinct_and_complete() -> None:
     keys = {row.key for row in weights}
     assert {"iq3_s-pure", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
     assert {"convert", "convert-pure-fast", "convert-pure-ternary", "convert-calibrated"} <= keys
-        r.key for r in weights
-    }
     assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
 
 
