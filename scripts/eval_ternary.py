@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The ternary path from end to end: a tiny trained checkpoint, TQ1_0 and TQ2_0 files, perplexity against F16, llama-cli.
+"""The ternary path from end to end: a tiny trained checkpoint, TQ1_0 and TQ2_0 files, perplexity, llama-cli.
 
 scripts/train_ternary_model.py --data DIR --tokenizer models/demo-llama --out build/ternary/model
 scripts/eval_ternary.py build/ternary/model                    # prints the table
@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,7 +23,7 @@ from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
 from gguf_itq3s.evaluate_tools import Tools  # noqa: E402
 
 #: Name, folder, options of the converter.
-FILES = (
+FILES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("F16", "ternary", {"outtype": "f16"}),
     ("TQ2_0, recognised", "ternary", {"ternary_type": "tq2_0"}),
     ("TQ1_0, recognised", "ternary", {"ternary_type": "tq1_0"}),
