@@ -375,10 +375,13 @@ def _pieces(
         def of_matrix(number: int) -> Factor | None:
             return source.factor(tensor.name, tensor.shape, number)
 
+    left = tensor.size
     try:
         for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error, of_matrix):
             yield data
             bar.update(weights)
+            left -= weights
+        bar.update(left)
     except ValueError as problem:
         remedy = "repair the checkpoint or download it again"
         raise UserError(folder, str(problem), remedy, tensor.label) from problem
