@@ -57,6 +57,8 @@ class Options:
         damping: of the Hessians, share of the mean diagonal.
         segment: columns that the calibrated search commits at a time.
         lookahead: columns it searches past them before.
+        token_embedding_type: type of the token embedding, by its GGUF name, instead of the mix's.
+        output_tensor_type: the same for the output matrix.
     """
 
     model: Path
@@ -79,6 +81,8 @@ class Options:
     damping: float | None = None
     segment: int | None = None
     lookahead: int | None = None
+    token_embedding_type: str | None = None
+    output_tensor_type: str | None = None
 
     @property
     def folds(self) -> bool:
@@ -205,15 +209,24 @@ def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[
     from gguf import GGMLQuantizationType
 
     from . import policy
+    from .errors import UserError
 
     target = GGMLQuantizationType[options.outtype.upper()]
-    return [
+    choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, target, checkpoint.model,
             pure=options.pure, writable=encoder.writable,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
+    own = {"token_embd.weight": options.token_embedding_type, "output.weight": options.output_tensor_type}
+    for number, tensor in enumerate(checkpoint.tensors):
+        if name := own.get(tensor.name):
+            wanted = GGMLQuantizationType[name.upper()]
+            if encoder.writable is not None and wanted not in encoder.writable:
+                raise UserError(options.model, f"{wanted.name} needs the built library", "run make build", tensor.label)
+            choices[number] = policy.Choice(policy.fit(wanted, tensor.shape[-1]), wanted)
+    return choices
 
 
 def _find_ternaries(checkpoint: Checkpoint, options: Options) -> Ternaries:
@@ -224,7 +237,9 @@ def _find_ternaries(checkpoint: Checkpoint, options: Options) -> Ternaries:
 
     name = options.outtype if options.outtype in ternary_convert.TYPES else options.ternary_type
     qtype, mode = GGMLQuantizationType[name.upper()], "off" if options.outtype == "f16" else options.ternary
-    return ternary_convert.find(checkpoint.tensors, mode, qtype, options.ternary_scale, checkpoint.model.arch)
+    own = {"token_embd.weight": options.token_embedding_type, "output.weight": options.output_tensor_type}
+    tensors = [tensor for tensor in checkpoint.tensors if not own.get(tensor.name)]  # a type that was asked for stays
+    return ternary_convert.find(tensors, mode, qtype, options.ternary_scale, checkpoint.model.arch)
 
 
 def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
@@ -330,16 +345,15 @@ def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str
     from . import __version__
 
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
-    how: list[Any] = [
-        __version__,
-        options.codec,
-        options.effort,
-        options.folds,
-        options.ternary,
-        options.ternary_scale,
-        files,
+    how: list[Any] = [__version__, options.codec, options.effort, options.folds, files]
+    how += [
+        options.token_embedding_type,
+        options.output_tensor_type,
+        options.damping,
+        options.segment,
+        options.lookahead,
     ]
-    how += [options.damping, options.segment, options.lookahead]
+    how += [options.ternary, options.ternary_scale]
     if options.calibration:
         how.append((options.calibration / "manifest.json").read_text())
     if options.imatrix:
@@ -430,6 +444,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outtype", choices=OUTTYPES, default="itq3_s", help="type of the matrices (default: %(default)s)"
     )
     parser.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
+    types = ("f32", "f16", "q8_0", "q6_k", "q5_k", "q4_k", "itq3_s", "tq2_0", "tq1_0")
+    parser.add_argument("--token-embedding-type", choices=types, help="of the token embedding, instead of the mix's")
+    parser.add_argument("--output-tensor-type", choices=types, help="of the output matrix, instead of the mix's")
     parser.add_argument(
         "--codec", choices=("trellis", "ternary"), default="trellis",
         help="of ITQ3_S; ternary is the literal code of the paper, for comparison (default: %(default)s)",

@@ -196,8 +196,8 @@ def solve(
             best = indices, selectors, d, error
             continue
         better = error < best[3]
-        found: tuple[np.ndarray, ...] = (indices, selectors, d, error)
-        for kept, new in zip(best, found, strict=True):
+        pairs: list[tuple[np.ndarray, np.ndarray]] = list(zip(best, (indices, selectors, d, error), strict=True))
+        for kept, new in pairs:
             np.copyto(kept, new, where=better)
     assert best is not None
     indices, selectors, d, _ = best
