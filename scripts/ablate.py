@@ -25,7 +25,7 @@ from gguf_itq3s.errors import UserError  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="Hugging Face folder of a model with Llama's names")
-    parser.add_argument("--chunks", type=int, default=16, help="windows of 512 tokens to score (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=8, help="windows of 512 tokens to score (default: %(default)s)")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "ablation", help="twins and cached results")
     parser.add_argument("--results", type=Path, help="folder of results.md to update (tables, results/*.json, *.png)")
     args = parser.parse_args()

@@ -28,9 +28,12 @@ FILES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("TQ2_0, recognised", "ternary", {"ternary_type": "tq2_0"}),
     ("TQ1_0, recognised", "ternary", {"ternary_type": "tq1_0"}),
     ("TQ2_0, latent weights forced", "latent", {"ternary": "force"}),
-    ("TQ2_0, latent weights packed by max|w|", "latent", {"ternary": "force", "ternary_scale": "maxabs"}),
+    ("TQ2_0, latent weights by their largest magnitude", "latent", {"ternary": "force", "ternary_scale": "maxabs"}),
     ("ITQ3_S, latent weights", "latent", {}),
 )
+
+#: The embedding, which is the output matrix too, stays as it is: the ternary matrices are what is compared.
+COMMON: dict[str, Any] = {"token_embedding_type": "f16"}
 
 
 @report_errors
@@ -50,7 +53,7 @@ def main() -> int:
     reference = 0.0
     for name, folder, options in FILES:
         path = work / f"{len(rows)}.gguf"
-        convert(Options(args.model / folder, path, threads=args.threads, **options))
+        convert(Options(args.model / folder, path, threads=args.threads, **COMMON, **options))
         if not rows:
             tools.log_probabilities(path, text, base, args.chunks, 512, log)
         figures = tools.divergence(path, base, args.chunks * 255, 512, log)
