@@ -52,7 +52,7 @@ def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(evaluate_tools.Tools, "run", lambda *_: answers.pop(0))
     tools = evaluate_tools.Tools(tmp_path, 1)
     assert tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    answers = [""] * 3
+    answers = [""] * 5
     with pytest.raises(UserError, match="printed no perplexity"):
         tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
 
