@@ -1,0 +1,22 @@
+// What upstream's quantize.cu calls for the activations of our types: each function launches our kernel and returns true,
+// or returns false and does nothing where upstream's own kernel is meant. Arguments are those of upstream's functions of the
+// same name.
+
+#pragma once
+
+#include "common.cuh"
+
+bool ggml_cuda_itq3_s_quantize_row_q8_1(
+        const float * x, void * vy, ggml_type type_src0,
+        int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
+        int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream);
+
+bool ggml_cuda_itq3_s_quantize_mmq_q8_1(
+        const float * x, const int32_t * ids, void * vy, ggml_type type_src0,
+        int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
+        int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream);
+
+bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(
+        const float * x, const int32_t * ids_src1_inv, void * vy, ggml_type type_src0,
+        int64_t ne00, int64_t stride_token, int64_t ne0,
+        int64_t n_tokens, int64_t nrows_dst, int n_expert_used, cudaStream_t stream);
