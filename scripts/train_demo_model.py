@@ -23,6 +23,7 @@ import lzma
 import math
 import re
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -37,6 +38,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 log = logging.getLogger("train-demo-model")
 
 BOS, EOS = 1, 2
+
+# The model continues text and has never seen a conversation: a chat front end hands it the messages as they are.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def read_texts(folder: Path) -> list[tuple[str, str]]:
         raise SystemExit(f"error: {folder}: no *.txt or *.txt.xz file to train on")
     texts = []
     for path in paths:
-        raw = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
         texts.append((path.name, clean_wikitext(text) if path.name.startswith("wiki.") else text))
     return texts
@@ -202,6 +206,7 @@ def export(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
                 "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
                 "add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False,
                 "legacy": True, "sp_model_kwargs": {}, "model_max_length": model.config.max_position_embeddings,
+                "chat_template": CHAT_TEMPLATE,
             },
             indent=2,
         )
@@ -246,9 +251,12 @@ def train(args: argparse.Namespace) -> None:
              "log": log_rows},
         )  # fmt: skip
 
+    # Ctrl-C and a polite kill both end with a checkpoint, also where a shell started the run with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     model.train()
     per_step = args.batch * shape.context
-    bar = tqdm(total=args.minutes * 60, unit="s", initial=spent, disable=not sys.stderr.isatty())
+    bar = tqdm(total=round(args.minutes * 60), unit="s", initial=round(spent), disable=not sys.stderr.isatty())
     saved_at = reported = time.monotonic()
     try:
         while True:

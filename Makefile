@@ -1,0 +1,53 @@
+# Every target does its own set-up. Needs Python 3.10 or newer, a C++ compiler, CMake and make.
+
+PYTHON ?= python3
+VENV := .venv
+BUILD := build
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Extra arguments for pip, such as an index with CPU builds of torch.
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint format clean distclean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: $(PYTHON) is %d.%d; Python 3.10 or newer is needed, try make PYTHON=python3.12" % sys.version_info[:2])'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(INSTALLED) ## create .venv and install the package
+
+build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin
+	cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(PY)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
+
+demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it
+	$(PY) scripts/demo.py
+
+test: build ## run all tests
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	@files=$$(git ls-files 'ggml-patch/*.h' 'ggml-patch/*.c' 'ggml-patch/*.cpp' 'ggml-patch/*.cu' 'ggml-patch/*.cuh'); \
+	if [ -n "$$files" ]; then $(VENV)/bin/clang-format --dry-run --Werror $$files; fi
+
+format: $(INSTALLED) ## put the Python files into the checked format
+	$(VENV)/bin/ruff check --fix --quiet . || true
+	$(VENV)/bin/ruff format .
+
+clean: ## remove what was built, keep .venv
+	rm -rf $(BUILD) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,258 @@
+# Builds one target of ../CMakeLists.txt, or takes it from the cache:
+#
+#   cmake -DSETTINGS=FILE -DTARGET=llama|test-backend-ops|stock -P build.cmake
+
+cmake_minimum_required(VERSION 3.21)
+include("${CMAKE_CURRENT_LIST_DIR}/settings.cmake")
+include("${CMAKE_CURRENT_LIST_DIR}/source.cmake")
+include("${SETTINGS}")
+
+set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize llama-imatrix llama-server
+    test-quantize-fns)
+set(headers
+    include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq3s.h
+    ggml/src/ggml-cpu/itq3s/quants-itq3s.h)
+
+# Finished builds kept in the cache; the least recently used go.
+set(kept 12)
+
+separate_arguments(user_options UNIX_COMMAND "${GGML_OPTIONS}")
+
+# No network, no web interface, no HTTPS; runs from any folder.
+set(options
+    -DCMAKE_BUILD_TYPE=Release -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DBUILD_SHARED_LIBS=ON
+    -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+    -DLLAMA_BUILD_NUMBER=0 -DGIT_EXE=OFF)
+if (TARGET STREQUAL "stock")
+    # no speed is asked of it: leave out what takes long to compile
+    set(binaries llama-simple)
+    list(APPEND options "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
+    list(APPEND options -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF)
+else()
+    set(binaries ${tools})
+    list(APPEND options -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON)
+endif()
+if (TARGET STREQUAL "test-backend-ops")
+    set(binaries test-backend-ops)
+endif()
+foreach (name CMAKE_BUILD_TYPE CMAKE_TOOLCHAIN_FILE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS CMAKE_CXX_FLAGS)
+    if (NOT "${${name}}" STREQUAL "")
+        list(APPEND options "-D${name}=${${name}}")
+    endif()
+endforeach()
+list(APPEND options ${user_options})
+
+#
+# the key
+#
+
+if (LLAMA_CPP_DIR STREQUAL "")
+    itq3s_fetch(upstream upstream_id)
+    list(APPEND options "-DLLAMA_BUILD_COMMIT=${upstream_id}")
+else()
+    set(upstream "${LLAMA_CPP_DIR}")
+    if (NOT EXISTS "${upstream}/ggml/src/ggml.c")
+        message(FATAL_ERROR "LLAMA_CPP_DIR: ${upstream} is not a checkout of llama.cpp")
+    endif()
+    itq3s_hash_source(upstream_id "${upstream}")
+    list(APPEND options "-DLLAMA_BUILD_COMMIT=unknown")
+endif()
+
+# Compiler and processor, as the compiler sees them: its predefined macros.
+function(itq3s_compiler_macros out)
+    separate_arguments(flags UNIX_COMMAND "${CMAKE_C_FLAGS}")
+    if ("${options}" MATCHES "GGML_NATIVE=(OFF|0|FALSE|NO)" OR NOT "${CMAKE_TOOLCHAIN_FILE}" STREQUAL "")
+        set(candidates "-DNONE")
+    else()
+        set(candidates -march=native -mcpu=native -DNONE)
+    endif()
+    file(WRITE "${GGUF_ITQ3S_OUT}/tree/empty.c" "")
+    foreach (native IN LISTS candidates)
+        execute_process(COMMAND "${CMAKE_C_COMPILER}" ${flags} ${native} -dM -E "${GGUF_ITQ3S_OUT}/tree/empty.c"
+            OUTPUT_VARIABLE macros ERROR_QUIET RESULT_VARIABLE failed)
+        if (NOT failed)
+            break()
+        endif()
+    endforeach()
+    set(${out} "${macros}" PARENT_SCOPE)
+endfunction()
+
+itq3s_compiler_macros(macros)
+string(SHA256 macros "${macros}")
+set(toolchain "")
+if (NOT "${CMAKE_TOOLCHAIN_FILE}" STREQUAL "")
+    file(SHA256 "${CMAKE_TOOLCHAIN_FILE}" toolchain)
+endif()
+set(cuda "")
+if ("${options}" MATCHES "GGML_CUDA=(ON|1|TRUE|YES)")
+    find_program(ITQ3S_NVCC NAMES "$ENV{CUDACXX}" nvcc PATHS /usr/local/cuda/bin)
+    execute_process(COMMAND "${ITQ3S_NVCC}" --version OUTPUT_VARIABLE cuda ERROR_QUIET)
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+        OUTPUT_VARIABLE capability ERROR_QUIET RESULT_VARIABLE failed)
+    string(APPEND cuda "${capability}")
+endif()
+list(JOIN options "\n  " options_text)
+string(CONCAT configuration
+    "upstream ${upstream_id}\noptions\n  ${options_text}\n"
+    "compilers ${CMAKE_C_COMPILER_VERSION} ${CMAKE_CXX_COMPILER_VERSION}, macros ${macros}\n"
+    "toolchain ${toolchain}\ncuda ${cuda}\n")
+string(SHA256 configuration_key "${configuration}")
+string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
+
+set(content "${configuration}targets ${binaries}\n")
+if (NOT TARGET STREQUAL "stock")
+    itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/*"
+        "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+    string(APPEND content "ggml-patch ${ours}\n")
+endif()
+string(SHA256 key "${content}")
+string(SUBSTRING "${key}" 0 20 key)
+set(result "${GGUF_ITQ3S_CACHE}/build/${TARGET}-${key}")
+
+#
+# the build
+#
+
+function(itq3s_build)
+    set(source "${upstream}")
+    if (NOT TARGET STREQUAL "stock")
+        set(source "${GGUF_ITQ3S_OUT}/tree/llama.cpp")
+        itq3s_prepare_source("${upstream}" "${upstream_id}" "${source}")
+    endif()
+    set(work "${GGUF_ITQ3S_OUT}/tree/work-${configuration_key}")
+
+    # paths relative to the tree, so that ccache hits across clones
+    if ("$ENV{CCACHE_BASEDIR}" STREQUAL "")
+        set(ENV{CCACHE_BASEDIR} "${GGUF_ITQ3S_OUT}/tree")
+    endif()
+    set(ENV{CCACHE_NOHASHDIR} "1")
+    set(ENV{GIT_CEILING_DIRECTORIES} "${GGUF_ITQ3S_OUT}/tree")
+
+    find_program(ITQ3S_NINJA NAMES ninja ninja-build)
+    set(generator)
+    if (NOT EXISTS "${work}/CMakeCache.txt" AND ITQ3S_NINJA AND "$ENV{CMAKE_GENERATOR}" STREQUAL "")
+        set(generator -G Ninja)
+    endif()
+    message(STATUS "configuring llama.cpp (log: ${work}/configure.log)")
+    file(MAKE_DIRECTORY "${work}")
+    execute_process(COMMAND ${CMAKE_COMMAND} -S "${source}" -B "${work}" ${generator} ${options}
+        OUTPUT_FILE "${work}/configure.log" ERROR_FILE "${work}/configure.log" RESULT_VARIABLE failed)
+    if (failed)
+        file(READ "${work}/configure.log" log)
+        message(FATAL_ERROR "llama.cpp could not be configured:\n${log}")
+    endif()
+
+    set(jobs "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}")
+    if ("${jobs}" STREQUAL "")
+        cmake_host_system_information(RESULT jobs QUERY NUMBER_OF_LOGICAL_CORES)
+    endif()
+    list(JOIN binaries ", " text)
+    message(STATUS "building ${text}")
+    execute_process(COMMAND ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
+        RESULT_VARIABLE failed)
+    if (failed)
+        message(FATAL_ERROR "llama.cpp did not build; the reason stands above. "
+            "Run the same command to go on from where it stopped.")
+    endif()
+
+    # complete once it has its name
+    string(RANDOM LENGTH 8 suffix)
+    set(partial "${result}.partial-${suffix}")
+    file(MAKE_DIRECTORY "${partial}/bin" "${partial}/include")
+    foreach (binary IN LISTS binaries)
+        file(COPY "${work}/bin/${binary}${CMAKE_EXECUTABLE_SUFFIX}" DESTINATION "${partial}/bin")
+    endforeach()
+    if (NOT TARGET STREQUAL "test-backend-ops")
+        file(GLOB libraries "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*")
+        file(COPY ${libraries} DESTINATION "${partial}/bin")
+    endif()
+    if (TARGET STREQUAL "llama")
+        foreach (pattern IN LISTS headers)
+            file(GLOB files "${source}/${pattern}")
+            file(COPY ${files} DESTINATION "${partial}/include")
+        endforeach()
+    endif()
+    file(WRITE "${partial}/build.txt" "${content}")
+    file(REMOVE_RECURSE "${result}")
+    file(RENAME "${partial}" "${result}")
+endfunction()
+
+# Throw away the builds in the cache that have not been used for longest.
+function(itq3s_prune_cache)
+    file(GLOB used "${GGUF_ITQ3S_CACHE}/build/*/used")
+    set(stamped "")
+    foreach (file IN LISTS used)
+        file(TIMESTAMP "${file}" time "%s" UTC)
+        list(APPEND stamped "${time} ${file}")
+    endforeach()
+    list(SORT stamped ORDER DESCENDING)
+    list(LENGTH stamped count)
+    if (count GREATER kept)
+        list(SUBLIST stamped ${kept} -1 stamped)
+        foreach (item IN LISTS stamped)
+            string(REGEX REPLACE "^[0-9]+ (.*)/used$" "\\1" folder "${item}")
+            file(LOCK "${folder}.lock" GUARD FUNCTION RESULT_VARIABLE busy TIMEOUT 0)
+            if (NOT busy)
+                file(REMOVE_RECURSE "${folder}")
+            endif()
+        endforeach()
+    endif()
+endfunction()
+
+# Link (or copy) the files of `from` into `to`.
+function(itq3s_link_files from to)
+    file(MAKE_DIRECTORY "${to}")
+    file(GLOB files LIST_DIRECTORIES false RELATIVE "${from}" "${from}/*")
+    foreach (file IN LISTS files)
+        file(REMOVE "${to}/${file}")
+        if (IS_SYMLINK "${from}/${file}")
+            file(READ_SYMLINK "${from}/${file}" target)
+            file(CREATE_LINK "${target}" "${to}/${file}" SYMBOLIC)
+        else()
+            file(CREATE_LINK "${from}/${file}" "${to}/${file}" COPY_ON_ERROR)
+        endif()
+    endforeach()
+endfunction()
+
+itq3s_lock("${GGUF_ITQ3S_OUT}/tree/lock" "builds in ${GGUF_ITQ3S_OUT}")
+itq3s_lock("${result}.lock" "builds the same llama.cpp")
+if (EXISTS "${result}")
+    message(STATUS "llama.cpp (${TARGET}) is up to date: ${result}")
+else()
+    itq3s_build()
+    message(STATUS "llama.cpp (${TARGET}) is built: ${result}")
+endif()
+file(TOUCH "${result}/used")
+itq3s_prune_cache()
+
+# publish
+if (TARGET STREQUAL "test-backend-ops")
+    itq3s_link_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
+else()
+    set(to "${GGUF_ITQ3S_OUT}")
+    if (TARGET STREQUAL "stock")
+        set(to "${GGUF_ITQ3S_OUT}/stock")
+    endif()
+    set(published "")
+    if (EXISTS "${to}/bin/build.txt")
+        file(READ "${to}/bin/build.txt" published)
+    endif()
+    file(READ "${result}/build.txt" current)
+    file(GLOB files RELATIVE "${result}" "${result}/bin/*" "${result}/include/*")
+    foreach (file IN LISTS files)
+        if (NOT EXISTS "${to}/${file}")
+            set(published "")
+        endif()
+    endforeach()
+    if (NOT published STREQUAL current)
+        foreach (folder bin include)
+            file(REMOVE_RECURSE "${to}/${folder}.new")
+            itq3s_link_files("${result}/${folder}" "${to}/${folder}.new")
+        endforeach()
+        file(COPY_FILE "${result}/build.txt" "${to}/bin.new/build.txt")
+        foreach (folder include bin)
+            file(REMOVE_RECURSE "${to}/${folder}")
+            file(RENAME "${to}/${folder}.new" "${to}/${folder}")
+        endforeach()
+    endif()
+endif()

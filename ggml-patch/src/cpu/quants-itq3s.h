@@ -1,0 +1,28 @@
+#pragma once
+
+#include "ggml-itq3s.h"
+
+// CPU kernels of ITQ3_S. The dot product needs no rotated weight: with H orthogonal and symmetric,
+// dot(H v, x) = dot(v, H x), so the activation row is rotated once and quantized to 8 bits (Q8_K_H, blocks of block_q8_K).
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+
+// Rotate every block of 256 by the normalised FWHT, then quantize as quantize_row_q8_K does.
+void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+
+// Dot product of a row of block_itq3_s and a row of Q8_K_H, n weights each. The arguments are ggml_vec_dot_t's.
+void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, size_t bx,
+                                const void * GGML_RESTRICT vy, size_t by, int nrc);
+
+// Generic implementation
+void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+void ggml_vec_dot_itq3_s_q8_K_h_generic(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx,
+                                        size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,395 @@
+// ITQ3_S: the encoders. The same arithmetic as gguf_itq3s/scale.py, trellis.py and codec.py, byte for byte: float32, one
+// order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by itq3s.cmake).
+//
+// LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
+// lanes, one vector register or a few.
+
+#include "ggml-itq3s.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+#ifdef __FAST_MATH__
+#    error "ITQ3_S fixes the order of its floating-point operations; build it without -ffast-math"
+#endif
+
+// ggml-base is compiled for the lowest processor of its architecture; let the loader choose better.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__has_attribute) && !defined(ITQ3_S_NO_CLONES)
+#    if __has_attribute(target_clones)
+#        define ITQ3_S_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#    endif
+#endif
+#ifndef ITQ3_S_CLONES
+#    define ITQ3_S_CLONES
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#    define ITQ3_S_INLINE static inline __attribute__((always_inline))
+#else
+#    define ITQ3_S_INLINE static inline
+#endif
+
+#define N      QK_ITQ3_S
+#define LANES  16
+#define STATES 64
+#define HALF   (STATES / 2)
+
+// Marks states that state 0 cannot have reached: larger than any path metric, far below the end of float32.
+#define UNREACHED 1e30f
+
+// Largest magnitude of a rotated weight: squares and sums of 256 of them stay finite.
+#define MAGNITUDE_LIMIT 0x1p56f
+
+#define F16_MAX 65504.0f
+#define F16_NAN 0x7e00
+
+// The block's RMS in level units at each start scale, 25.5 / start (scale.py).
+static const float rms_in_levels[] = { (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) };
+static const int   n_starts[]      = { 1, 3 };  // enum itq3_s_effort
+
+// The literal ternary code: symbols 1, 2, 3 read levels 2 + 22 * {-1, 0, 1}.
+#define TERNARY_ALPHA 0.798f
+#define TERNARY_TO_D  ((float) (32.0 / 22.0))
+#define TERNARY_Z     2.0f
+
+// Grid of the transition from state k < HALF with s[t] = 0; taking s[t] = 1, or starting from k + HALF, flips its high
+// bit. A state is the sum of s[t-1-i] << i.
+ITQ3_S_INLINE int butterfly_grid(int k) {
+    return 2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1);
+}
+
+struct workspace {
+    float    x[N][LANES];       // rotated weights
+    float    levels[N][LANES];  // levels of the path found
+    float    fold[N / 2][LANES];
+    float    metric[2][STATES][LANES];
+    uint32_t survivor[2][N][LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + HALF
+    uint32_t symbols[N][LANES];      // nearest symbols of the four grids, 2 bits each
+    uint8_t  code[N][LANES];         // 16*s + 4*q + c of the path found
+    uint8_t  best[N][LANES];
+};
+
+// Sum of each lane by folding halves: p[i] + p[i + n/2], then n/4, and so on. fold[i] holds p[i] + p[i + N/2] already.
+ITQ3_S_INLINE void fold_sum(float fold[N / 2][LANES], float * sum) {
+    for (int half = N / 4; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) {
+            for (int l = 0; l < LANES; ++l) {
+                fold[i][l] += fold[i + half][l];
+            }
+        }
+    }
+    memcpy(sum, fold[0], sizeof(fold[0]));
+}
+
+ITQ3_S_INLINE void sum_of_products(float a[N][LANES], float b[N][LANES], float fold[N / 2][LANES], float * sum) {
+    for (int i = 0; i < N / 2; ++i) {
+        for (int l = 0; l < LANES; ++l) {
+            fold[i][l] = a[i][l] * b[i][l] + a[i + N / 2][l] * b[i + N / 2][l];
+        }
+    }
+    fold_sum(fold, sum);
+}
+
+// Rotate LANES blocks of weights into ws->x.
+ITQ3_S_INLINE void rotate(float x[N][LANES]) {
+    for (int h = 1; h < N; h *= 2) {
+        for (int i = 0; i < N; i += 2 * h) {
+            for (int j = i; j < i + h; ++j) {
+                for (int l = 0; l < LANES; ++l) {
+                    const float a = x[j][l];
+                    const float b = x[j + h][l];
+                    x[j][l]       = a + b;
+                    x[j + h][l]   = a - b;
+                }
+            }
+        }
+    }
+    for (int i = 0; i < N; ++i) {
+        for (int l = 0; l < LANES; ++l) {
+            x[i][l] *= 0.0625f;
+        }
+    }
+}
+
+// Branch metric of grid c: squared distance to its nearest level; a weight half-way takes the lower level.
+ITQ3_S_INLINE float nearest(float y, int c, uint32_t * symbols) {
+    static const int8_t levels[16] = ITQ3_S_LEVELS;
+    const float         level0     = levels[c];
+    const float         level1     = levels[4 + c];
+    const float         level2     = levels[8 + c];
+    const float         level3     = levels[12 + c];
+    const bool          above01    = y > (level0 + level1) * 0.5f;
+    const bool          above12    = y > (level1 + level2) * 0.5f;
+    const bool          above23    = y > (level2 + level3) * 0.5f;
+    const float         nearest    = above23 ? level3 : above12 ? level2 : above01 ? level1 : level0;
+    *symbols |= ((uint32_t) above01 + (uint32_t) above12 + (uint32_t) above23) << 2 * c;
+
+    const float distance = y - nearest;
+    return distance * distance;
+}
+
+// The two states that k and k + HALF lead to; a tie keeps the survivor from k.
+ITQ3_S_INLINE void butterfly(float (*GGML_RESTRICT from)[LANES], float (*GGML_RESTRICT to)[LANES], int l, int k,
+                             const float * branch, uint32_t * even, uint32_t * odd) {
+    const float low     = from[k][l];
+    const float high    = from[k + HALF][l];
+    const float same    = branch[butterfly_grid(k)];
+    const float flipped = branch[butterfly_grid(k) ^ 2];
+
+    const float low0  = low + same;
+    const float high0 = high + flipped;
+    const float low1  = low + flipped;
+    const float high1 = high + same;
+
+    *even |= high0 < low0 ? 1u << k : 0u;
+    *odd |= high1 < low1 ? 1u << k : 0u;
+    to[2 * k][l]     = high0 < low0 ? high0 : low0;
+    to[2 * k + 1][l] = high1 < low1 ? high1 : low1;
+}
+
+// One weight of the search. The butterflies are written out so that the loop over the lanes is the one to vectorise.
+ITQ3_S_INLINE void step(float (*GGML_RESTRICT from)[LANES], float (*GGML_RESTRICT to)[LANES],
+                        const float * GGML_RESTRICT x, const float * GGML_RESTRICT factor,
+                        uint32_t * GGML_RESTRICT survivor0, uint32_t * GGML_RESTRICT survivor1,
+                        uint32_t * GGML_RESTRICT symbols) {
+    for (int l = 0; l < LANES; ++l) {
+        const float y = x[l] * factor[l];
+
+        uint32_t    packed    = 0;
+        const float m0        = nearest(y, 0, &packed);
+        const float m1        = nearest(y, 1, &packed);
+        const float m2        = nearest(y, 2, &packed);
+        const float m3        = nearest(y, 3, &packed);
+        const float branch[4] = { m0, m1, m2, m3 };
+
+        uint32_t even = 0;
+        uint32_t odd  = 0;
+#define BUTTERFLY(k) butterfly(from, to, l, k, branch, &even, &odd)
+#define BUTTERFLIES4(k) \
+    BUTTERFLY(k);       \
+    BUTTERFLY(k + 1);   \
+    BUTTERFLY(k + 2);   \
+    BUTTERFLY(k + 3)
+        BUTTERFLIES4(0);
+        BUTTERFLIES4(4);
+        BUTTERFLIES4(8);
+        BUTTERFLIES4(12);
+        BUTTERFLIES4(16);
+        BUTTERFLIES4(20);
+        BUTTERFLIES4(24);
+        BUTTERFLIES4(28);
+#undef BUTTERFLIES4
+#undef BUTTERFLY
+        survivor0[l] = even;
+        survivor1[l] = odd;
+        symbols[l]   = packed;
+    }
+}
+
+// Viterbi search for the path of least squared error from state 0 to any state; fills code and levels.
+ITQ3_S_INLINE void search(struct workspace * ws, const float * factor) {
+    for (int state = 0; state < STATES; ++state) {
+        for (int l = 0; l < LANES; ++l) {
+            ws->metric[0][state][l] = state == 0 ? 0.0f : UNREACHED;
+        }
+    }
+    for (int t = 0; t < N; t += 2) {
+        step(ws->metric[0], ws->metric[1], ws->x[t], factor, ws->survivor[0][t], ws->survivor[1][t], ws->symbols[t]);
+        step(ws->metric[1], ws->metric[0], ws->x[t + 1], factor, ws->survivor[0][t + 1], ws->survivor[1][t + 1],
+             ws->symbols[t + 1]);
+    }
+
+    // best final state, the lowest number on a tie
+    float    least[LANES];
+    uint32_t state[LANES];
+    for (int l = 0; l < LANES; ++l) {
+        least[l] = ws->metric[0][0][l];
+        state[l] = 0;
+    }
+    for (int s = 1; s < STATES; ++s) {
+        for (int l = 0; l < LANES; ++l) {
+            const float m = ws->metric[0][s][l];
+            state[l]      = m < least[l] ? (uint32_t) s : state[l];
+            least[l]      = m < least[l] ? m : least[l];
+        }
+    }
+
+    for (int t = N - 1; t >= 0; --t) {
+        for (int l = 0; l < LANES; ++l) {
+            const uint32_t bit  = state[l] & 1;
+            const uint32_t k    = state[l] >> 1;
+            const uint32_t word = bit ? ws->survivor[1][t][l] : ws->survivor[0][t][l];
+            const uint32_t high = word >> k & 1;
+            const uint32_t c    = (2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1)) ^ ((bit ^ high) << 1);
+            const uint32_t q    = ws->symbols[t][l] >> 2 * c & 3;
+
+            ws->code[t][l]   = (uint8_t) (16 * bit + 4 * q + c);
+            ws->levels[t][l] = (float) itq3_s_levels[4 * q + c];
+            state[l]         = k + high * HALF;
+        }
+    }
+}
+
+// Root mean square of each lane.
+ITQ3_S_INLINE void block_rms(struct workspace * ws, float * rms) {
+    sum_of_products(ws->x, ws->x, ws->fold, rms);
+    for (int l = 0; l < LANES; ++l) {
+        rms[l] = sqrtf(rms[l] * (1.0f / N));
+    }
+}
+
+// Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start with
+// the least error wins, the earlier on a tie. ws->best holds the codes.
+ITQ3_S_CLONES static void solve(struct workspace * ws, int starts, ggml_half * d) {
+    float rms[LANES];
+    float error[LANES];
+    block_rms(ws, rms);
+    for (int start = 0; start < starts; ++start) {
+        float factor[LANES];
+        for (int l = 0; l < LANES; ++l) {
+            factor[l] = rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+        }
+        search(ws, factor);
+
+        float     xl[LANES];
+        float     ll[LANES];
+        float     scale[LANES];
+        ggml_half half[LANES];
+        sum_of_products(ws->x, ws->levels, ws->fold, xl);
+        sum_of_products(ws->levels, ws->levels, ws->fold, ll);
+        for (int l = 0; l < LANES; ++l) {
+            const float fit = 32.0f * (xl[l] / ll[l]);
+            half[l]         = ggml_fp32_to_fp16(fit < -F16_MAX ? -F16_MAX : fit > F16_MAX ? F16_MAX : fit);
+            scale[l]        = ggml_fp16_to_fp32(half[l]) * 0.03125f;
+        }
+
+        float residual[LANES];
+        for (int i = 0; i < N / 2; ++i) {
+            for (int l = 0; l < LANES; ++l) {
+                const float a  = ws->x[i][l] - ws->levels[i][l] * scale[l];
+                const float b  = ws->x[i + N / 2][l] - ws->levels[i + N / 2][l] * scale[l];
+                ws->fold[i][l] = a * a + b * b;
+            }
+        }
+        fold_sum(ws->fold, residual);
+
+        uint8_t better[LANES];
+        for (int l = 0; l < LANES; ++l) {
+            better[l] = start == 0 || residual[l] < error[l] ? 0xff : 0;
+            if (better[l]) {
+                error[l] = residual[l];
+                d[l]     = half[l];
+            }
+        }
+        for (int t = 0; t < N; ++t) {
+            for (int l = 0; l < LANES; ++l) {
+                ws->best[t][l] = (uint8_t) ((ws->code[t][l] & better[l]) | (ws->best[t][l] & ~better[l]));
+            }
+        }
+    }
+    for (int l = 0; l < LANES; ++l) {
+        if (!(rms[l] > 0)) {
+            d[l] = 0;
+        }
+    }
+}
+
+ITQ3_S_CLONES static void solve_ternary(struct workspace * ws, ggml_half * d) {
+    float rms[LANES];
+    block_rms(ws, rms);
+    for (int l = 0; l < LANES; ++l) {
+        const float alpha     = TERNARY_ALPHA * rms[l];
+        const float threshold = alpha * 0.5f;
+        const float scale     = alpha * TERNARY_TO_D;
+        d[l]                  = ggml_fp32_to_fp16(scale < F16_MAX ? scale : F16_MAX);
+        for (int t = 0; t < N; ++t) {
+            ws->best[t][l] = (uint8_t) (4 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
+        }
+    }
+}
+
+// Load and rotate n <= LANES blocks; lanes without a block are zero. finite[l] says whether lane l can be encoded.
+ITQ3_S_CLONES static void load(struct workspace * ws, const float * src, int n, bool * finite) {
+    for (int l = 0; l < LANES; ++l) {
+        for (int t = 0; t < N; ++t) {
+            ws->x[t][l] = l < n ? src[l * N + t] : 0.0f;
+        }
+    }
+    rotate(ws->x);
+
+    for (int l = 0; l < LANES; ++l) {
+        finite[l] = true;
+    }
+    for (int t = 0; t < N; ++t) {
+        for (int l = 0; l < LANES; ++l) {
+            finite[l] &= fabsf(ws->x[t][l]) < MAGNITUDE_LIMIT;  // false for NaN
+        }
+    }
+    for (int l = 0; l < LANES; ++l) {
+        if (!finite[l]) {
+            for (int t = 0; t < N; ++t) {
+                ws->x[t][l] = 0.0f;
+            }
+        }
+    }
+}
+
+static void pack(const struct workspace * ws, int l, ggml_half d, ggml_half z, block_itq3_s * y) {
+    memset(y, 0, sizeof(*y));
+    if (d == 0 || d == 0x8000) {
+        return;
+    }
+    y->d = d;
+    y->z = z;
+    for (int t = 0; t < N; ++t) {
+        y->qs[t % 64] |= (uint8_t) ((ws->best[t][l] >> 2 & 3) << 2 * (t / 64));
+        y->sel[t / 8] |= (uint8_t) ((ws->best[t][l] >> 4) << t % 8);
+    }
+}
+
+static void quantize_blocks(const float * x, block_itq3_s * y, int64_t nb, int codec, int effort) {
+    struct workspace ws;
+    memset(ws.best, 0, sizeof(ws.best));
+    for (int64_t i = 0; i < nb; i += LANES) {
+        const int n = nb - i < LANES ? (int) (nb - i) : LANES;
+
+        bool      finite[LANES];
+        ggml_half d[LANES];
+        load(&ws, x + i * N, n, finite);
+        if (codec == ITQ3_S_CODEC_TERNARY) {
+            solve_ternary(&ws, d);
+        } else {
+            solve(&ws, n_starts[effort], d);
+        }
+        const ggml_half z = codec == ITQ3_S_CODEC_TERNARY ? ggml_fp32_to_fp16(TERNARY_Z) : 0;
+        for (int l = 0; l < n; ++l) {
+            pack(&ws, l, d[l], z, &y[i + l]);
+            if (!finite[l]) {
+                y[i + l].d = F16_NAN;
+            }
+        }
+    }
+}
+
+void quantize_row_itq3_s_ref(const float * GGML_RESTRICT x, block_itq3_s * GGML_RESTRICT y, int64_t k) {
+    assert(k % QK_ITQ3_S == 0);
+    quantize_blocks(x, y, k / QK_ITQ3_S, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
+}
+
+size_t quantize_itq3_s_effort(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
+                              int64_t n_per_row, int codec, int effort) {
+    GGML_ASSERT(n_per_row % QK_ITQ3_S == 0);
+    GGML_ASSERT(codec == ITQ3_S_CODEC_TRELLIS || codec == ITQ3_S_CODEC_TERNARY);
+    GGML_ASSERT(effort == ITQ3_S_EFFORT_FAST || effort == ITQ3_S_EFFORT_DEFAULT);
+    const int64_t nb = nrows * (n_per_row / QK_ITQ3_S);
+    quantize_blocks(src, dst, nb, codec, effort);
+    return (size_t) nb * sizeof(block_itq3_s);
+}
+
+size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
+                       const float * imatrix) {
+    GGML_UNUSED(imatrix);
+    return quantize_itq3_s_effort(src, dst, nrows, n_per_row, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
+}

@@ -1,0 +1,288 @@
+"""Convert a Hugging Face checkpoint to a GGUF file: the command ``convert-hf-to-itq3s`` and its Python form."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFWriter
+
+    from .checkpoint import Checkpoint, SourceTensor
+    from .encode import Encoder
+    from .policy import Choice
+    from .report import Row
+
+DESCRIPTION: Final = "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0, TQ2_0 or F16 tensors."
+OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", "f16")
+FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to convert and how; the fields are the options of the command.
+
+    Attributes:
+        model: a local Hugging Face folder.
+        out: the GGUF file to write.
+        outtype: one of :data:`OUTTYPES`.
+        pure: every matrix in that type, embeddings and output too.
+        codec: of ITQ3_S, ``trellis`` or ``ternary``.
+        effort: of ITQ3_S, ``fast`` or ``default``.
+        threads: threads that quantize.
+        native: quantize with the built C library (True), in numpy (False), or with what is there (None).
+        dry_run: print the plan and write nothing.
+        model_name: ``general.name`` in the file.
+        verbose: show what llama.cpp's converter logs.
+    """
+
+    model: Path
+    out: Path
+    outtype: str = "itq3_s"
+    pure: bool = False
+    codec: str = "trellis"
+    effort: str = "default"
+    threads: int = 1
+    native: bool | None = None
+    dry_run: bool = False
+    model_name: str | None = None
+    verbose: bool = False
+
+
+def convert(options: Options) -> list[Row]:
+    """Convert a checkpoint.
+
+    Returns:
+        One row for every tensor of the file.
+
+    Raises:
+        UserError: the checkpoint cannot be read or the file cannot be written; nothing is left under its name.
+        KeyboardInterrupt: interrupted; the message says whether the same call continues.
+    """
+    from . import report
+    from .checkpoint import open_checkpoint
+    from .output import OutputFile
+
+    started = time.monotonic()
+    encoder = _encoder(options)
+    checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
+    choices = _choose(checkpoint, options, encoder)
+    _warn(checkpoint, choices, encoder)
+    header, sizes = _header(checkpoint, choices, options)
+    rows = [
+        report.Row(tensor.name, choice.type.name, tensor.size, size)
+        for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
+    ]
+    output = OutputFile(options.out, header, sizes, _fingerprint(header, options, checkpoint))
+    if options.dry_run:
+        _print_plan(checkpoint, rows)
+    else:
+        with output:
+            rows = _write(output, checkpoint, rows, choices, encoder)
+    print(report.by_type(rows))
+    verb = "would write" if options.dry_run else "wrote"
+    print(f"{verb} {options.out}: {report.size(output.size)}, {time.monotonic() - started:.1f} s")
+    return rows
+
+
+def _encoder(options: Options) -> Encoder:
+    from . import native
+    from .encode import Encoder
+    from .errors import UserError
+
+    try:
+        library = native.load()
+    except OSError as error:
+        if options.native:
+            path = native.library_path() or Path(native.library_name())
+            raise UserError(path, f"cannot be loaded: {error}", "run make build, or leave --native out") from error
+        print(f"warning: the C quantizer cannot be used: {error}", file=sys.stderr)
+        library = None
+    if options.native and library is None:
+        raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
+    return Encoder(options.effort, options.codec, max(1, options.threads), library, native=options.native is not False)
+
+
+def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[Choice]:
+    from gguf import GGMLQuantizationType
+
+    from . import policy
+
+    target = GGMLQuantizationType[options.outtype.upper()]
+    return [
+        policy.choose(
+            tensor.name, tensor.shape, tensor.stored, target, checkpoint.model,
+            pure=options.pure, writable=encoder.writable,
+        )
+        for tensor in checkpoint.tensors
+    ]  # fmt: skip
+
+
+def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
+    """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
+    from .policy import fit
+
+    odd, unwritable = [], set()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        fitted = fit(choice.wanted, tensor.shape[-1])
+        if fitted != choice.wanted:
+            odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
+        if encoder.writable is not None and fitted not in encoder.writable:
+            unwritable.add(f"{fitted.name} -> {choice.type.name}")
+    if odd:
+        lines = "\n".join(odd)
+        print(
+            f"warning: rows of {len(odd)} tensors are not whole blocks, another type is used:\n{lines}", file=sys.stderr
+        )
+    if unwritable:
+        print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=sys.stderr)
+
+
+def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> tuple[bytes, list[int]]:
+    """GGUF header, metadata and tensor infos as bytes, and the size of each tensor."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, LlamaFileType
+    from gguf.gguf_writer import WriterState
+
+    from .types import ITQ3_S
+
+    writer = checkpoint.writer
+    _set_metadata(writer, LlamaFileType[f"MOSTLY_{options.outtype.upper()}"], choices, options, ITQ3_S)
+    writer.tensors = [{}]
+    sizes = []
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        block, block_bytes = GGML_QUANT_SIZES[choice.type]
+        sizes.append(tensor.size // block * block_bytes)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), sizes[-1], raw_dtype=choice.type)
+    buffer = io.BytesIO()
+    writer.fout, writer.state = [buffer], WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return buffer.getvalue(), sizes
+
+
+def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, itq3_s: Any) -> None:
+    if options.outtype != "f16":  # what upstream wrote for an F16 file stands
+        writer.remove_key("general.file_type")
+        writer.add_file_type(file_type)
+    if any(choice.type == itq3_s for choice in choices):
+        writer.add_uint32("itq3s.version", FORMAT_VERSION)
+        writer.add_string("itq3s.codec", options.codec)
+        writer.add_string("itq3s.effort", options.effort)
+        writer.add_bool("itq3s.calibrated", False)
+
+
+def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str:
+    """Equal for two runs that would write the same bytes."""
+    from . import __version__
+
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
+    how = [__version__, options.codec, options.effort, files]
+    return hashlib.sha256(header + json.dumps(how).encode()).hexdigest()
+
+
+def _print_plan(checkpoint: Checkpoint, rows: list[Row]) -> None:
+    from . import report
+
+    lines = [
+        [row.name, "x".join(map(str, reversed(tensor.shape))), row.type, report.size(row.bytes)]
+        for row, tensor in zip(rows, checkpoint.tensors, strict=True)
+    ]
+    print(report.table(["tensor", "shape", "type", "size"], lines), end="\n\n")
+
+
+def _write(output: Any, checkpoint: Checkpoint, rows: list[Row], choices: list[Choice], encoder: Encoder) -> list[Row]:
+    """Write every tensor that is not there yet; returns the rows with their errors."""
+    from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from .encode import Error
+
+    done = len(output.records)
+    if done:
+        print(f"continuing after {done} of {len(rows)} tensors", file=sys.stderr)
+    total = sum(row.weights for row in rows)
+    finished = sum(row.weights for row in rows[:done])
+    with tqdm(total=total, initial=finished, unit=" weights", unit_scale=True, mininterval=0.5) as bar:
+        for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
+            error = Error()
+            bar.set_postfix_str(tensor.name, refresh=False)
+            pieces = _pieces(tensor, choice, encoder, error, checkpoint.folder, bar)
+            output.write(pieces, lambda name=tensor.name, error=error: {"name": name, "error": error.relative})
+    return [replace(row, error=record["error"]) for row, record in zip(rows, output.records, strict=True)]
+
+
+def _pieces(
+    tensor: SourceTensor, choice: Choice, encoder: Encoder, error: Any, folder: Path, bar: Any
+) -> Iterator[np.ndarray]:
+    """The bytes of one tensor; errors name it."""
+    from .errors import UserError
+
+    try:
+        for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error):
+            yield data
+            bar.update(weights)
+    except ValueError as problem:
+        remedy = "repair the checkpoint or download it again"
+        raise UserError(folder, str(problem), remedy, tensor.label) from problem
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command, on any parser."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("model", metavar="model_dir", help="Hugging Face folder, or hf:organisation/name to download")
+    parser.add_argument("out", metavar="out.gguf", type=Path, help="file to write; {ftype} becomes the output type")
+    parser.add_argument(
+        "--outtype", choices=OUTTYPES, default="itq3_s", help="type of the matrices (default: %(default)s)"
+    )
+    parser.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
+    parser.add_argument(
+        "--codec", choices=("trellis", "ternary"), default="trellis",
+        help="of ITQ3_S; ternary is the literal code of the paper, for comparison (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--effort", choices=("fast", "default"), default="default",
+        help="of ITQ3_S: start scales the search tries (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=cpus, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--native", action=argparse.BooleanOptionalAction, default=None,
+        help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
+    parser.add_argument("--model-name", metavar="NAME", help="general.name in the file")
+    parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``convert``."""
+    parser = subparsers.add_parser("convert", help="Hugging Face checkpoint to GGUF", description=DESCRIPTION)
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    from .checkpoint import download
+
+    values = {key: value for key, value in vars(args).items() if key in Options.__dataclass_fields__}
+    name = str(values["model"])
+    values["model"] = download(name.removeprefix("hf:")) if name.startswith("hf:") else Path(name)
+    values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
+    convert(Options(**values))
+    return 0

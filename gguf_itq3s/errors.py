@@ -1,0 +1,90 @@
+"""Errors that a user can act on, and how a command reports them: one line, exit code 1."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from .upstream import FetchError, StaleGgufError
+
+_RESTARTED = "GGUF_ITQ3S_RESTARTED"
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; the message names the file, the tensor and the remedy.
+
+    Attributes:
+        file: the file or folder at fault.
+        what: what is wrong with it.
+        remedy: what to do.
+        tensor: the tensor at fault, if it is one.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], what: str, remedy: str, tensor: str | None = None) -> None:
+        self.file, self.what, self.remedy, self.tensor = Path(file), what, remedy, tensor
+        place = f"{self.file}: {tensor}" if tensor else f"{self.file}"
+        super().__init__(f"{place}: {_one_line(what)}; {remedy}")
+
+
+def _one_line(text: str) -> str:
+    """The text up to its first line break, without a closing full stop."""
+    lines = text.strip().splitlines()
+    return lines[0].rstrip(" .:") if lines else "unknown error"
+
+
+def output_error(path: Path, error: OSError) -> UserError:
+    """The error for a file that cannot be written."""
+    remedies = {
+        errno.ENOSPC: "free some space or choose another folder",
+        errno.EDQUOT: "free some space or choose another folder",
+        errno.EFBIG: "raise the file size limit or choose another folder",
+        errno.ENOENT: "create the folder first",
+    }
+    what = f"cannot be written: {error.strerror or error}"
+    return UserError(path, what, remedies.get(error.errno or 0, "choose a place that can be written"))
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def report_errors(command: Callable[..., int]) -> Callable[..., int]:
+    """Decorate the ``main`` of a command: user errors and Ctrl-C become one line on stderr and exit code 1.
+
+    ``GGUF_ITQ3S_TRACEBACK=1`` prints the traceback as well.
+    """
+
+    @functools.wraps(command)
+    def main(*args: object, **kwargs: object) -> int:
+        signal.signal(signal.SIGTERM, _terminate)
+        try:
+            return command(*args, **kwargs)
+        except StaleGgufError as error:
+            # Only a fresh interpreter imports the gguf that was fetched just now; a caller's own program is left alone.
+            if not args and not kwargs and _RESTARTED not in os.environ:
+                os.environ[_RESTARTED] = "1"
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            message = str(error)
+        except (UserError, FetchError) as error:
+            message = str(error)
+        except KeyboardInterrupt as error:
+            message = str(error) or "interrupted"
+        except BrokenPipeError:
+            # The reader of our output is gone (a closed pager); Python would complain again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except MemoryError:
+            message = "out of memory; close other programs or use a machine with more"
+        if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+
+    return main

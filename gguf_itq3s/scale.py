@@ -1,0 +1,93 @@
+"""The scale solver: find d, and with it the path, that gives a block the least squared error.
+
+For each start scale the trellis is searched once, then d is refitted by least squares to the levels found and rounded
+to float16; the start whose block has the least error wins. The arithmetic is float32 in one fixed order (sums fold
+the block in halves), so the C quantizer reproduces every byte.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .transform import FloatArray
+from .trellis import LEVELS, IndexArray, search
+
+#: Start scales relative to d = 32/25.5 * rms(x), tried in this order. Measured on one million Gaussian weights:
+#: relative squared error 0.0226 with one start, 0.0219 with three, 0.0218 with four.
+STARTS: Final[dict[str, tuple[float, ...]]] = {"fast": (1.0,), "default": (1.0, 0.91, 1.09)}
+
+#: float32(25.5 / start): the block's RMS in level units at that start.
+RMS_IN_LEVELS: Final = {effort: tuple(np.float32(25.5 / s) for s in starts) for effort, starts in STARTS.items()}
+
+F16_MAX = np.float32(65504)
+
+
+def fold_sum(x: FloatArray) -> FloatArray:
+    """Sum down the first axis by folding halves: x[i] + x[i + n/2], then n/4, and so on (n a power of two)."""
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        x = x[:half] + x[half:]
+    return x[0]
+
+
+def block_rms(x: FloatArray) -> FloatArray:
+    """Root mean square of each column: float32 (n, m) -> (m,)."""
+    return np.sqrt(fold_sum(x * x) * np.float32(1.0 / x.shape[0]))
+
+
+def fit_scale(x: FloatArray, levels: FloatArray) -> npt.NDArray[np.float16]:
+    """The least-squares scale d = 32 <x, L> / <L, L> of each column, rounded to float16.
+
+    Args:
+        x: float32 (n, m) rotated weights.
+        levels: float32 (n, m) levels L of the path.
+
+    Returns:
+        float16 (m,), clamped to the largest finite float16.
+    """
+    d = np.float32(32) * (fold_sum(x * levels) / fold_sum(levels * levels))
+    return np.clip(d, -F16_MAX, F16_MAX).astype(np.float16)
+
+
+def solve(x: FloatArray, effort: str = "default") -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
+    """Search path and scale of every column.
+
+    Args:
+        x: float32 (256, m) rotated weights, finite, one block a column; magnitudes below 2**56.
+        effort: a key of :data:`STARTS`.
+
+    Returns:
+        uint8 (256, m) level indices, uint8 (256, m) selector bits, float16 (m,) scales. A block whose RMS is zero,
+        or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
+
+    Raises:
+        ValueError: unknown effort.
+    """
+    if effort not in RMS_IN_LEVELS:
+        raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(STARTS)}")
+    rms = block_rms(x)
+    alive = rms > 0
+    safe_rms = np.where(alive, rms, np.float32(1))
+    level_values = LEVELS.astype(np.float32)
+    best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
+    best_indices, best_selectors = np.empty(x.shape, dtype=np.uint8), np.empty(x.shape, dtype=np.uint8)
+    best_d = np.empty(x.shape[1], dtype=np.float16)
+    for rms_in_levels in RMS_IN_LEVELS[effort]:
+        indices, selectors = search(np.multiply(x, rms_in_levels / safe_rms, dtype=np.float32))
+        levels = level_values[indices]
+        d = fit_scale(x, levels)
+        residual = x - levels * (d.astype(np.float32) * np.float32(1 / 32))
+        error = fold_sum(residual * residual)
+        better = error < best_error
+        np.copyto(best_indices, indices, where=better)
+        np.copyto(best_selectors, selectors, where=better)
+        np.copyto(best_d, d, where=better)
+        np.copyto(best_error, error, where=better)
+    dead = ~alive | (best_d == 0)
+    best_indices[:, dead] = 0
+    best_selectors[:, dead] = 0
+    best_d[dead] = 0
+    return best_indices, best_selectors, best_d

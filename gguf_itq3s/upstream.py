@@ -1,0 +1,167 @@
+"""The pinned llama.cpp source: fetched once, checked, unpacked into the cache, and put on ``sys.path``.
+
+The source distribution of ``llama-cpp-python`` carries llama.cpp in ``vendor/llama.cpp``. Its ``conversion`` package
+reads Hugging Face models and needs the gguf-py beside it, which is ahead of the released ``gguf``. The build in
+``ggml-patch/`` uses the same folder.
+
+Only the standard library is imported here, because ``scripts/fetch_llama_cpp.py`` runs this file before anything is
+installed.
+
+Environment:
+    LLAMA_CPP_DIR: a llama.cpp checkout to use instead of the pinned source.
+    GGUF_ITQ3S_CACHE: the cache folder (default ``$XDG_CACHE_HOME/gguf-itq3s`` or ``~/.cache/gguf-itq3s``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+PACKAGE: Final = "llama-cpp-python"
+VERSION: Final = "0.3.36"
+SHA256: Final = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+SOURCE: Final = f"llama_cpp_python-{VERSION}"
+
+
+class FetchError(RuntimeError):
+    """The pinned source could not be had; the message says what to do."""
+
+
+class StaleGgufError(FetchError):
+    """The source was fetched only now, after another gguf was imported; the program has to start again."""
+
+
+def cache_dir() -> Path:
+    """The folder that keeps what is fetched and built once per machine."""
+    if chosen := os.environ.get("GGUF_ITQ3S_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "gguf-itq3s"
+
+
+def find_source() -> Path | None:
+    """The llama.cpp source that is there already: ``LLAMA_CPP_DIR``, or the unpacked pinned one, or None.
+
+    Raises:
+        FetchError: ``LLAMA_CPP_DIR`` names a folder that is not a llama.cpp checkout.
+    """
+    if own := os.environ.get("LLAMA_CPP_DIR"):
+        path = Path(own).expanduser().resolve()
+        if not (path / "gguf-py" / "gguf").is_dir() or not (path / "ggml").is_dir():
+            raise FetchError(f"{path}: not a llama.cpp checkout; correct or unset LLAMA_CPP_DIR")
+        return path
+    path = cache_dir() / SOURCE / "vendor" / "llama.cpp"
+    return path if path.is_dir() else None
+
+
+def fetch_source() -> Path:
+    """Like :func:`find_source`, and fetch the pinned source with pip when it is not there.
+
+    Raises:
+        FetchError: pip failed, the archive has another hash, or the cache cannot be written.
+    """
+    if path := find_source():
+        return path
+    cache = cache_dir()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{SOURCE}.lock"):
+            if path := find_source():  # another process was first
+                return path
+            with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
+                archive = _download(Path(scratch))
+                _unpack(archive, Path(scratch) / "unpacked")
+                # Renamed last, so a folder under this name is always complete.
+                shutil.rmtree(cache / SOURCE, ignore_errors=True)
+                (Path(scratch) / "unpacked" / SOURCE).rename(cache / SOURCE)
+    except OSError as error:
+        raise FetchError(f"{error.filename or cache}: {error.strerror or error}; set GGUF_ITQ3S_CACHE") from error
+    path = find_source()
+    assert path is not None
+    return path
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``, so that two builds do not download at the same time."""
+    with path.open("w") as handle:
+        try:
+            import fcntl
+        except ImportError:  # not POSIX: the rename at the end is atomic anyway
+            yield
+            return
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _download(folder: Path) -> Path:
+    """Fetch the source distribution into ``folder`` with pip and check its hash."""
+    print(f"fetching {PACKAGE} {VERSION} (73 MiB, once)", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    archive = folder / f"{SOURCE}.tar.gz"
+    if done.returncode or not archive.is_file():
+        reason = (done.stdout.strip().splitlines() or ["no output"])[-1]
+        raise FetchError(f"pip download {PACKAGE}=={VERSION}: {reason}; check the network, or set LLAMA_CPP_DIR")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise FetchError(f"{archive.name}: sha256 is {digest}, expected {SHA256}; check the package index in use")
+    return archive
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpack the vendored llama.cpp from the archive."""
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
+
+
+def prefer_vendored_gguf() -> None:
+    """Let ``import gguf`` find the gguf-py of the llama.cpp source, if that is there and gguf is not imported yet."""
+    try:
+        source = find_source()
+    except FetchError:  # reported by whoever needs the source
+        return
+    if source is not None and "gguf" not in sys.modules:
+        path = str(source / "gguf-py")
+        if path not in sys.path:
+            sys.path.insert(0, path)
+
+
+def gguf_is_vendored() -> bool:
+    """Whether the gguf module in use is the one of the llama.cpp source."""
+    import gguf
+
+    source = find_source()
+    return source is not None and Path(gguf.__file__ or "").resolve().is_relative_to((source / "gguf-py").resolve())
+
+
+def load_conversion() -> ModuleType:
+    """Import the ``conversion`` package of the llama.cpp source, fetching the source if need be.
+
+    Raises:
+        FetchError: the source cannot be had.
+        StaleGgufError: another gguf is imported already, and the package needs its own.
+    """
+    source = fetch_source()
+    prefer_vendored_gguf()
+    if not gguf_is_vendored():
+        raise StaleGgufError("gguf was imported before the llama.cpp source was there; start the program again")
+    if str(source) not in sys.path:
+        sys.path.append(str(source))
+    import conversion
+
+    return conversion
