@@ -1,6 +1,6 @@
 # Builds one target of ../CMakeLists.txt, or takes it from the cache:
 #
-#   cmake -DSETTINGS=FILE -DTARGET=llama|test-backend-ops|stock -P build.cmake
+#   cmake -DSETTINGS=FILE -DWANTED=llama|test-backend-ops|stock -P build.cmake
 
 cmake_minimum_required(VERSION 3.21)
 include("${CMAKE_CURRENT_LIST_DIR}/settings.cmake")
@@ -23,7 +23,7 @@ set(options
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DBUILD_SHARED_LIBS=ON
     -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
     -DLLAMA_BUILD_NUMBER=0 -DGIT_EXE=OFF)
-if (TARGET STREQUAL "stock")
+if (WANTED STREQUAL "stock")
     # no speed is asked of it: leave out what takes long to compile
     set(binaries llama-simple)
     list(APPEND options "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
@@ -32,7 +32,7 @@ else()
     set(binaries ${tools})
     list(APPEND options -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON)
 endif()
-if (TARGET STREQUAL "test-backend-ops")
+if (WANTED STREQUAL "test-backend-ops")
     set(binaries test-backend-ops)
 endif()
 foreach (name CMAKE_BUILD_TYPE CMAKE_TOOLCHAIN_FILE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS CMAKE_CXX_FLAGS)
@@ -100,14 +100,14 @@ string(SHA256 configuration_key "${configuration}")
 string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
 
 set(content "${configuration}targets ${binaries}\n")
-if (NOT TARGET STREQUAL "stock")
+if (NOT WANTED STREQUAL "stock")
     itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/*"
         "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
     string(APPEND content "ggml-patch ${ours}\n")
 endif()
 string(SHA256 key "${content}")
 string(SUBSTRING "${key}" 0 20 key)
-set(result "${GGUF_ITQ3S_CACHE}/build/${TARGET}-${key}")
+set(result "${GGUF_ITQ3S_CACHE}/build/${WANTED}-${key}")
 
 #
 # the build
@@ -115,7 +115,7 @@ set(result "${GGUF_ITQ3S_CACHE}/build/${TARGET}-${key}")
 
 function(itq3s_build)
     set(source "${upstream}")
-    if (NOT TARGET STREQUAL "stock")
+    if (NOT WANTED STREQUAL "stock")
         set(source "${GGUF_ITQ3S_OUT}/tree/llama.cpp")
         itq3s_prepare_source("${upstream}" "${upstream_id}" "${source}")
     endif()
@@ -162,11 +162,11 @@ function(itq3s_build)
     foreach (binary IN LISTS binaries)
         file(COPY "${work}/bin/${binary}${CMAKE_EXECUTABLE_SUFFIX}" DESTINATION "${partial}/bin")
     endforeach()
-    if (NOT TARGET STREQUAL "test-backend-ops")
+    if (NOT WANTED STREQUAL "test-backend-ops")
         file(GLOB libraries "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*")
         file(COPY ${libraries} DESTINATION "${partial}/bin")
     endif()
-    if (TARGET STREQUAL "llama")
+    if (WANTED STREQUAL "llama")
         foreach (pattern IN LISTS headers)
             file(GLOB files "${source}/${pattern}")
             file(COPY ${files} DESTINATION "${partial}/include")
@@ -217,20 +217,20 @@ endfunction()
 itq3s_lock("${GGUF_ITQ3S_OUT}/tree/lock" "builds in ${GGUF_ITQ3S_OUT}")
 itq3s_lock("${result}.lock" "builds the same llama.cpp")
 if (EXISTS "${result}")
-    message(STATUS "llama.cpp (${TARGET}) is up to date: ${result}")
+    message(STATUS "llama.cpp (${WANTED}) is up to date: ${result}")
 else()
     itq3s_build()
-    message(STATUS "llama.cpp (${TARGET}) is built: ${result}")
+    message(STATUS "llama.cpp (${WANTED}) is built: ${result}")
 endif()
 file(TOUCH "${result}/used")
 itq3s_prune_cache()
 
 # publish
-if (TARGET STREQUAL "test-backend-ops")
+if (WANTED STREQUAL "test-backend-ops")
     itq3s_link_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
 else()
     set(to "${GGUF_ITQ3S_OUT}")
-    if (TARGET STREQUAL "stock")
+    if (WANTED STREQUAL "stock")
         set(to "${GGUF_ITQ3S_OUT}/stock")
     endif()
     set(published "")

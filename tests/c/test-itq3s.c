@@ -1,0 +1,209 @@
+// Unit test of the C files of ITQ3_S, made to be run under the address and undefined-behaviour sanitizers.
+//
+//   test-itq3s VECTORS      64 records of a block (100 bytes) and its 256 weights (double)
+//
+// Buffers come from malloc at their exact size, so that a read or a write beyond them is seen.
+
+#include "ggml-itq3s.h"
+#include "quants-itq3s.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int failures = 0;
+
+#define CHECK(condition)                                                                  \
+    do {                                                                                  \
+        if (!(condition)) {                                                               \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, __func__, #condition); \
+            failures++;                                                                   \
+        }                                                                                 \
+    } while (0)
+
+static void * allocate(size_t size) {
+    void * p = malloc(size);
+    if (p == NULL) {
+        abort();
+    }
+    return p;
+}
+
+// Gaussian by the sum of twelve uniform numbers: good enough, and the same everywhere.
+static float gaussian(uint32_t * state) {
+    float sum = -6.0f;
+    for (int i = 0; i < 12; ++i) {
+        *state = *state * 1664525u + 1013904223u;
+        sum += (float) (*state >> 8) / 16777216.0f;
+    }
+    return sum;
+}
+
+static float * gaussian_row(int64_t n, uint32_t seed) {
+    float * x = allocate(sizeof(float) * (size_t) n);
+    for (int64_t i = 0; i < n; ++i) {
+        x[i] = 0.02f * gaussian(&seed);
+    }
+    return x;
+}
+
+static void test_vectors(const char * path) {
+    FILE * file = fopen(path, "rb");
+    CHECK(file != NULL);
+    if (file == NULL) {
+        return;
+    }
+    int count = 0;
+    for (;; ++count) {
+        block_itq3_s * block   = allocate(sizeof(*block));
+        double *       weights = allocate(QK_ITQ3_S * sizeof(double));
+        float *        decoded = allocate(QK_ITQ3_S * sizeof(float));
+        const bool     read =
+            fread(block, sizeof(*block), 1, file) == 1 && fread(weights, sizeof(double), 256, file) == 256;
+        if (read) {
+            dequantize_row_itq3_s(block, decoded, QK_ITQ3_S);
+            for (int i = 0; i < QK_ITQ3_S; ++i) {
+                CHECK(fabs(decoded[i] - weights[i]) <= 1e-5 * fabs(weights[i]));
+            }
+        }
+        free(block);
+        free(weights);
+        free(decoded);
+        if (!read) {
+            break;
+        }
+    }
+    fclose(file);
+    CHECK(count == 64);
+}
+
+static void test_fwht_is_its_own_inverse(void) {
+    uint32_t seed = 1;
+    float *  x    = allocate(QK_ITQ3_S * sizeof(float));
+    float *  y    = allocate(QK_ITQ3_S * sizeof(float));
+    for (int i = 0; i < QK_ITQ3_S; ++i) {
+        x[i] = y[i] = floorf(100.0f * gaussian(&seed));  // small integers: every sum is exact
+    }
+    itq3_s_fwht(y);
+    itq3_s_fwht(y);
+    for (int i = 0; i < QK_ITQ3_S; ++i) {
+        CHECK(y[i] == 256.0f * x[i]);
+    }
+    free(x);
+    free(y);
+}
+
+static double relative_error(const float * x, const float * y, int64_t n) {
+    double error = 0.0;
+    double norm  = 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+        error += ((double) x[i] - y[i]) * ((double) x[i] - y[i]);
+        norm += (double) x[i] * x[i];
+    }
+    return error / norm;
+}
+
+// Every codec and effort, groups of blocks full and not; a block's bytes do not depend on its neighbours.
+static void test_encoders(void) {
+    static const int    counts[]     = { 1, 2, 15, 16, 17, 40 };
+    static const double limits[2][2] = { { 0.0240, 0.0235 }, { 0.30, 0.30 } };  // 40 blocks are a small sample
+
+    for (size_t c = 0; c < sizeof(counts) / sizeof(counts[0]); ++c) {
+        const int64_t  n     = 256 * (int64_t) counts[c];
+        float *        x     = gaussian_row(n, 7);
+        float *        y     = allocate(sizeof(float) * (size_t) n);
+        block_itq3_s * q     = allocate(sizeof(block_itq3_s) * (size_t) counts[c]);
+        block_itq3_s * alone = allocate(sizeof(block_itq3_s));
+        for (int codec = 0; codec < 2; ++codec) {
+            for (int effort = 0; effort < 2; ++effort) {
+                memset(q, 0xff, sizeof(block_itq3_s) * (size_t) counts[c]);
+                CHECK(quantize_itq3_s_effort(x, q, counts[c], 256, codec, effort) == 100 * (size_t) counts[c]);
+                for (int i = 0; i < counts[c]; ++i) {
+                    quantize_itq3_s_effort(x + 256 * i, alone, 1, 256, codec, effort);
+                    CHECK(memcmp(alone, &q[i], sizeof(*alone)) == 0);
+                }
+                dequantize_row_itq3_s(q, y, n);
+                if (counts[c] == 40) {
+                    CHECK(relative_error(x, y, n) <= limits[codec][effort]);
+                }
+            }
+        }
+        free(x);
+        free(y);
+        free(q);
+        free(alone);
+    }
+}
+
+static void test_zero_and_not_finite(void) {
+    static const float bad[] = { NAN, INFINITY, -INFINITY, 3e38f };
+    for (int codec = 0; codec < 2; ++codec) {
+        for (size_t b = 0; b < sizeof(bad) / sizeof(bad[0]); ++b) {
+            float *        x     = gaussian_row(4 * 256, 9);
+            block_itq3_s * clean = allocate(4 * sizeof(*clean));
+            block_itq3_s * q     = allocate(4 * sizeof(*q));
+            memset(x + 256, 0, 256 * sizeof(float));
+            quantize_itq3_s_effort(x, clean, 1, 4 * 256, codec, ITQ3_S_EFFORT_DEFAULT);
+            x[2 * 256 + 13] = bad[b];
+            quantize_itq3_s_effort(x, q, 1, 4 * 256, codec, ITQ3_S_EFFORT_DEFAULT);
+
+            static const block_itq3_s zero;
+            CHECK(memcmp(&q[1], &zero, sizeof(zero)) == 0);
+            CHECK(isnan(ggml_fp16_to_fp32(q[2].d)));
+            CHECK(memcmp(&q[0], &clean[0], 2 * sizeof(*q)) == 0 && memcmp(&q[3], &clean[3], sizeof(*q)) == 0);
+            free(x);
+            free(clean);
+            free(q);
+        }
+    }
+}
+
+// dot(H v, x) = dot(v, H x), up to the 8 bits of the activations.
+static void test_vec_dot(void) {
+    for (int codec = 0; codec < 2; ++codec) {
+        const int      n = 2048;
+        float *        w = gaussian_row(n, 3);
+        float *        x = gaussian_row(n, 4);
+        float *        d = allocate(sizeof(float) * (size_t) n);
+        block_itq3_s * q = allocate(sizeof(*q) * (size_t) n / 256);
+        block_q8_K *   a = allocate(sizeof(*a) * (size_t) n / 256);
+        memset(x + 512, 0, 256 * sizeof(float));
+        quantize_itq3_s_effort(w, q, 1, n, codec, ITQ3_S_EFFORT_FAST);
+        dequantize_row_itq3_s(q, d, n);
+        quantize_row_q8_K_h(x, a, n);
+
+        float result = 0.0f;
+        ggml_vec_dot_itq3_s_q8_K_h(n, &result, 0, q, 0, a, 0, 1);
+        double exact  = 0.0;
+        double norm_d = 0.0;
+        double norm_x = 0.0;
+        for (int i = 0; i < n; ++i) {
+            exact += (double) d[i] * x[i];
+            norm_d += (double) d[i] * d[i];
+            norm_x += (double) x[i] * x[i];
+        }
+        // a step of 8 bits is about 1/42 of the block's RMS; n independent errors of step/sqrt(12)
+        CHECK(fabs(result - exact) <= 5.0 * (1.0 / 42 / sqrt(12.0)) / sqrt((double) n) * sqrt(norm_d * norm_x));
+        free(w);
+        free(x);
+        free(d);
+        free(q);
+        free(a);
+    }
+}
+
+int main(int argc, char ** argv) {
+    if (argc != 2) {
+        fprintf(stderr, "usage: %s VECTORS\n", argv[0]);
+        return 2;
+    }
+    test_vectors(argv[1]);
+    test_fwht_is_its_own_inverse();
+    test_encoders();
+    test_zero_and_not_finite();
+    test_vec_dot();
+    printf(failures == 0 ? "all passed\n" : "%d checks failed\n", failures);
+    return failures != 0;
+}
