@@ -39,7 +39,11 @@ class Device:
 
     def __call__(self, name: str, *args: object) -> float:
         converted = [
-            a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else ctypes.c_int64(a) if a is not None else None  # type: ignore[arg-type]
+            a.ctypes.data_as(ctypes.c_void_p)
+            if isinstance(a, np.ndarray)
+            else ctypes.c_int64(a)
+            if a is not None
+            else None  # type: ignore[arg-type]
             for a in args
         ]
         return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)
@@ -77,7 +81,9 @@ def random_blocks(name: str, count: int, seed: int = 1) -> ByteArray:
         blocks[:, 96:98] = d.view(np.uint8).reshape(-1, 2)
         blocks[:, 98:100] = z.view(np.uint8).reshape(-1, 2)
         return blocks
-    weights = rng.integers(-1, 2, (count, BLOCK)).astype(np.float32) * rng.uniform(0.5, 2, (count, 1)).astype(np.float32)
+    weights = rng.integers(-1, 2, (count, BLOCK)).astype(np.float32) * rng.uniform(0.5, 2, (count, 1)).astype(
+        np.float32
+    )
     return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name.upper()]).reshape(count, -1)
 
 
@@ -282,7 +288,8 @@ def test_vec_dot(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("columns,rows", [(16, 128), (64, 37)])  # 16 and 32 rows a warp; a whole tile and a part of one
 @pytest.mark.parametrize(
-    "name,zero_point", [("tq1_0", None), ("tq2_0", None), ("itq3_s", None), ("itq3_s", 0), ("itq3_s", 2), ("itq3_s", 0.375)]
+    "name,zero_point",
+    [("tq1_0", None), ("tq2_0", None), ("itq3_s", None), ("itq3_s", 0), ("itq3_s", 2), ("itq3_s", 0.375)],
 )
 def test_mmq_tile(device: Device, name: str, columns: int, rows: int, zero_point: float | None) -> None:
     nblocks, stride, first = 2, 3, 1
