@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compile the CUDA sources that ggml-patch adds or touches, for several architectures; no GPU is needed.
 
-A warning in one of our files is an error. Registers, stack and spills of our kernels are printed. What is compiled once is
-not compiled again while nothing changes, so an interrupted run goes on where it stopped.
+A warning in one of our files is an error. Registers, stack and spills of our kernels are printed. What is compiled once
+is not compiled again while nothing changes, so an interrupted run goes on where it stopped.
 
-Needs nvcc. The headers of cuBLAS are taken from the CUDA toolkit, or else from the Python package ``nvidia-cublas``, which
-is downloaded once.
+Needs nvcc. The headers of cuBLAS are taken from the CUDA toolkit, or else from the Python package ``nvidia-cublas``,
+which is downloaded once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ARCHITECTURES: Final = ("80", "90", "120")
 
 #: As upstream's CMakeLists.txt sets them for a release build; flash attention has nothing of ours.
 FLAGS: Final = [
-    "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-DNDEBUG", "-DGGML_CUDA_USE_GRAPHS", "-DGGML_CUDA_NO_FA",
-    "-DGGML_BACKEND_BUILD", "-DGGML_SHARED", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4",
+    "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-DNDEBUG", "-DGGML_CUDA_USE_GRAPHS",
+    "-DGGML_CUDA_NO_FA", "-DGGML_BACKEND_BUILD", "-DGGML_SHARED", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4",
     "-DGGML_CUDA_PEER_MAX_BATCH_SIZE=128", "-Xptxas", "-v", "-Xcompiler", "-Wall,-Wextra,-Wno-pedantic",
 ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def kernels_of(log: str) -> list[Kernel]:
 
 
 def warnings_of(log: str, ours: set[str]) -> list[str]:
-    """The warnings and errors in files whose name is in ``ours``; upstream's and the toolkit's own are not our business."""
+    """The warnings and errors in files whose name is in ``ours``; upstream's and the toolkit's are not our business."""
     found = []
     for line in log.splitlines():
         place = re.match(r"(?P<file>[^\s:(]+)(?:\(\d+\)|:\d+(?::\d+)?)\s*:\s*(?:warning|error)", line)

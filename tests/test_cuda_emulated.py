@@ -222,7 +222,7 @@ def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
 
 
 def unpack_mmq(y: ByteArray, columns: int) -> tuple[npt.NDArray[np.int8], FloatArray]:
-    """block_q8_1_mmq, one row of 128 values of all columns after the other, to (columns, blocks, 256) and (.., 2, 4)."""
+    """block_q8_1_mmq, a row of 128 values of all columns after the other, to (columns, blocks, 256) and (.., 2, 4)."""
     rows = y.reshape(-1, 2, columns, 144).transpose(2, 0, 1, 3)
     d = np.ascontiguousarray(rows[..., :16]).view(np.float32)
     values = np.ascontiguousarray(rows[..., 16:]).view(np.int8).reshape(columns, -1, BLOCK)
