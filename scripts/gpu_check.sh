@@ -51,6 +51,8 @@ ours=$(cd "$root" && find ggml-patch scripts/gpu scripts/gpu_check.sh -type f -p
 input=$(cat "$packed/llama.cpp.tar.xz" "$packed/demo-itq3_s.gguf" "$packed/text.txt" 2> /dev/null | sha256sum | cut -c1-16)
 key="$ours $input sm_$arch $(nvcc --version | sha256sum | cut -c1-16)"
 failed=0
+child=
+trap '[ -z "$child" ] || kill "$child" 2> /dev/null; exit 130' INT TERM # timeout passes it on to all of the stage
 
 # stage NAME SECONDS FUNCTION: run it unless it is done, with its output in a log.
 stage() {
@@ -66,7 +68,9 @@ stage() {
     echo "$name: running, log in $work/logs/$name.log"
     export root packed out work jobs arch
     export -f "$what"
-    if timeout --foreground "$limit" bash -c "set -euo pipefail; $what" > "$work/logs/$name.log" 2>&1; then
+    timeout "$limit" bash -c "set -euo pipefail; $what" > "$work/logs/$name.log" 2>&1 &
+    child=$!
+    if wait "$child"; then
         echo "$key" > "$work/done/$name"
         echo "$name: done in $((SECONDS - start)) s"
         return 0
