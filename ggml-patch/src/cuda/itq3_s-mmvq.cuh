@@ -39,7 +39,8 @@ static __device__ __forceinline__ void itq3_s_copy_wait() {
 #endif // CP_ASYNC_AVAILABLE
 }
 
-// Lane half j = 0, 1 of the block at x in shared memory times the activations y of the block.
+// Half j = 0, 1 of a block in shared memory times the activations y of the block. The block of a ternary type starts x bytes
+// into its tile, which need not be a multiple of 4.
 
 static __device__ __forceinline__ float itq3_s_dot_half(const uint32_t * x, const int j, const block_q8_1x4 * y) {
     y += j;
@@ -82,11 +83,11 @@ static __device__ __forceinline__ float itq3_s_dot_half(const uint32_t * x, cons
     return dz.x*(1.0f/32.0f)*sum;
 }
 
-// Words first .. first + n - 1 of data that starts at a multiple of 2 bytes, by aligned accesses. One word more is read.
+// n words of a tile from byte offset on, a multiple of 2, by aligned accesses. One word more is read.
 template <int n>
-static __device__ __forceinline__ void tq_load_words(const uint8_t * x, const int first, uint32_t (&q)[n]) {
-    const uint32_t * aligned = (const uint32_t *) ((uintptr_t) x & ~(uintptr_t) 3) + first;
-    const bool       odd     = (uintptr_t) x & 2;
+static __device__ __forceinline__ void tq_load_words(const uint32_t * tile, const int offset, uint32_t (&q)[n]) {
+    const uint32_t * aligned = tile + offset/4;
+    const bool       odd     = offset & 2;
     uint32_t word = aligned[0];
 #pragma unroll
     for (int l = 0; l < n; ++l) {
@@ -96,10 +97,10 @@ static __device__ __forceinline__ void tq_load_words(const uint8_t * x, const in
     }
 }
 
-static __device__ __forceinline__ float tq2_0_dot_half(const uint8_t * x, const int j, const block_q8_1x4 * y) {
+static __device__ __forceinline__ float tq2_0_dot_half(const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
     y += j;
     uint32_t q[8];
-    tq_load_words(x, 8*j, q);
+    tq_load_words(tile, x + 32*j, q);
     const int4 ds_all = *((const int4 *) y->ds);
     const int  ds[4]  = {ds_all.x, ds_all.y, ds_all.z, ds_all.w};
     float      sum    = 0.0f;
@@ -116,15 +117,15 @@ static __device__ __forceinline__ float tq2_0_dot_half(const uint8_t * x, const 
         const float2 ds_g = itq3_s_half2_bits(ds[g]);
         sum += ds_g.x*sumi - ds_g.y; // digits are one more than the weights
     }
-    return __half2float(*((const half *) (x + sizeof(block_tq2_0::qs))))*sum;
+    return __half2float(((const half *) tile)[(x + sizeof(block_tq2_0::qs))/sizeof(half)])*sum;
 }
 
 // Half j takes the words 4j .. 4j + 3 and 8 + 2j, 9 + 2j of qs and the digits 2j, 2j + 1 of qh.
-static __device__ __forceinline__ float tq1_0_dot_half(const uint8_t * x, const int j, const block_q8_1x4 * y) {
+static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
     uint32_t qa[4], qb[2], qc[1];
-    tq_load_words(x, 4*j,     qa);
-    tq_load_words(x, 8 + 2*j, qb);
-    tq_load_words(x, 12,      qc);
+    tq_load_words(tile, x + 16*j,     qa);
+    tq_load_words(tile, x + 32 + 8*j, qb);
+    tq_load_words(tile, x + 48,       qc);
 
     int sumi[8] = {0};
     tq1_0_state a[4], b[2];
@@ -167,18 +168,18 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint8_t * x, const 
         const float2 ds = __half22float2(y[k/4].ds[k % 4]);
         sum += ds.x*sumi[k] - (j == 0 ? ds.y : 0.0f); // digits are one more than the weights; the sum is of all of them
     }
-    return __half2float(*((const half *) (x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh))))*sum;
+    return __half2float(((const half *) tile)[(x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh))/sizeof(half)])*sum;
 }
 
 template <ggml_type type>
 static __device__ __forceinline__ float itq3_s_mmvq_dot_half(const uint32_t * tile, const int b, const int j, const block_q8_1x4 * y) {
-    const uint8_t * x = (const uint8_t *) tile + b*ggml_cuda_type_traits<type>::bs;
+    [[maybe_unused]] const int x = b*ggml_cuda_type_traits<type>::bs;
     if constexpr (type == GGML_TYPE_ITQ3_S) {
-        return itq3_s_dot_half((const uint32_t *) x, j, y);
+        return itq3_s_dot_half(tile + b*ITQ3_S_WORDS, j, y);
     } else if constexpr (type == GGML_TYPE_TQ1_0) {
-        return tq1_0_dot_half(x, j, y);
+        return tq1_0_dot_half(tile, x, j, y);
     } else {
-        return tq2_0_dot_half(x, j, y);
+        return tq2_0_dot_half(tile, x, j, y);
     }
 }
 

@@ -3,16 +3,10 @@
 
 #pragma once
 
-#include <cstdint>
-
-#if defined(__CUDACC__) || defined(__HIPCC__) || defined(__MUSACC__)
-#define TQ_FUNC static __host__ __device__ __forceinline__
-#else
-#define TQ_FUNC static inline
-#endif
+#include "itq3_s.cuh"
 
 // TQ2_0: byte b of word m (0..15) of qs holds the weights 128*(m/8) + 32*g + 4*(m % 8) + b at bit 2*g, g = 0..3.
-TQ_FUNC uint32_t tq2_0_digits(const uint32_t qs, const int g) {
+ITQ3_S_FUNC uint32_t tq2_0_digits(const uint32_t qs, const int g) {
     return qs >> 2*g & 0x03030303;
 }
 
@@ -26,19 +20,19 @@ struct tq1_0_state {
     uint32_t odd;
 };
 
-TQ_FUNC tq1_0_state tq1_0_begin(const uint32_t qs) {
+ITQ3_S_FUNC tq1_0_state tq1_0_begin(const uint32_t qs) {
     return {qs & 0x00FF00FF, qs >> 8 & 0x00FF00FF};
 }
 
 // The next digit of the four bytes.
-TQ_FUNC uint32_t tq1_0_next(tq1_0_state & state) {
+ITQ3_S_FUNC uint32_t tq1_0_next(tq1_0_state & state) {
     const uint32_t even = 3*state.even;
     const uint32_t odd  = 3*state.odd;
     state = {even & 0x00FF00FF, odd & 0x00FF00FF};
-    return (even >> 8 & 0x00FF00FF) | (odd & 0xFF00FF00);
+    return itq3_s_prmt(even, odd, 0x7351); // the upper bytes of the lanes
 }
 
 // Digits 0, 1, 2 to the signed bytes -1, 0, 1.
-TQ_FUNC uint32_t tq_signed(const uint32_t digits) {
+ITQ3_S_FUNC uint32_t tq_signed(const uint32_t digits) {
     return ((digits | 0x80808080) - 0x01010101) ^ 0x80808080;
 }

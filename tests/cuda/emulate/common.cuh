@@ -10,6 +10,7 @@
 #define __host__
 #define __device__
 #define __global__
+#define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define GGML_CUDA_RESTRICT __restrict__
@@ -28,6 +29,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned int x, y; };
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct char2 { signed char x, y; };
 struct alignas(4) char4 { signed char x, y, z, w; };
 static inline char2 make_char2(signed char x, signed char y) { return {x, y}; }
@@ -77,6 +79,18 @@ struct block_tq1_0 { uint8_t qs[48]; uint8_t qh[4]; half d; };
 struct block_tq2_0 { uint8_t qs[64]; half d; };
 static_assert(sizeof(block_tq1_0) == 54 && sizeof(block_tq2_0) == 66, "wrong block sizes");
 
+template <ggml_type type> struct ggml_cuda_type_traits;
+#include "itq3_s-type-traits.cuh"
+
+enum ggml_glu_op { GGML_GLU_OP_REGLU, GGML_GLU_OP_GEGLU, GGML_GLU_OP_SWIGLU, GGML_GLU_OP_SWIGLU_OAI, GGML_GLU_OP_SWIGLU_CLAMP };
+struct ggml_cuda_mm_fusion_args_device {
+    const void * x_bias    = nullptr;
+    const void * gate      = nullptr;
+    const void * gate_bias = nullptr;
+    ggml_glu_op  glu_op    = GGML_GLU_OP_SWIGLU;
+    float        glu_limit = 0.0f;
+};
+
 template <typename dst_t>
 using dequantize_kq_t = void (*)(const void * vx, const int64_t ib, dst_t * y, const int tid);
 
@@ -101,6 +115,14 @@ static inline int warp_reduce_any(int x) {
     return x;
 }
 
+template <int width>
+static inline float warp_reduce_sum(float x) {
+    for (int mask = width/2; mask > 0; mask /= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFF, x, mask, width);
+    }
+    return x;
+}
+
 static inline constexpr int ggml_cuda_get_physical_warp_size() { return emulate::warp_size; }
 
 static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
@@ -114,4 +136,5 @@ template <typename T> static inline T min(const T a, const T b) { return a < b ?
 
 static inline uint3    init_fastdiv_values(const uint64_t d) { return {0, 0, (unsigned int) d}; }
 static inline uint32_t fastdiv(const uint32_t n, const uint3 values) { return n/values.z; }
+static inline uint32_t fastmodulo(const uint32_t n, const uint3 values) { return n % values.z; }
 static inline uint2    fast_div_modulo(const uint32_t n, const uint3 values) { return {n/values.z, n % values.z}; }

@@ -5,6 +5,7 @@
 
 #include "itq3_s-dequantize.cuh"
 #include "itq3_s-mmq.cuh"
+#include "itq3_s-mmvq.cuh"
 #include "itq3_s-quantize.cuh"
 #include "itq3_s-vecdot.cuh"
 
@@ -70,6 +71,40 @@ extern "C" float emulate_vec_dot(const int type, const void * x, const void * y,
         }
     }
     return sum;
+}
+
+uint4 itq3_s_mmvq_shared[96*1024/sizeof(uint4)]; // the shared memory of the kernel's one CUDA block at a time
+
+// The kernel for one vector. dims: blocks of a row, rows, channels of x, y and dst, samples of x and dst, CUDA blocks that
+// share the rows. strides: x by row, channel, sample (blocks); y by channel, sample (q8_1 blocks); dst by channel, sample.
+template <ggml_type type>
+static void mmvq(const void * x, const void * y, const int32_t * ids, const ggml_cuda_mm_fusion_args_device & fusion, float * dst,
+        const int64_t * dims, const int64_t * s) {
+    if (itq3_s_mmvq_shared_bytes(ggml_cuda_type_traits<type>::bs, dims[0]) > sizeof(itq3_s_mmvq_shared)) {
+        emulate::fail("too long a row");
+    }
+    memset(itq3_s_mmvq_shared, 0xA5, sizeof(itq3_s_mmvq_shared));
+    const bool has_fusion = fusion.gate || fusion.x_bias;
+    emulate::launch(dim3(dims[7], dims[4], dims[6]), dim3(32, ITQ3_S_MMVQ_WARPS),
+        has_fusion ? mul_mat_vec_q_itq3_s<type, true> : mul_mat_vec_q_itq3_s<type, false>,
+        x, y, ids, fusion, dst, (int) dims[0], (int) dims[1], init_fastdiv_values(dims[3]), s[0],
+        init_fastdiv_values(ids ? 1 : dims[4]/dims[2]), s[1], s[3], s[5], init_fastdiv_values(dims[6]/dims[5]), s[2], s[4], s[6]);
+}
+extern "C" void emulate_mmvq(
+        const int type, const void * x, const void * y, const int32_t * ids, const void * gate, const float * x_bias,
+        const float * gate_bias, const int glu_op, float * dst, const int64_t * dims, const int64_t * strides) {
+    ggml_cuda_mm_fusion_args_device fusion;
+    fusion.gate      = gate;
+    fusion.x_bias    = x_bias;
+    fusion.gate_bias = gate_bias;
+    fusion.glu_op    = (ggml_glu_op) glu_op;
+    fusion.glu_limit = 0.5f;
+    switch (type) {
+        case 0: mmvq<GGML_TYPE_ITQ3_S>(x, y, ids, fusion, dst, dims, strides); break;
+        case 1: mmvq<GGML_TYPE_TQ1_0>(x, y, ids, fusion, dst, dims, strides); break;
+        case 2: mmvq<GGML_TYPE_TQ2_0>(x, y, ids, fusion, dst, dims, strides); break;
+        default: abort();
+    }
 }
 
 // A tile of 128 rows (i_max + 1 of them there) times J columns over nblocks blocks of 256, as mul_mat_q goes about it.
