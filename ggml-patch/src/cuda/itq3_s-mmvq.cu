@@ -4,8 +4,10 @@
 // Shared memory that every card since Ampere lets a CUDA block have.
 static constexpr size_t max_shared_bytes = 96*1024;
 
-// CUDA blocks a multiprocessor holds at a time, as __launch_bounds__ of the kernel says.
-static constexpr int blocks_per_multiprocessor = 3;
+// CUDA blocks a multiprocessor has registers for, as __launch_bounds__ of the kernel says, and what the system keeps of its
+// shared memory for each.
+static constexpr int64_t max_blocks_per_multiprocessor = 3;
+static constexpr size_t  reserved_shared_bytes         = 1024;
 
 template <ggml_type type, bool has_fusion>
 static void launch(
@@ -19,8 +21,10 @@ static void launch(
     CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_vec_q_itq3_s<type, has_fusion>), (int) max_shared_bytes);
 
     // As many CUDA blocks as the card holds at a time, each with the same number of rows for all of its warps.
-    const int64_t nsm         = ggml_cuda_info().devices[ggml_cuda_get_device()].nsm;
-    const int64_t room        = std::max<int64_t>(1, blocks_per_multiprocessor*nsm/(nchannels_dst*nsamples_dst));
+    const auto &  device      = ggml_cuda_info().devices[ggml_cuda_get_device()];
+    const int64_t by_memory   = (device.smpbo + reserved_shared_bytes)/(nbytes_shared + reserved_shared_bytes);
+    const int64_t per_sm      = std::max<int64_t>(1, std::min(by_memory, max_blocks_per_multiprocessor));
+    const int64_t room        = std::max<int64_t>(1, per_sm*device.nsm/(nchannels_dst*nsamples_dst));
     const int64_t rows_a_warp = (nrows + room*ITQ3_S_MMVQ_WARPS - 1)/(room*ITQ3_S_MMVQ_WARPS);
     const int64_t nblocks_x   = (nrows + rows_a_warp*ITQ3_S_MMVQ_WARPS - 1)/(rows_a_warp*ITQ3_S_MMVQ_WARPS);
 
