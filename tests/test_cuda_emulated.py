@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -49,18 +49,28 @@ class Device:
         return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)
 
 
-@pytest.fixture(scope="session", params=LAYOUTS)
-def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+def build(layout: str, folder: Path) -> Device:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler is not None, "a C++ compiler is needed"
-    library = tmp_path_factory.mktemp("cuda") / f"emulated-{request.param}.so"
-    command = [compiler, *LAYOUTS[request.param], "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fno-strict-aliasing"]
+    library = folder / f"emulated-{layout}.so"
+    command = [compiler, *LAYOUTS[layout], "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fno-strict-aliasing"]
     command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]  # misaligned vector accesses end the test
     command += [f"-I{EMULATE}", f"-I{SOURCES}", str(EMULATE / "kernels.cpp"), "-o", str(library)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    yield Device(library)
+    return Device(library)
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return build("tensor-core", tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def layout_device(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A device for each layout of the tiles, which nothing but the products of tiles depends on."""
+    return device if request.param == "tensor-core" else build(request.param, tmp_path_factory.mktemp("cuda"))
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray:
@@ -291,7 +301,7 @@ def test_vec_dot(device: Device, name: str) -> None:
     "name,zero_point",
     [("tq1_0", None), ("tq2_0", None), ("itq3_s", None), ("itq3_s", 0), ("itq3_s", 2), ("itq3_s", 0.375)],
 )
-def test_mmq_tile(device: Device, name: str, columns: int, rows: int, zero_point: float | None) -> None:
+def test_mmq_tile(layout_device: Device, name: str, columns: int, rows: int, zero_point: float | None) -> None:
     nblocks, stride, first = 2, 3, 1
     blocks = random_blocks(name, rows * stride + first, seed=5)
     if zero_point is not None:
@@ -302,14 +312,14 @@ def test_mmq_tile(device: Device, name: str, columns: int, rows: int, zero_point
     y = aligned((nblocks * 2, columns, 144), np.uint8)
     source = x.reshape(columns, nblocks, BLOCK)
     if name == "itq3_s":
-        device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
+        layout_device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
         source = rotated(source)
     q, d = quantize_chunks(source)
     if name != "itq3_s":  # upstream's own kernel makes these: 128 values in natural order, scales first
         y[..., :16] = d.reshape(columns, nblocks * 2, 4).transpose(1, 0, 2).astype(np.float32, order="C").view(np.uint8)
         y[..., 16:] = q.reshape(columns, nblocks * 2, 128).transpose(1, 0, 2).view(np.uint8)
     out = aligned((columns, 128), np.float32)
-    device("mmq", TYPES[name], columns, stored, y, out, first, rows - 1, stride, nblocks)
+    layout_device("mmq", TYPES[name], columns, stored, y, out, first, rows - 1, stride, nblocks)
 
     index = first + stride * np.arange(rows)[:, None] + np.arange(nblocks)
     weights = weights_of(name, blocks)[index].astype(np.float64)
