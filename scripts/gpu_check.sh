@@ -115,7 +115,7 @@ stage_build() {
 stage_ops() {
     rm -f "$work"/ops-*.txt
     local result=0
-    for op in MUL_MAT MUL_MAT_ID GET_ROWS; do
+    for op in MUL_MAT MUL_MAT_ID MUL_MAT_VEC_FUSION GET_ROWS; do
         "$work/build/bin/test-backend-ops" test -b CUDA0 -o "$op" -p 'type(_a)?=(itq3_s|tq1_0|tq2_0)' -j 4 \
             > "$work/ops-$op.txt" 2>&1 || result=1
         grep -E 'FAIL|tests passed' "$work/ops-$op.txt" | tail -n 40

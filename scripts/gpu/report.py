@@ -142,7 +142,7 @@ def markdown(bench: Bench | None, cells: list[Cell], ops: dict[str, dict[str, An
     verdict = {None: "", True: "yes", False: "no"}
     lines += [f"| {c.what} | {c.target} | {c.value} | {verdict[c.met]} |" for c in cells]
     lines += ["", "| test-backend-ops | type | passed | failed | not supported |", "| --- | --- | --- | --- | --- |"]
-    for op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS"):
+    for op in ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION", "GET_ROWS"):
         for name in TYPES:
             counts = ops.get(op, {}).get(name)
             numbers = (
