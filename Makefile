@@ -20,7 +20,7 @@ help: ## show this list
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: $(PYTHON) is %d.%d; Python 3.10 or newer is needed, try make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED) ## create .venv and install the package

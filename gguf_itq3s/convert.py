@@ -230,10 +230,13 @@ def _pieces(
     """The bytes of one tensor; errors name it."""
     from .errors import UserError
 
+    left = tensor.size
     try:
         for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error):
             yield data
             bar.update(weights)
+            left -= weights
+        bar.update(left)
     except ValueError as problem:
         remedy = "repair the checkpoint or download it again"
         raise UserError(folder, str(problem), remedy, tensor.label) from problem

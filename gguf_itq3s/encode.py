@@ -100,7 +100,7 @@ class Encoder:
             error: receives the squared error, on about a million weights of a larger tensor.
 
         Yields:
-            The bytes of a piece and its number of weights (of bytes, for what is copied).
+            The bytes of a piece, uint8 (n,), and its number of weights (0 for what is copied).
 
         Raises:
             ValueError: a weight is NaN or infinite, or too large for the type; the message is the reason alone.
@@ -108,8 +108,7 @@ class Encoder:
         share = min(1.0, _ERROR_SAMPLE / max(size, 1))
         for matrix in _matrices(parts):
             if matrix.dtype == np.uint8 or matrix.dtype.kind in "iu":
-                data = np.ascontiguousarray(matrix).view(np.uint8)
-                yield data, data.size
+                yield np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), 0
                 continue
             step = max(1, _PIECE // matrix.shape[1])
             for start in range(0, matrix.shape[0], step):

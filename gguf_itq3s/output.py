@@ -70,7 +70,7 @@ class OutputFile:
         """Position the file after the tensors that an earlier run has written, if any."""
         self.records = self._finished()
         done = self._data_start + sum(_padded(size) for size in self.sizes[: len(self.records)])
-        self._check_space(self.size - done)
+        self._check_space()
         if not self.records:
             self._file.seek(0)
             self._file.write(self.header.ljust(self._data_start, b"\0"))
@@ -155,11 +155,12 @@ class OutputFile:
             self._file.close()
             raise UserError(self.partial, "another conversion is writing it", "wait for it to end") from error
 
-    def _check_space(self, needed: int) -> None:
+    def _check_space(self) -> None:
+        """Find a disk that is too small before the work, not after it."""
         free = shutil.disk_usage(self.path.parent).free + os.fstat(self._file.fileno()).st_size
-        if free < needed:
+        if free < self.size:
             self._discard()
-            what = f"needs {report.size(needed)}, {report.size(free)} are free"
+            what = f"needs {report.size(self.size)}, {report.size(free)} are free"
             raise UserError(self.path, what, "free some space or choose another folder")
 
     def _finished(self) -> list[dict[str, Any]]:

@@ -29,13 +29,18 @@ PROMPTS = {
 }
 
 
+def shown(part: str | Path) -> str:
+    """A path as seen from the repository."""
+    return str(part).removeprefix(f"{ROOT}/")
+
+
 def run(tool: str, *arguments: str | Path) -> tuple[str, str]:
     """Run a built tool without input, after printing its command line; returns stdout and stderr."""
     program = TOOLS / tool
     if not program.exists():
         raise UserError(program, "is not built", "run make build")
     command = [str(program), *map(str, arguments)]
-    print(f"\n$ {shlex.join(part.removeprefix(f'{ROOT}/') for part in command)}")
+    print(f"\n$ {shlex.join(map(shown, command))}")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode:
@@ -75,7 +80,7 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     files = {outtype: OUT / f"{args.model.resolve().name}-{outtype.upper()}.gguf" for outtype in ("f16", "itq3_s")}
     for outtype, path in files.items():
-        print(f"\n$ convert-hf-to-itq3s {args.model} {path.relative_to(ROOT)} --outtype {outtype}")
+        print(f"\n$ convert-hf-to-itq3s {shown(args.model)} {shown(path)} --outtype {outtype}")
         convert(Options(args.model, path, outtype=outtype, threads=args.threads))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
@@ -89,9 +94,8 @@ def main() -> int:
         f"\nITQ3_S {report.size(sizes['itq3_s'])}, F16 {report.size(sizes['f16'])}: "
         f"{sizes['f16'] / sizes['itq3_s']:.2f} times smaller"
     )
-    print(
-        "; ".join(f"{name}: {speed:.0f} tokens/s" for name, speed in speeds.items()) + f" on {args.threads} thread(s)"
-    )
+    rates = "; ".join(f"{name} {speed:.0f} tokens/s" for name, speed in speeds.items())
+    print(f"{rates} ({args.threads} {'thread' if args.threads == 1 else 'threads'})")
     return 0
 
 

@@ -78,14 +78,14 @@ def main() -> int:
     library = native.load()
     if library is None:
         raise UserError(native.library_name(), "is not built", "run make build")
-    table = markdown(library, args.threads)
     if args.update is None:
-        print(table)
+        print(markdown(library, args.threads))
         return 0
     before, start, rest = args.update.read_text(encoding="utf-8").partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not start or not end:
         raise UserError(args.update, f"has no {MARKS[0]} ... {MARKS[1]}", "add the two lines where the table goes")
+    table = markdown(library, args.threads)
     args.update.write_text(f"{before}{start}\n\n{table}\n\n{end}{after}", encoding="utf-8")
     return 0
 
