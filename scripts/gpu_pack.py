@@ -84,7 +84,7 @@ def pack_model(target: Path) -> None:
     """The bundled model in ITQ3_S."""
     command = [sys.executable, str(ROOT / "scripts" / "convert_hf_to_itq3s.py"), str(ROOT / "models" / "demo-llama")]
     partial = target.with_name("partial-" + target.name)
-    done = subprocess.run([*command, "--outfile", str(partial)])
+    done = subprocess.run([*command, str(partial)])
     if done.returncode:
         raise PackError("models/demo-llama could not be converted; the reason stands above")
     partial.rename(target)
