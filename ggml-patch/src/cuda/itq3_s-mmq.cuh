@@ -209,7 +209,8 @@ template <ggml_type type, int J, bool fallback> static __device__ __forceinline_
 // Products for ITQ3_S: upstream's, and the rest of the zero-points where there is one. That rest times the sum of the
 // activations is the same product with a row of ones for the weights.
 
-template <ggml_type type, int J, bool fallback> static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a(
+template <ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a(
         const int * __restrict__ x, const int * __restrict__ y, float * __restrict__ sum, const int k00) {
     ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, fallback>(x, y, sum, k00);
 
@@ -250,7 +251,8 @@ template <ggml_type type, int J, bool fallback> static __device__ __forceinline_
     }
 }
 
-template <ggml_type type, int J, bool fallback> static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(
+template <ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(
         const int * __restrict__ x, const int * __restrict__ y, float * __restrict__ sum, const int k00) {
     ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>(x, y, sum, k00);
 

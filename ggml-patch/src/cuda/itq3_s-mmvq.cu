@@ -76,11 +76,12 @@ bool ggml_cuda_itq3_s_mul_mat_vec_q(
         }
     }
 
-#define ITQ3_S_MMVQ_CASE(type)                                                                                                \
-    case type:                                                                                                                \
-        switch_fusion<type>(fusion, vx, vy, ids, fusion, dst, nblocks, nrows_x, stride_row_x, nchannels_x, nchannels_y,       \
-            nchannels_dst, stride_channel_x, stride_channel_y, stride_channel_dst, nsamples_x, nsamples_dst, stride_sample_x, \
-            stride_sample_y, stride_sample_dst, stream);                                                                      \
+#define ITQ3_S_MMVQ_CASE(type)                                                                     \
+    case type:                                                                                     \
+        switch_fusion<type>(fusion, vx, vy, ids, fusion, dst, nblocks, nrows_x, stride_row_x,      \
+            nchannels_x, nchannels_y, nchannels_dst,                                               \
+            stride_channel_x, stride_channel_y, stride_channel_dst,                                \
+            nsamples_x, nsamples_dst, stride_sample_x, stride_sample_y, stride_sample_dst, stream); \
         return true
 
     switch (type_x) {

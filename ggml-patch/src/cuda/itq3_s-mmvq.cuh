@@ -20,7 +20,8 @@
 // 4 bytes from global to shared memory; on their way until itq3_s_copy_wait.
 static __device__ __forceinline__ void itq3_s_copy_async(uint32_t * dst, const uint32_t * src) {
 #ifdef CP_ASYNC_AVAILABLE
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"((uint32_t) __cvta_generic_to_shared(dst)), "l"(src) : "memory");
+    const uint32_t dst_shared = __cvta_generic_to_shared(dst);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(dst_shared), "l"(src) : "memory");
 #else
     *dst = *src;
 #endif // CP_ASYNC_AVAILABLE
@@ -77,8 +78,7 @@ static __device__ __forceinline__ float itq3_s_dot_half(const uint32_t * x, cons
             sumi = ggml_cuda_dp4a(itq3_s_levels_negative(negative >> 16), u[2*i + 1], sumi);
             sumi = ggml_cuda_dp4a(itq3_s_levels_positive(positive >> 16), u[2*i + 1], sumi);
         }
-        const float2 ds_g = itq3_s_half2_bits(ds[g]);
-        sum += ds_g.x*sumi - dz.y*ds_g.y;
+        sum += q8_1x4_d(ds[g])*(sumi - dz.y*q8_1x4_s(ds[g]));
     }
     return dz.x*(1.0f/32.0f)*sum;
 }
@@ -97,7 +97,8 @@ static __device__ __forceinline__ void tq_load_words(const uint32_t * tile, cons
     }
 }
 
-static __device__ __forceinline__ float tq2_0_dot_half(const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
+static __device__ __forceinline__ float tq2_0_dot_half(
+        const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
     y += j;
     uint32_t q[8];
     tq_load_words(tile, x + 32*j, q);
@@ -114,14 +115,14 @@ static __device__ __forceinline__ float tq2_0_dot_half(const uint32_t * tile, co
         for (int m = 0; m < 8; ++m) {
             sumi = ggml_cuda_dp4a(tq2_0_digits(q[m], g), u[m], sumi);
         }
-        const float2 ds_g = itq3_s_half2_bits(ds[g]);
-        sum += ds_g.x*sumi - ds_g.y; // digits are one more than the weights
+        sum += q8_1x4_d(ds[g])*(sumi - q8_1x4_s(ds[g])); // digits are one more than the weights
     }
     return __half2float(((const half *) tile)[(x + sizeof(block_tq2_0::qs))/sizeof(half)])*sum;
 }
 
 // Half j takes the words 4j .. 4j + 3 and 8 + 2j, 9 + 2j of qs and the digits 2j, 2j + 1 of qh.
-static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
+static __device__ __forceinline__ float tq1_0_dot_half(
+        const uint32_t * tile, const int x, const int j, const block_q8_1x4 * y) {
     uint32_t qa[4], qb[2], qc[1];
     tq_load_words(tile, x + 16*j,     qa);
     tq_load_words(tile, x + 32 + 8*j, qb);
@@ -162,17 +163,21 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
         sumi[7] = ggml_cuda_dp4a(j == 0 ? digits[1] : digits[3], u.y, sumi[7]);
     }
 
+    const int4 ds_lo = *((const int4 *) y[0].ds);
+    const int4 ds_hi = *((const int4 *) y[1].ds);
+    const int  ds[8] = {ds_lo.x, ds_lo.y, ds_lo.z, ds_lo.w, ds_hi.x, ds_hi.y, ds_hi.z, ds_hi.w};
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-        const float2 ds = __half22float2(y[k/4].ds[k % 4]);
-        sum += ds.x*sumi[k] - (j == 0 ? ds.y : 0.0f); // digits are one more than the weights; the sum is of all of them
+        // Digits are one more than the weights; the sum is of the whole chunk, so one lane of the two takes it off.
+        sum += q8_1x4_d(ds[k])*(j == 0 ? sumi[k] - q8_1x4_s(ds[k]) : sumi[k]);
     }
     return __half2float(((const half *) tile)[(x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh))/sizeof(half)])*sum;
 }
 
 template <ggml_type type>
-static __device__ __forceinline__ float itq3_s_mmvq_dot_half(const uint32_t * tile, const int b, const int j, const block_q8_1x4 * y) {
+static __device__ __forceinline__ float itq3_s_mmvq_dot_half(
+        const uint32_t * tile, const int b, const int j, const block_q8_1x4 * y) {
     [[maybe_unused]] const int x = b*ggml_cuda_type_traits<type>::bs;
     if constexpr (type == GGML_TYPE_ITQ3_S) {
         return itq3_s_dot_half(tile + b*ITQ3_S_WORDS, j, y);
@@ -205,9 +210,10 @@ template <ggml_type type, bool has_fusion>
 __launch_bounds__(ITQ3_S_MMVQ_WARPS*32, 3)
 static __global__ void mul_mat_vec_q_itq3_s(
         const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion, float * dst,
-        const int nblocks, const int nrows, const uint3 nchannels_y, const int64_t stride_row_x,
-        const uint3 channel_ratio, const int64_t stride_channel_x, const int64_t stride_channel_y, const int64_t stride_channel_dst,
-        const uint3 sample_ratio, const int64_t stride_sample_x, const int64_t stride_sample_y, const int64_t stride_sample_dst) {
+        const int nblocks, const int nrows, const uint3 nchannels_y, const int64_t stride_row_x, const uint3 channel_ratio,
+        const int64_t stride_channel_x, const int64_t stride_channel_y, const int64_t stride_channel_dst,
+        const uint3 sample_ratio,
+        const int64_t stride_sample_x, const int64_t stride_sample_y, const int64_t stride_sample_dst) {
     constexpr int bs         = ggml_cuda_type_traits<type>::bs;
     constexpr int tile_words = itq3_s_mmvq_tile_words(bs);
     constexpr int stages     = ITQ3_S_MMVQ_STAGES;
@@ -242,7 +248,7 @@ static __global__ void mul_mat_vec_q_itq3_s(
             }
         }
     };
-    // Copies of a tile into a stage of the ring; a group even past the last row, so that the count of groups is that of tiles.
+    // Copies of a tile into a stage of the ring; a group even past the last row, so that groups count tiles.
     const auto fetch = [&](const itq3_s_mmvq_cursor & c, const int stage) {
         if (c.row < nrows) {
             const int64_t    ib    = first_block + c.row*stride_row_x + c.tile*ITQ3_S_MMVQ_TILE_BLOCKS;
@@ -266,7 +272,8 @@ static __global__ void mul_mat_vec_q_itq3_s(
 
     // The activations of the channel, while the first tiles are on their way.
     const uint4 * y = (const uint4 *) ((const block_q8_1 *) vy + sample_dst*stride_sample_y + channel_y*stride_channel_y);
-    for (int i = threadIdx.y*32 + lane; i < nblocks*(int) (2*sizeof(block_q8_1x4)/sizeof(uint4)); i += ITQ3_S_MMVQ_WARPS*32) {
+    constexpr int y_words = 2*sizeof(block_q8_1x4)/sizeof(uint4); // a block
+    for (int i = threadIdx.y*32 + lane; i < nblocks*y_words; i += ITQ3_S_MMVQ_WARPS*32) {
         itq3_s_mmvq_shared[i] = y[i];
     }
     __syncthreads();
@@ -275,9 +282,9 @@ static __global__ void mul_mat_vec_q_itq3_s(
     const int j = lane % 2;
     dst += sample_dst*stride_sample_dst + channel_dst*stride_channel_dst;
 
-    float sum      = 0.0f;
-    float sum_x    = 0.0f; // sum over the row of x while that of the gate is made
-    int   stage    = 0;
+    float sum   = 0.0f;
+    float sum_x = 0.0f; // sum over the row of x while that of the gate is made
+    int   stage = 0;
     while (now.row < nrows) {
         itq3_s_copy_wait<stages - 2>();
         ggml_cuda_syncwarp(); // all lanes have their copies, and are done with the stage that is filled next

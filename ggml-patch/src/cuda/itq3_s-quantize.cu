@@ -22,9 +22,11 @@ bool ggml_cuda_itq3_s_quantize_row_q8_1(
     const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
     const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
     if (type_src0 == GGML_TYPE_ITQ3_S) {
-        ggml_cuda_kernel_launch(quantize_q8_1x4<true>,  params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, ne2_fastdiv);
+        ggml_cuda_kernel_launch(quantize_q8_1x4<true>, params,
+            x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, ne2_fastdiv);
     } else {
-        ggml_cuda_kernel_launch(quantize_q8_1x4<false>, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, ne2_fastdiv);
+        ggml_cuda_kernel_launch(quantize_q8_1x4<false>, params,
+            x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, ne2_fastdiv);
     }
     return true;
 }

@@ -1,7 +1,7 @@
 // Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
 //
-// MMVQ: block_q8_1x4, four q8_1 blocks with their scales first. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in decoded order (itq3_s.cuh), group j of a
-// block of 256 being half j.
+// MMVQ: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in decoded
+// order (itq3_s.cuh), group j of a block of 256 being half j.
 // MMQ: upstream's block_q8_1_mmq in the D4 layout; for ITQ3_S rotated and in decoded order as above.
 
 #pragma once
@@ -125,9 +125,7 @@ static __global__ void quantize_q8_1x4(
         itq3_s_store_natural(y->qs, lane, q);
     }
     if (lane % 4 == 0) {
-        // The sum takes the scale as stored, so that zero-points cancel exactly.
-        const half d_half = __float2half(d);
-        y->ds[slot] = make_half2(d_half, __float2half(__half2float(d_half)*sum));
+        y->ds[slot] = {__float2half(d), (int16_t) sum};
     }
 }
 

@@ -8,10 +8,17 @@
 #include "itq3_s.cuh"
 #include "tq.cuh"
 
-// Four q8_1 blocks with their scales first, so that 16 byte loads of the values are aligned.
-struct block_q8_1x4 {
-    half2  ds[4];     // per 32 values: scale, scale * sum of the quantized values
-    int8_t qs[4*QK8_1];
+// Scale of 32 quantized values and their sum. The sum is an integer so that zero-points cancel exactly and large
+// activations cannot overflow it.
+struct alignas(4) q8_1x4_ds {
+    half    d;
+    int16_t s;
+};
+
+// The content of four q8_1 blocks, scales first, so that 16 byte loads of the values are aligned.
+struct alignas(16) block_q8_1x4 {
+    q8_1x4_ds ds[4];
+    int8_t    qs[4*QK8_1];
 };
 
 static_assert(sizeof(block_q8_1x4) == 4*sizeof(block_q8_1), "wrong block_q8_1x4 size");
@@ -28,6 +35,14 @@ static __device__ __forceinline__ float2 itq3_s_half2_bits(const uint32_t bits) 
     half2 h;
     memcpy(&h, &bits, sizeof(h));
     return __half22float2(h);
+}
+
+// Scale and sum of a chunk in the word that holds them.
+static __device__ __forceinline__ float q8_1x4_d(const uint32_t ds) {
+    return itq3_s_half2_bits(ds).x;
+}
+static __device__ __forceinline__ int q8_1x4_s(const uint32_t ds) {
+    return (int32_t) ds >> 16;
 }
 
 // Word of data that starts at an even address.
@@ -76,8 +91,8 @@ static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(
             sumi = ggml_cuda_dp4a(itq3_s_levels_negative(negative >> 16), u[2*i + 1], sumi);
             sumi = ggml_cuda_dp4a(itq3_s_levels_positive(positive >> 16), u[2*i + 1], sumi);
         }
-        const float2 ds_g = itq3_s_half2_bits(g == 0 ? ds.x : ds.y);
-        sum += ds_g.x*sumi - dz.y*ds_g.y;
+        const uint32_t ds_g = g == 0 ? ds.x : ds.y;
+        sum += q8_1x4_d(ds_g)*(sumi - dz.y*q8_1x4_s(ds_g));
     }
     return dz.x*(1.0f/32.0f)*sum;
 }
@@ -110,7 +125,7 @@ static __device__ __forceinline__ float vec_dot_tq2_0_q8_1(
             sumi = ggml_cuda_dp4a(tq2_0_digits(q[m], g), u[m], sumi);
             sumu = ggml_cuda_dp4a(0x01010101, u[m], sumu);
         }
-        sum += itq3_s_half2_bits(ds[g]).x*(sumi - sumu);
+        sum += q8_1x4_d(ds[g])*(sumi - sumu);
     }
     return __half2float(x->d)*sum;
 }
@@ -157,10 +172,13 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(
         sumu[7] = ggml_cuda_dp4a(0x01010101, u, sumu[7]);
     }
 
+    const int4 ds_lo = *((const int4 *) y[0].ds);
+    const int4 ds_hi = *((const int4 *) y[1].ds);
+    const int  ds[8] = {ds_lo.x, ds_lo.y, ds_lo.z, ds_lo.w, ds_hi.x, ds_hi.y, ds_hi.z, ds_hi.w};
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-        sum += __low2float(y[k/4].ds[k % 4])*(sumi[k] - sumu[k]);
+        sum += q8_1x4_d(ds[k])*(sumi[k] - sumu[k]);
     }
     return __half2float(x->d)*sum;
 }

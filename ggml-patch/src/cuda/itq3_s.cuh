@@ -166,7 +166,8 @@ ITQ3_S_FUNC uint32_t itq3_s_spread4(const uint32_t x) {
 // Level indices of the weights t = 8*m + 0..7, one per nibble: weight r < 4 in nibble 2r, weight r >= 4 in nibble 2r - 7.
 //   q0, q1: the symbol words of the weights 0..3 and 4..7 (bytes 8*m % 64 .. + 7 of qs), group = m/8,
 //   sel_window: selector byte m in bits 8..15, byte m - 1 (0 for m = 0) in bits 0..7.
-ITQ3_S_FUNC uint32_t itq3_s_index_nibbles_8(const uint32_t q0, const uint32_t q1, const int group, const uint32_t sel_window) {
+ITQ3_S_FUNC uint32_t itq3_s_index_nibbles_8(
+        const uint32_t q0, const uint32_t q1, const int group, const uint32_t sel_window) {
     const uint32_t c1 = (sel_window >> 8) ^ (sel_window >> 7) ^ (sel_window >> 2);
     const uint32_t c0 = (sel_window >> 6) ^ (sel_window >> 4);
     const uint32_t a = (q0 >> 2*group & 0x03030303) << 2 | itq3_s_spread4(c1     ) << 1 | itq3_s_spread4(c0     );
