@@ -9,8 +9,8 @@ static constexpr __host__ __device__ ggml_type ggml_cuda_itq3_s_mmq_config_model
 }
 
 // The model's configuration for the type itself; GGML_TYPE_COUNT says that there is none.
-static constexpr __host__ __device__ ggml_cuda_mmq_config ggml_cuda_itq3_s_mmq_config(
-        const ggml_type type, ggml_cuda_mmq_config config) {
+static constexpr __host__ __device__ ggml_cuda_mmq_config ggml_cuda_itq3_s_mmq_config(const ggml_type      type,
+                                                                                      ggml_cuda_mmq_config config) {
     config.type = config.type == GGML_TYPE_COUNT ? GGML_TYPE_COUNT : type;
     return config;
 }
