@@ -105,7 +105,7 @@ stage_build() {
         -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_NUMBER=0 \
         -DLLAMA_BUILD_COMMIT=pinned -DGIT_EXE=OFF
     cmake --build "$work/build" --parallel "$jobs" --target test-backend-ops llama-perplexity
-    nvcc -std=c++17 -O2 -extended-lambda -use_fast_math -gencode "arch=compute_$arch,code=sm_$arch" \
+    nvcc -std=c++17 -O2 -cudart shared -extended-lambda -use_fast_math -gencode "arch=compute_$arch,code=sm_$arch" \
         -I"$work/llama.cpp/ggml/include" -I"$work/llama.cpp/ggml/src" -I"$work/llama.cpp/ggml/src/ggml-cuda" \
         "$root/scripts/gpu/bench.cu" -o "$work/build/bin/gpu-bench" \
         -L"$work/build/bin" -lggml-cuda -lggml-base -lcublas -Xlinker "-rpath,\$ORIGIN"
@@ -157,6 +157,7 @@ if stage source 120 stage_source && stage build 540 stage_build; then
     [ -f "$packed/demo-itq3_s.gguf" ] && stage perplexity 120 stage_perplexity
     stage bench 240 stage_bench
 fi
+only=() # whatever ran, the report is made anew
 rm -f "$work/done/report"
 stage report 30 stage_report && cat "$out/gpu_check.md"
 exit $failed
