@@ -82,6 +82,7 @@ stage() {
 }
 
 stage_source() {
+    rm -f "$work"/bench.json "$work"/ops-*.txt "$work"/ppl-*.txt # results of another source
     rm -rf "$work/upstream"
     mkdir "$work/upstream"
     tar -xf "$packed/llama.cpp.tar.xz" -C "$work/upstream" --strip-components=1
@@ -144,6 +145,7 @@ stage_perplexity() {
 }
 
 stage_bench() {
+    rm -f "$work/bench.json"
     "$work/build/bin/gpu-bench" --runs 31 > "$work/bench.json.partial"
     mv "$work/bench.json.partial" "$work/bench.json"
 }
