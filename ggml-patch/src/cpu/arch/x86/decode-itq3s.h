@@ -1,0 +1,201 @@
+#pragma once
+
+// From a block of ITQ3_S to its levels, AVX2 and AVX-512: what the dot product and the tiled product share.
+
+#include "ggml-itq3s.h"
+
+#if defined(__AVX2__)
+
+#    include <immintrin.h>
+#    include <stddef.h>
+
+#    if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#        define ITQ3_S_AVX512
+#    endif
+
+// The levels plus 64, unsigned operands of maddubs and dpbusd.
+static inline __m128i itq3_s_unsigned_levels(void) {
+    static const int8_t table[16] = ITQ3_S_LEVELS;
+    return _mm_add_epi8(_mm_loadu_si128((const __m128i *) table), _mm_set1_epi8(64));
+}
+
+#    if defined(ITQ3_S_AVX512) && defined(__AVX512VBMI__)
+
+// A byte per weight with the seven selectors that its grid depends on, the trellis state, comes from one multishift; a
+// table of 128 entries turns it into 2*c1 + c0.
+
+struct itq3_s_tables {
+    __m512i state_lo;  // 2*c1 + c0 of s[t-6 .. t], s[t] in bit 6
+    __m512i state_hi;
+    __m512i levels;
+    // Weights 8j .. 8j+7 of a word of 64 depend on its bytes j-1 and j: these go to the low 16 bits of lane j, out of
+    // the 16 bytes that begin one word earlier. The first word has zeros before it.
+    __m512i bytes;
+    __m512i bytes_first;
+    __m512i windows;  // s[t-6] of weight 8j + i is bit 2 + i of lane j
+};
+
+static inline struct itq3_s_tables itq3_s_load_tables(void) {
+#        define G1(w) (2 * (((w) >> 6 ^ (w) >> 5 ^ (w)) & 1) + (((w) >> 4 ^ (w) >> 2) & 1))
+#        define G8(w) G1(w), G1((w) + 1), G1((w) + 2), G1((w) + 3), G1((w) + 4), G1((w) + 5), G1((w) + 6), G1((w) + 7)
+#        define G64(w) \
+            G8(w), G8((w) + 8), G8((w) + 16), G8((w) + 24), G8((w) + 32), G8((w) + 40), G8((w) + 48), G8((w) + 56)
+    static const uint8_t grid_of_state[128] = { G64(0), G64(64) };
+#        undef G1
+#        undef G8
+#        undef G64
+
+    struct itq3_s_tables t;
+    t.state_lo    = _mm512_loadu_si512(grid_of_state);
+    t.state_hi    = _mm512_loadu_si512(grid_of_state + 64);
+    t.levels      = _mm512_broadcast_i32x4(itq3_s_unsigned_levels());
+    t.bytes       = _mm512_setr_epi64(0x0807, 0x0908, 0x0A09, 0x0B0A, 0x0C0B, 0x0D0C, 0x0E0D, 0x0F0E);
+    t.bytes_first = _mm512_or_si512(t.bytes, _mm512_setr_epi64(0x80, 0, 0, 0, 0, 0, 0, 0));
+    t.windows     = _mm512_set1_epi64(0x0908070605040302);
+    return t;
+}
+
+// Levels plus 64 of weights 64*word .. 64*word + 63; q holds the symbols of the block.
+static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const block_itq3_s * x, __m512i q, int word) {
+    const uint8_t * from   = (const uint8_t *) x + offsetof(block_itq3_s, sel) - 8 + 8 * word;
+    const __m512i   bytes  = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) from));
+    const __m512i   lanes  = _mm512_shuffle_epi8(bytes, word == 0 ? t->bytes_first : t->bytes);
+    const __m512i   states = _mm512_multishift_epi64_epi8(t->windows, lanes);
+    const __m512i   grids  = _mm512_permutex2var_epi8(t->state_lo, states, t->state_hi);
+    const __m512i   q4     = word == 0 ? _mm512_slli_epi16(q, 2) : _mm512_srli_epi16(q, 2 * word - 2);
+    // grids | (q4 & 12)
+    const __m512i index = _mm512_ternarylogic_epi64(grids, q4, _mm512_set1_epi8(0x0C), 0xF8);
+    return _mm512_shuffle_epi8(t->levels, index);
+}
+
+#    else
+
+// Blocks decoded at a time. The steps from selectors to grids depend on each other; those of several blocks run side by
+// side.
+#        define ITQ3_S_GROUP 8
+
+#        if defined(ITQ3_S_AVX512)
+
+// Grids of `pairs` pairs of blocks, out of n. grids[64*b + m] holds 2*c1 + c0 of weights m, m+64, m+128, m+192 of block
+// b, two bits each, as its byte m of symbols holds theirs.
+static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs, uint8_t * grids) {
+    // byte 4r + b of the selectors to byte r of lane b
+    const __m512i in_16  = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i across = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m512i before = _mm512_setr_epi64(2, 3, 8, 9, 6, 7, 12, 13);
+    const __m512i even   = _mm512_set1_epi8(0x55);
+
+    __m512i s[ITQ3_S_GROUP / 2];
+    for (int p = 0; p < pairs; ++p) {
+        const block_itq3_s * a = x + 2 * p;
+        const block_itq3_s * b = 2 * p + 1 < n ? a + 1 : a;
+
+        s[p] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) a->sel)),
+                                  _mm256_loadu_si256((const __m256i *) b->sel), 1);
+        s[p] = _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(s[p], in_16));
+    }
+
+    // transpose every 8x8 bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224
+#        define SWAP(shift, mask)                                                                          \
+            for (int p = 0; p < pairs; ++p) {                                                              \
+                const __m512i t = _mm512_ternarylogic_epi64(s[p], _mm512_srli_epi64(s[p], shift),          \
+                                                            _mm512_set1_epi64(mask), 0x28);                \
+                s[p] = _mm512_ternarylogic_epi64(s[p], t, _mm512_slli_epi64(t, shift), 0x96);              \
+            }
+    SWAP(7, 0x00AA00AA00AA00AA)
+    SWAP(14, 0x0000CCCC0000CCCC)
+    SWAP(28, 0x00000000F0F0F0F0)
+#        undef SWAP
+
+    for (int p = 0; p < pairs; ++p) {
+        // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
+        const __m512i prev = _mm512_permutex2var_epi64(_mm512_add_epi8(s[p], s[p]), before, s[p]);
+        const __m512i c1   = _mm512_ternarylogic_epi64(s[p], _mm512_alignr_epi8(s[p], prev, 15),
+                                                       _mm512_alignr_epi8(s[p], prev, 10), 0x96);
+        const __m512i c0 =
+            _mm512_xor_si512(_mm512_alignr_epi8(s[p], prev, 14), _mm512_alignr_epi8(s[p], prev, 12));
+        // even bits belong to m < 32
+        const __m512i lo = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
+        const __m512i hi = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
+        _mm512_storeu_si512(grids + 128 * p, _mm512_inserti64x4(lo, _mm512_castsi512_si256(hi), 1));
+        _mm512_storeu_si512(grids + 128 * p + 64, _mm512_shuffle_i64x2(lo, hi, 0xEE));
+    }
+}
+
+#        else
+
+static inline __m256i itq3_s_load_2x128(const void * a, const void * b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) a)),
+                                   _mm_loadu_si128((const __m128i *) b), 1);
+}
+
+// Grids of `pairs` pairs of blocks, out of n. grids[64*b + m] holds 2*c1 + c0 of weights m, m+64, m+128, m+192 of block
+// b, two bits each, as its byte m of symbols holds theirs.
+static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs, uint8_t * grids) {
+    const __m256i mask_1 = _mm256_set1_epi8(0x55);
+    const __m256i mask_2 = _mm256_set1_epi8(0x33);
+    const __m256i mask_4 = _mm256_set1_epi8(0x0F);
+
+    // a block in each half, 16 bytes of it in each register
+    __m256i r0[ITQ3_S_GROUP / 2];
+    __m256i r1[ITQ3_S_GROUP / 2];
+    for (int p = 0; p < pairs; ++p) {
+        const block_itq3_s * a = x + 2 * p;
+        const block_itq3_s * b = 2 * p + 1 < n ? a + 1 : a;
+
+        r0[p] = itq3_s_load_2x128(a->sel, b->sel);
+        r1[p] = itq3_s_load_2x128(a->sel + 16, b->sel + 16);
+    }
+
+    // Transpose bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224. Bits change place
+    // between the registers, then the next bit of the byte number becomes the register.
+#        define SWAP(SLL, shift, mask)                                                                           \
+            for (int p = 0; p < pairs; ++p) {                                                                    \
+                const __m256i t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
+                r1[p]           = _mm256_xor_si256(r1[p], t);                                                    \
+                r0[p]           = _mm256_xor_si256(r0[p], SLL);                                                  \
+            }                                                                                                    \
+            for (int p = 0; p < pairs; ++p) {                                                                    \
+                const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                            \
+                r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                            \
+                r0[p]           = t;                                                                             \
+            }
+    SWAP(_mm256_slli_epi16(t, 4), 4, mask_4)
+    SWAP(_mm256_slli_epi16(t, 2), 2, mask_2)
+    SWAP(_mm256_add_epi8(t, t), 1, mask_1)
+#        undef SWAP
+
+    for (int p = 0; p < pairs; ++p) {
+        // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
+        const __m256i a  = r0[p];
+        const __m256i b  = r1[p];
+        const __m256i b1 = _mm256_add_epi8(b, b);
+
+        const __m256i ac1 =
+            _mm256_xor_si256(_mm256_xor_si256(a, _mm256_alignr_epi8(a, b1, 15)), _mm256_alignr_epi8(a, b1, 10));
+        const __m256i ac0 = _mm256_xor_si256(_mm256_alignr_epi8(a, b1, 14), _mm256_alignr_epi8(a, b1, 12));
+        const __m256i bc1 =
+            _mm256_xor_si256(_mm256_xor_si256(b, _mm256_alignr_epi8(b, a, 15)), _mm256_alignr_epi8(b, a, 10));
+        const __m256i bc0 = _mm256_xor_si256(_mm256_alignr_epi8(b, a, 14), _mm256_alignr_epi8(b, a, 12));
+
+        // even bits belong to m < 32
+        const __m256i at  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(ac0, 1), ac1), mask_1);
+        const __m256i bt  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(bc0, 1), bc1), mask_1);
+        const __m256i alo = _mm256_xor_si256(ac0, _mm256_add_epi8(at, at));
+        const __m256i blo = _mm256_xor_si256(bc0, _mm256_add_epi8(bt, bt));
+        const __m256i ahi = _mm256_xor_si256(ac1, at);
+        const __m256i bhi = _mm256_xor_si256(bc1, bt);
+
+        __m256i * g = (__m256i *) (grids + 128 * p);
+        _mm256_storeu_si256(g, _mm256_permute2x128_si256(alo, blo, 0x20));
+        _mm256_storeu_si256(g + 1, _mm256_permute2x128_si256(ahi, bhi, 0x20));
+        _mm256_storeu_si256(g + 2, _mm256_permute2x128_si256(alo, blo, 0x31));
+        _mm256_storeu_si256(g + 3, _mm256_permute2x128_si256(ahi, bhi, 0x31));
+    }
+}
+
+#        endif
+
+#    endif
+
+#endif  // __AVX2__
