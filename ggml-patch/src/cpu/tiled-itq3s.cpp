@@ -167,8 +167,12 @@ struct tile_view {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
-// 16 columns in a register, a register per row: no multiplication but the dpbusd, no scale before the end.
-template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t, float * buf, int buf_stride) {
+// 16 columns in a register, a register per row: no multiplication but the dpbusd, no scale before the end. STRIDE is the
+// distance of the rows where it is known, else 0.
+template <bool HAS_MIN, int BIAS, int STRIDE>
+static void run_microtile_vnni(const tile_view & t, float * buf, int buf_stride) {
+    const int stride = STRIDE > 0 ? STRIDE : t.row_stride;
+
     __m512i sum = _mm512_load_si512(t.sums);
     for (int s = 1; s < TILED_TILE_K / 16; ++s) {
         sum = _mm512_add_epi32(sum, _mm512_load_si512(t.sums + s * t.sum_stride));
@@ -181,17 +185,21 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
     }
     // tiled_repack_src1 left the codes of four k of all 16 columns at [k/4 % 16][k/64]
     for (int hi = 0; hi < 4; ++hi) {
-        for (int lo = 0; lo < 16; ++lo) {
-            const __m512i   codes = _mm512_load_si512(t.q1 + lo * t.row_stride + hi * 64);
-            const uint8_t * q     = t.q0 + hi * 64 + lo * 4;
+        const int8_t *  q1 = t.q1 + hi * 64;
+        const uint8_t * q0 = t.q0 + hi * 64;
+        // unrolled: gcc copies every accumulator once a turn
 #    if defined(__GNUC__)
 #        pragma GCC unroll 16
 #    endif
+        for (int lo = 0; lo < 16; ++lo) {
+            const __m512i codes = _mm512_load_si512(q1);
             for (int i = 0; i < TILED_MICRO; ++i) {
                 int32_t four;
-                memcpy(&four, q + i * t.row_stride, sizeof(four));
+                memcpy(&four, q0 + i * stride, sizeof(four));
                 acc[i] = _mm512_dpbusd_epi32(acc[i], _mm512_set1_epi32(four), codes);
             }
+            q1 += stride;
+            q0 += 4;
         }
     }
 
@@ -204,6 +212,14 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
         }
         float * p = buf + i * buf_stride;
         _mm512_store_ps(p, _mm512_fmadd_ps(v, d1, _mm512_load_ps(p)));
+    }
+}
+
+template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t, float * buf, int buf_stride) {
+    if (t.row_stride == TILED_TILE_K) {
+        run_microtile_vnni<HAS_MIN, BIAS, TILED_TILE_K>(t, buf, buf_stride);
+    } else {
+        run_microtile_vnni<HAS_MIN, BIAS, 0>(t, buf, buf_stride);
     }
 }
 
