@@ -30,3 +30,7 @@ def convert_main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="convert-hf-to-itq3s", description=convert.DESCRIPTION)
     convert.add_arguments(parser)
     return convert.run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -63,28 +63,30 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def main(*args: object, **kwargs: object) -> int:
-        signal.signal(signal.SIGTERM, _terminate)
+        before = signal.signal(signal.SIGTERM, _terminate)
         try:
             return command(*args, **kwargs)
-        except StaleGgufError as error:
-            # Only a fresh interpreter imports the gguf that was fetched just now; a caller's own program is left alone.
-            if not args and not kwargs and _RESTARTED not in os.environ:
-                os.environ[_RESTARTED] = "1"
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-            message = str(error)
-        except (UserError, FetchError) as error:
-            message = str(error)
-        except KeyboardInterrupt as error:
-            message = str(error) or "interrupted"
-        except BrokenPipeError:
+        except (UserError, FetchError, KeyboardInterrupt, MemoryError, BrokenPipeError) as error:
+            problem: BaseException = error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        # With arguments it was called from a program, which is not ours to start again.
+        if isinstance(problem, StaleGgufError) and not args and not kwargs and _RESTARTED not in os.environ:
+            os.environ[_RESTARTED] = "1"
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
+            traceback.print_exception(problem)
+        if isinstance(problem, BrokenPipeError):
             # The reader of our output is gone (a closed pager); Python would complain again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        except MemoryError:
-            message = "out of memory; close other programs or use a machine with more"
-        if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
-            traceback.print_exc()
-        print(f"error: {message}", file=sys.stderr)
+        else:
+            print(f"error: {_message(problem)}", file=sys.stderr)
         return 1
 
     return main
+
+
+def _message(problem: BaseException) -> str:
+    if isinstance(problem, MemoryError):
+        return "out of memory; close other programs or use a machine with more"
+    return str(problem) or "interrupted"

@@ -159,7 +159,11 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensors,data,message",
     [
-        ([("a", 500, 300, 0)], 128, "'a' of type 500 (itq3_s) has 300 elements per row, not a multiple of block size (256)"),
+        (
+            [("a", 500, 300, 0)],
+            128,
+            "'a' of type 500 (itq3_s) has 300 elements per row, not a multiple of block size (256)",
+        ),
         ([("a", 500, 512, 0), ("b", 500, 256, 128)], 352, "'b' has offset 128, expected 224"),
         ([("a", 500, 512, 0)], 100, "failed to read"),
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
@@ -187,7 +191,9 @@ def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
 
     vectors = np.load(VECTORS)
     blob = tmp_path / "vectors.bin"
-    blob.write_bytes(b"".join(b.tobytes() + w.tobytes() for b, w in zip(vectors["blocks"], vectors["weights"], strict=True)))
+    blob.write_bytes(
+        b"".join(b.tobytes() + w.tobytes() for b, w in zip(vectors["blocks"], vectors["weights"], strict=True))
+    )
 
     source = upstream.fetch_source()
     includes = [ggml.headers(), SOURCES, SOURCES / "cpu"]
@@ -196,7 +202,7 @@ def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
     library = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
     subprocess.run(
         [
-            compiler, "-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *sanitize,
+            compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *sanitize,
             "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
             *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq3s",
         ],

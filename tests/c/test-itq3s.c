@@ -4,6 +4,7 @@
 //
 // Buffers come from malloc at their exact size, so that a read or a write beyond them is seen.
 
+#include "ggml-cpu.h"
 #include "ggml-itq3s.h"
 #include "quants-itq3s.h"
 
@@ -199,6 +200,7 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: %s VECTORS\n", argv[0]);
         return 2;
     }
+    ggml_cpu_init();  // the table of fp16 values
     test_vectors(argv[1]);
     test_fwht_is_its_own_inverse();
     test_encoders();
