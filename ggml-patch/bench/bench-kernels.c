@@ -229,11 +229,11 @@ static void bench_memory(int threads) {
 
 // Products of 8 bits a second, operands in registers.
 static void bench_products(void) {
-    const int64_t n      = 4000000;
-    int64_t       lanes  = 0;
-    double        best   = INFINITY;
-    volatile int  sink   = 0;
-    const int     one    = sink + 1;
+    const int64_t n     = 4000000;
+    int64_t       lanes = 0;
+    double        best  = INFINITY;
+    volatile int  sink  = 0;
+    const int     one   = sink + 1;
     for (int round = 0; round < 5; ++round) {
         const double start = now();
 #if defined(__AVX512VNNI__)

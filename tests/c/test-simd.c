@@ -120,8 +120,8 @@ static float * activation_case(int kind, float * x, int n) {
 }
 
 static void test_activations(void) {
-    static const char * names[] = { "normal", "zero",  "one value", "two values", "subnormal",
-                                    "large",  "infinity and NaN", "outliers",  "integers" };
+    static const char * names[] = { "normal",           "zero",     "one value", "two values", "subnormal", "large",
+                                    "infinity and NaN", "outliers", "integers" };
     static float        x[MAX_BLOCKS * QK_K];
     static block_q8_K   a[MAX_BLOCKS];
     static block_q8_K   b[MAX_BLOCKS];
@@ -254,8 +254,9 @@ static void itq3_s_case(block_itq3_s * x, int nb, int kind) {
 }
 
 static void test_itq3_s(void) {
-    static const char * names[] = { "random", "selectors 1", "symbols 3", "selectors 1, symbols 3", "level 63", "level -63",
-                                    "d negative", "d subnormal", "d maximal", "z not zero", "ternary", "d zero, z -0" };
+    static const char * names[]       = { "random",    "selectors 1", "symbols 3",  "selectors 1, symbols 3",
+                                          "level 63",  "level -63",   "d negative", "d subnormal",
+                                          "d maximal", "z not zero",  "ternary",    "d zero, z -0" };
     static const char * activations[] = { "random", "127", "-127", "+-127" };
     static block_itq3_s x[MAX_BLOCKS];
     static block_q8_K   y[MAX_BLOCKS];

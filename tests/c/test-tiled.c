@@ -50,9 +50,9 @@ static void random_blocks(enum ggml_type type, uint8_t * data, size_t size) {
 }
 
 struct shape {
-    int k, m, n;              // row length, rows, columns
-    int experts, used;        // mul_mat_id; 0 experts: mul_mat
-    int batch_w, batch_x;     // of mul_mat
+    int k, m, n;           // row length, rows, columns
+    int experts, used;     // mul_mat_id; 0 experts: mul_mat
+    int batch_w, batch_x;  // of mul_mat
 };
 
 static int run(enum ggml_type type, struct shape s, int threads) {
@@ -61,18 +61,18 @@ static int run(enum ggml_type type, struct shape s, int threads) {
     struct ggml_init_params params = { .mem_size = 1 << 20, .mem_buffer = NULL, .no_alloc = true };
     struct ggml_context *   ctx    = checked(ggml_init(params));
 
-    const int             id  = s.experts > 0;
-    struct ggml_tensor *  w   = ggml_new_tensor_3d(ctx, type, s.k, s.m, id ? s.experts : s.batch_w);
-    struct ggml_tensor *  x   = id ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.k, s.used, s.n) :
-                                     ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.k, s.n, s.batch_x);
-    struct ggml_tensor *  ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, id ? s.used : 1, s.n);
-    struct ggml_tensor *  out = id ? ggml_mul_mat_id(ctx, w, x, ids) : ggml_mul_mat(ctx, w, x);
-    struct ggml_cgraph *  graph = ggml_new_graph(ctx);
+    const int            id    = s.experts > 0;
+    struct ggml_tensor * w     = ggml_new_tensor_3d(ctx, type, s.k, s.m, id ? s.experts : s.batch_w);
+    struct ggml_tensor * x     = id ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.k, s.used, s.n)
+                                    : ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.k, s.n, s.batch_x);
+    struct ggml_tensor * ids   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, id ? s.used : 1, s.n);
+    struct ggml_tensor * out   = id ? ggml_mul_mat_id(ctx, w, x, ids) : ggml_mul_mat(ctx, w, x);
+    struct ggml_cgraph * graph = ggml_new_graph(ctx);
     ggml_build_forward_expand(graph, out);
     ggml_backend_buffer_t buffer = checked(ggml_backend_alloc_ctx_tensors(ctx, backend));
 
-    uint8_t * wd = w->data;
-    float *   xd = x->data;
+    uint8_t * wd  = w->data;
+    float *   xd  = x->data;
     int32_t * idd = ids->data;
     random_blocks(type, wd, ggml_nbytes(w));
     for (int64_t i = 0; i < ggml_nelements(x); ++i) {
@@ -94,8 +94,8 @@ static int run(enum ggml_type type, struct shape s, int threads) {
     const size_t                        row    = ggml_row_size(type, s.k);
     char *                              y      = checked(malloc(ggml_row_size(traits->vec_dot_type, s.k)));
 
-    double       error   = 0.0;
-    double       size    = 0.0;
+    double        error   = 0.0;
+    double        size    = 0.0;
     const int64_t columns = ggml_nrows(x);
     for (int64_t c = 0; c < columns; ++c) {
         act->from_float(xd + c * s.k, y, s.k);
@@ -121,11 +121,11 @@ static int run(enum ggml_type type, struct shape s, int threads) {
 
 int main(void) {
     static const struct shape shapes[] = {
-        { 256, 1, 8, 0, 0, 1, 1 },     { 512, 16, 9, 0, 0, 1, 1 },   { 2048, 64, 16, 0, 0, 1, 1 },
-        { 768, 33, 17, 0, 0, 1, 1 },   { 1280, 300, 40, 0, 0, 1, 1 }, { 256, 257, 300, 0, 0, 1, 1 },
-        { 2816, 40, 11, 0, 0, 1, 1 },  { 512, 48, 20, 0, 0, 1, 3 },  { 512, 20, 33, 0, 0, 2, 4 },
-        { 512, 70, 40, 4, 2, 1, 1 },   { 1024, 130, 300, 8, 3, 1, 1 }, { 256, 17, 12, 2, 1, 1, 1 },
-        { 512, 5, 1, 0, 0, 1, 1 },     { 512, 64, 3, 4, 2, 1, 1 },
+        { 256, 1, 8, 0, 0, 1, 1 },    { 512, 16, 9, 0, 0, 1, 1 },     { 2048, 64, 16, 0, 0, 1, 1 },
+        { 768, 33, 17, 0, 0, 1, 1 },  { 1280, 300, 40, 0, 0, 1, 1 },  { 256, 257, 300, 0, 0, 1, 1 },
+        { 2816, 40, 11, 0, 0, 1, 1 }, { 512, 48, 20, 0, 0, 1, 3 },    { 512, 20, 33, 0, 0, 2, 4 },
+        { 512, 70, 40, 4, 2, 1, 1 },  { 1024, 130, 300, 8, 3, 1, 1 }, { 256, 17, 12, 2, 1, 1, 1 },
+        { 512, 5, 1, 0, 0, 1, 1 },    { 512, 64, 3, 4, 2, 1, 1 },
     };
     static const int types[] = { 500, GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
     ggml_cpu_init();

@@ -248,8 +248,8 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
                 acc[c] = _mm256_setzero_si256();
             }
             for (int k = 0; k < TILED_TILE_K; k += 32) {
-                const __m256i codes = _mm256_load_si256((const __m256i *) (q0 + k));
-                const int8_t * q1   = t.q1 + j * t.row_stride + k;
+                const __m256i  codes = _mm256_load_si256((const __m256i *) (q0 + k));
+                const int8_t * q1    = t.q1 + j * t.row_stride + k;
                 for (int c = 0; c < 8; ++c) {
                     const __m256i y = _mm256_load_si256((const __m256i *) (q1 + c * t.row_stride));
 #    if defined(__AVXVNNI__)
@@ -272,7 +272,8 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
             }
             const __m256i a = _mm256_hadd_epi32(acc[0], acc[2]);
             const __m256i b = _mm256_hadd_epi32(acc[4], acc[6]);
-            const __m256i v = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+            const __m256i v =
+                _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 
             __m256 f = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, start)), _mm256_set1_ps(t.d0[i]));
             if (HAS_MIN) {
@@ -309,13 +310,13 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
 #endif
 
 template <>
-void tiled_run_microtile<256, true, 64, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0, int j0,
-                                               int num_k, int slab, float * buf, int buf_stride) {
+void tiled_run_microtile<256, true, 64, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0,
+                                               int j0, int num_k, int slab, float * buf, int buf_stride) {
     run_microtile<true, 64>(tile_view(src0, src1, i0, j0, num_k, slab), buf + i0 * buf_stride + j0, buf_stride);
 }
 
 template <>
-void tiled_run_microtile<256, false, 1, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0, int j0,
-                                               int num_k, int slab, float * buf, int buf_stride) {
+void tiled_run_microtile<256, false, 1, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0,
+                                               int j0, int num_k, int slab, float * buf, int buf_stride) {
     run_microtile<false, 1>(tile_view(src0, src1, i0, j0, num_k, slab), buf + i0 * buf_stride + j0, buf_stride);
 }

@@ -25,11 +25,11 @@ void tiled_unpack_src0(const block_tq1_0 * rows, int64_t row_stride, int n_rows,
 void tiled_unpack_src0(const block_tq2_0 * rows, int64_t row_stride, int n_rows, tiled_tile_src0 * tile, int num_k);
 
 template <>
-void tiled_run_microtile<256, true, 64, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0, int j0,
-                                               int num_k, int slab, float * buf, int buf_stride);
+void tiled_run_microtile<256, true, 64, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0,
+                                               int j0, int num_k, int slab, float * buf, int buf_stride);
 template <>
-void tiled_run_microtile<256, false, 1, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0, int j0,
-                                               int num_k, int slab, float * buf, int buf_stride);
+void tiled_run_microtile<256, false, 1, false>(const tiled_tile_src0 & src0, const tiled_tile_src1 & src1, int i0,
+                                               int j0, int num_k, int slab, float * buf, int buf_stride);
 
 // Nothing to prepare: the activations are not biased.
 template <> inline void tiled_repack_src0<256>(tiled_tile_src0 *, int, int, int, bool) {}

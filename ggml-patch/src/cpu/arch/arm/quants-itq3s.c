@@ -100,7 +100,7 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
             for (int l = 0; l < 2; ++l) {
                 const float32x4_t a = vmulq_n_f32(vld1q_f32(buf + j + 8 * l), iscale);
                 const float32x4_t b = vmulq_n_f32(vld1q_f32(buf + j + 8 * l + 4), iscale);
-                h[l] = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
+                h[l]                = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
             }
             const int8x16_t q = vcombine_s8(vqmovn_s16(h[0]), vqmovn_s16(h[1]));  // saturates at 127
             vst1q_s8(y[i].qs + j, q);

@@ -55,6 +55,20 @@ static inline struct itq3_s_tables itq3_s_load_tables(void) {
     return t;
 }
 
+// Four times the symbols of a word of 64 weights, in bits 2 and 3.
+static inline __m512i itq3_s_symbols_times_4(__m512i q, int word) {
+    switch (word) {
+        case 0:
+            return _mm512_slli_epi16(q, 2);
+        case 1:
+            return q;
+        case 2:
+            return _mm512_srli_epi16(q, 2);
+        default:
+            return _mm512_srli_epi16(q, 4);
+    }
+}
+
 // Levels plus 64 of weights 64*word .. 64*word + 63; q holds the symbols of the block.
 static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const block_itq3_s * x, __m512i q, int word) {
     const uint8_t * from   = (const uint8_t *) x + offsetof(block_itq3_s, sel) - 8 + 8 * word;
@@ -62,9 +76,9 @@ static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const blo
     const __m512i   lanes  = _mm512_shuffle_epi8(bytes, word == 0 ? t->bytes_first : t->bytes);
     const __m512i   states = _mm512_multishift_epi64_epi8(t->windows, lanes);
     const __m512i   grids  = _mm512_permutex2var_epi8(t->state_lo, states, t->state_hi);
-    const __m512i   q4     = word == 0 ? _mm512_slli_epi16(q, 2) : _mm512_srli_epi16(q, 2 * word - 2);
+    const __m512i   q4     = itq3_s_symbols_times_4(q, word);
     // grids | (q4 & 12)
-    const __m512i index = _mm512_ternarylogic_epi64(grids, q4, _mm512_set1_epi8(0x0C), 0xF8);
+    const __m512i   index  = _mm512_ternarylogic_epi64(grids, q4, _mm512_set1_epi8(0x0C), 0xF8);
     return _mm512_shuffle_epi8(t->levels, index);
 }
 
@@ -96,27 +110,26 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
     }
 
     // transpose every 8x8 bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224
-#        define SWAP(shift, mask)                                                                          \
-            for (int p = 0; p < pairs; ++p) {                                                              \
-                const __m512i t = _mm512_ternarylogic_epi64(s[p], _mm512_srli_epi64(s[p], shift),          \
-                                                            _mm512_set1_epi64(mask), 0x28);                \
-                s[p] = _mm512_ternarylogic_epi64(s[p], t, _mm512_slli_epi64(t, shift), 0x96);              \
-            }
+#            define SWAP(shift, mask)                                                                        \
+                for (int p = 0; p < pairs; ++p) {                                                            \
+                    const __m512i t = _mm512_ternarylogic_epi64(s[p], _mm512_srli_epi64(s[p], shift),        \
+                                                                _mm512_set1_epi64(mask), 0x28);              \
+                    s[p]            = _mm512_ternarylogic_epi64(s[p], t, _mm512_slli_epi64(t, shift), 0x96); \
+                }
     SWAP(7, 0x00AA00AA00AA00AA)
     SWAP(14, 0x0000CCCC0000CCCC)
     SWAP(28, 0x00000000F0F0F0F0)
-#        undef SWAP
+#            undef SWAP
 
     for (int p = 0; p < pairs; ++p) {
         // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
         const __m512i prev = _mm512_permutex2var_epi64(_mm512_add_epi8(s[p], s[p]), before, s[p]);
         const __m512i c1   = _mm512_ternarylogic_epi64(s[p], _mm512_alignr_epi8(s[p], prev, 15),
                                                        _mm512_alignr_epi8(s[p], prev, 10), 0x96);
-        const __m512i c0 =
-            _mm512_xor_si512(_mm512_alignr_epi8(s[p], prev, 14), _mm512_alignr_epi8(s[p], prev, 12));
+        const __m512i c0   = _mm512_xor_si512(_mm512_alignr_epi8(s[p], prev, 14), _mm512_alignr_epi8(s[p], prev, 12));
         // even bits belong to m < 32
-        const __m512i lo = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
-        const __m512i hi = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
+        const __m512i lo   = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
+        const __m512i hi   = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
         _mm512_storeu_si512(grids + 128 * p, _mm512_inserti64x4(lo, _mm512_castsi512_si256(hi), 1));
         _mm512_storeu_si512(grids + 128 * p + 64, _mm512_shuffle_i64x2(lo, hi, 0xEE));
     }
@@ -149,21 +162,22 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
 
     // Transpose bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224. Bits change place
     // between the registers, then the next bit of the byte number becomes the register.
-#        define SWAP(SLL, shift, mask)                                                                           \
-            for (int p = 0; p < pairs; ++p) {                                                                    \
-                const __m256i t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
-                r1[p]           = _mm256_xor_si256(r1[p], t);                                                    \
-                r0[p]           = _mm256_xor_si256(r0[p], SLL);                                                  \
-            }                                                                                                    \
-            for (int p = 0; p < pairs; ++p) {                                                                    \
-                const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                            \
-                r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                            \
-                r0[p]           = t;                                                                             \
-            }
+#            define SWAP(SLL, shift, mask)                                                                \
+                for (int p = 0; p < pairs; ++p) {                                                         \
+                    const __m256i t =                                                                     \
+                        _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
+                    r1[p] = _mm256_xor_si256(r1[p], t);                                                   \
+                    r0[p] = _mm256_xor_si256(r0[p], SLL);                                                 \
+                }                                                                                         \
+                for (int p = 0; p < pairs; ++p) {                                                         \
+                    const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                 \
+                    r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                 \
+                    r0[p]           = t;                                                                  \
+                }
     SWAP(_mm256_slli_epi16(t, 4), 4, mask_4)
     SWAP(_mm256_slli_epi16(t, 2), 2, mask_2)
     SWAP(_mm256_add_epi8(t, t), 1, mask_1)
-#        undef SWAP
+#            undef SWAP
 
     for (int p = 0; p < pairs; ++p) {
         // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher

@@ -65,14 +65,14 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
         __m256       vmax      = _mm256_setzero_ps();
         __m256       vmin      = _mm256_setzero_ps();
         for (int j = 0; j < 8; ++j) {
-            const __m256 a  = _mm256_add_ps(v[j], v[j + 8]);
-            const __m256 b  = _mm256_sub_ps(v[j], v[j + 8]);
-            const __m256 c  = _mm256_add_ps(v[j + 16], v[j + 24]);
-            const __m256 d  = _mm256_sub_ps(v[j + 16], v[j + 24]);
-            v[j]            = _mm256_mul_ps(_mm256_add_ps(a, c), sixteenth);
-            v[j + 8]        = _mm256_mul_ps(_mm256_add_ps(b, d), sixteenth);
-            v[j + 16]       = _mm256_mul_ps(_mm256_sub_ps(a, c), sixteenth);
-            v[j + 24]       = _mm256_mul_ps(_mm256_sub_ps(b, d), sixteenth);
+            const __m256 a = _mm256_add_ps(v[j], v[j + 8]);
+            const __m256 b = _mm256_sub_ps(v[j], v[j + 8]);
+            const __m256 c = _mm256_add_ps(v[j + 16], v[j + 24]);
+            const __m256 d = _mm256_sub_ps(v[j + 16], v[j + 24]);
+            v[j]           = _mm256_mul_ps(_mm256_add_ps(a, c), sixteenth);
+            v[j + 8]       = _mm256_mul_ps(_mm256_add_ps(b, d), sixteenth);
+            v[j + 16]      = _mm256_mul_ps(_mm256_sub_ps(a, c), sixteenth);
+            v[j + 24]      = _mm256_mul_ps(_mm256_sub_ps(b, d), sixteenth);
             for (int r = j; r < 32; r += 8) {
                 vmax = _mm256_max_ps(v[r], vmax);  // in this order they pass over NaN
                 vmin = _mm256_min_ps(v[r], vmin);
@@ -116,13 +116,13 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
             const __m256i c = _mm256_cvtps_epi32(_mm256_mul_ps(v[r + 2], viscale));
             const __m256i d = _mm256_cvtps_epi32(_mm256_mul_ps(v[r + 3], viscale));
             // packing saturates at 127
-            __m256i q = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
-            q         = _mm256_permutevar8x32_epi32(q, order);
+            __m256i       q = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+            q               = _mm256_permutevar8x32_epi32(q, order);
             _mm256_storeu_si256((__m256i *) (y[i].qs + 8 * r), q);
 
             // sums of 8 bytes, moved to be unsigned
-            __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q, sign), _mm256_setzero_si256());
-            s         = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4E));
+            __m256i s             = _mm256_sad_epu8(_mm256_xor_si256(q, sign), _mm256_setzero_si256());
+            s                     = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4E));
             y[i].bsums[r / 2]     = (int16_t) (_mm_cvtsi128_si32(_mm256_castsi256_si128(s)) - 16 * 128);
             y[i].bsums[r / 2 + 1] = (int16_t) (_mm_cvtsi128_si32(_mm256_extracti128_si256(s, 1)) - 16 * 128);
         }
@@ -261,8 +261,7 @@ static inline sum_t dot_block(sum_t sum, float d, const uint8_t * grids, const u
         const __m256i g = _mm256_loadu_si256((const __m256i *) (grids + h));
 
         // indices 4*q + 2*c1 + c0, two in a byte
-        const __m256i t =
-            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(g, 2), q), _mm256_set1_epi8(0x33));
+        const __m256i t    = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(g, 2), q), _mm256_set1_epi8(0x33));
         const __m256i even = _mm256_xor_si256(g, _mm256_slli_epi16(t, 2));
         const __m256i odd  = _mm256_xor_si256(q, t);
 

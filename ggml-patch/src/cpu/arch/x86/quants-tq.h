@@ -55,8 +55,8 @@ static inline __m512i tq1_0_trits_64(__m512i even, __m512i odd, __m512i power) {
 // Trits plus one of a block of TQ1_0, in the order of the weights: 32 bytes hold five trits each at steps of 32, 16
 // bytes five at steps of 16, 4 bytes four at steps of 4.
 static inline void tq1_0_trits(const block_tq1_0 * x, __m512i trits[4]) {
-#    define P(l) (short) ((l) == 0 ? 1 : (l) == 1 ? 3 : (l) == 2 ? 9 : (l) == 3 ? 27 : 81)
-#    define P2(a, b) _mm256_setr_m128i(_mm_set1_epi16(P(a)), _mm_set1_epi16(P(b)))
+#    define P(l)           (short) ((l) == 0 ? 1 : (l) == 1 ? 3 : (l) == 2 ? 9 : (l) == 3 ? 27 : 81)
+#    define P2(a, b)       _mm256_setr_m128i(_mm_set1_epi16(P(a)), _mm_set1_epi16(P(b)))
 #    define P4(a, b, c, d) _mm512_inserti64x4(_mm512_castsi256_si512(P2(a, b)), P2(c, d), 1)
     const __m512i high = _mm512_set1_epi16((short) 0xFF00);
 
@@ -76,8 +76,8 @@ static inline void tq1_0_trits(const block_tq1_0 * x, __m512i trits[4]) {
     const __m512i a_odd  = _mm512_and_si512(a, high);
     trits[0]             = tq1_0_trits_64(a_even, a_odd, P4(0, 0, 1, 1));
     trits[1]             = tq1_0_trits_64(a_even, a_odd, P4(2, 2, 3, 3));
-    trits[2] = tq1_0_trits_64(_mm512_slli_epi16(ab, 8), _mm512_and_si512(ab, high), P4(4, 4, 0, 1));
-    trits[3] = tq1_0_trits_64(_mm512_slli_epi16(bh, 8), _mm512_and_si512(bh, high), last_powers);
+    trits[2]             = tq1_0_trits_64(_mm512_slli_epi16(ab, 8), _mm512_and_si512(ab, high), P4(4, 4, 0, 1));
+    trits[3]             = tq1_0_trits_64(_mm512_slli_epi16(bh, 8), _mm512_and_si512(bh, high), last_powers);
 #    undef P
 #    undef P2
 #    undef P4
