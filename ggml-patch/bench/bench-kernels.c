@@ -96,7 +96,7 @@ static void bench_dot(const char * name, enum ggml_type type) {
     const double   end  = now() + 0.05;
     do {
         const double start = now();
-        for (int repeat = 0; repeat < 4; ++repeat) {
+        for (int repeat = 0; repeat < 40; ++repeat) {
             for (int i = 0; i < DOT_M; ++i) {
                 float s;
                 traits->vec_dot(K, &s, 0, w + size * (size_t) i, 0, y, 0, 1);
@@ -105,7 +105,7 @@ static void bench_dot(const char * name, enum ggml_type type) {
         }
         best = fmin(best, now() - start);
     } while (now() < end);
-    printf("%s %.6g\n", name, 4.0 * DOT_M * K / best * 1e-9);
+    printf("%s %.6g\n", name, 40.0 * DOT_M * K / best * 1e-9);
     free(w);
     free(x);
     free(y);

@@ -23,21 +23,24 @@ static void unpack_block(const block_itq3_s & x, uint8_t * q) {
     for (int word = 0; word < 4; ++word) {
         _mm512_storeu_si512(q + 64 * word, itq3_s_levels_64(&tables, &x, symbols, word));
     }
-#elif defined(__AVX2__)
-    uint8_t grids[128];
+#elif defined(ITQ3_S_AVX512)
+    uint8_t grids[128];  // a pair of blocks, twice the same
     itq3_s_decode_grids(&x, 1, 1, grids);
-    const __m256i table = _mm256_broadcastsi128_si256(itq3_s_unsigned_levels());
-    const __m256i low   = _mm256_set1_epi8(0x03);
-    for (int m = 0; m < 64; m += 32) {
-        __m256i s = _mm256_loadu_si256((const __m256i *) (x.qs + m));
-        __m256i g = _mm256_loadu_si256((const __m256i *) (grids + m));
-        for (int word = 0; word < 4; ++word) {
-            const __m256i q4    = _mm256_slli_epi16(_mm256_and_si256(s, low), 2);
-            const __m256i index = _mm256_or_si256(q4, _mm256_and_si256(g, low));
-            _mm256_storeu_si256((__m256i *) (q + 64 * word + m), _mm256_shuffle_epi8(table, index));
-            s = _mm256_srli_epi16(s, 2);
-            g = _mm256_srli_epi16(g, 2);
-        }
+    __m512i levels[4];
+    itq3_s_levels_4x64(grids, x.qs, levels);
+    for (int word = 0; word < 4; ++word) {
+        _mm512_storeu_si512(q + 64 * word, levels[word]);
+    }
+#elif defined(__AVX2__)
+    uint8_t columns[2 * ITQ3_S_COLUMNS];  // a pair of blocks, twice the same
+    uint8_t indices[QK_ITQ3_S / 2];
+    itq3_s_transpose(&x, 1, 1, columns);
+    itq3_s_indices(columns, x.qs, indices);
+    for (int m = 0; m < 128; m += 32) {
+        __m256i lower, upper;
+        itq3_s_levels_2x32(indices + m, &lower, &upper);
+        _mm256_storeu_si256((__m256i *) (q + m), lower);
+        _mm256_storeu_si256((__m256i *) (q + 128 + m), upper);
     }
 #else
     int8_t levels[QK_ITQ3_S];
@@ -167,8 +170,8 @@ struct tile_view {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
-// 16 columns in a register, a register per row: no multiplication but the dpbusd, no scale before the end. STRIDE is the
-// distance of the rows where it is known, else 0.
+// 16 columns in a register, a register per row: no multiplication but the dpbusd, no scale before the end. STRIDE is
+// the distance of the rows where it is known, else 0.
 template <bool HAS_MIN, int BIAS, int STRIDE>
 static void run_microtile_vnni(const tile_view & t, float * buf, int buf_stride) {
     const int stride = STRIDE > 0 ? STRIDE : t.row_stride;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The tiled matrix product for ITQ3_S (rotated activations, Q8_K_H), TQ1_0 and TQ2_0: what tiled/tiled.cpp calls for a type,
-// specialised to one scale a block.
+// The tiled matrix product for ITQ3_S (rotated activations, Q8_K_H), TQ1_0 and TQ2_0: what tiled/tiled.cpp calls for a
+// type, specialised to one scale a block.
 
 #include "tiled/tiled-kernel.h"
 
@@ -13,8 +13,8 @@
 #    define GGML_TILED_ITQ3_S 0
 #endif
 
-// Template arguments <SUBBLK, HAS_MIN, BIAS, ACTBIAS> of a type with one scale for 256 weights. The codes are unsigned, the
-// level plus 64 or the trit plus one, and the kernel subtracts BIAS. With HAS_MIN, dmin is d times the zero-point.
+// Template arguments <SUBBLK, HAS_MIN, BIAS, ACTBIAS> of a type with one scale for 256 weights. The codes are unsigned,
+// the level plus 64 or the trit plus one, and the kernel subtracts BIAS. With HAS_MIN, dmin is d times the zero-point.
 #define TILED_ITQ3_S block_itq3_s, 256, true, 64, false
 #define TILED_TQ1_0  block_tq1_0, 256, false, 1, false
 #define TILED_TQ2_0  block_tq2_0, 256, false, 1, false

@@ -84,8 +84,7 @@ static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const blo
 
 #    else
 
-// Blocks decoded at a time. The steps from selectors to grids depend on each other; those of several blocks run side by
-// side.
+// Blocks decoded at a time. The steps depend on each other; those of several blocks run side by side.
 #        define ITQ3_S_GROUP 8
 
 #        if defined(ITQ3_S_AVX512)
@@ -101,8 +100,8 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
 
     __m512i s[ITQ3_S_GROUP / 2];
     for (int p = 0; p < pairs; ++p) {
-        const block_itq3_s * a = x + 2 * p;
-        const block_itq3_s * b = 2 * p + 1 < n ? a + 1 : a;
+        const block_itq3_s * a = x + (2 * p < n ? 2 * p : n - 1);
+        const block_itq3_s * b = x + (2 * p + 1 < n ? 2 * p + 1 : n - 1);
 
         s[p] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) a->sel)),
                                   _mm256_loadu_si256((const __m256i *) b->sel), 1);
@@ -135,6 +134,24 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
     }
 }
 
+// Levels plus 64 of weights 64*word .. 64*word + 63 of a block, for word = 0 .. 3.
+static inline void itq3_s_levels_4x64(const uint8_t * grids, const uint8_t * qs, __m512i levels[4]) {
+    const __m512i table  = _mm512_broadcast_i32x4(itq3_s_unsigned_levels());
+    const __m512i low    = _mm512_set1_epi8(0x0F);
+    const __m512i fields = _mm512_set1_epi8(0x33);
+    const __m512i q      = _mm512_loadu_si512(qs);
+    const __m512i g      = _mm512_loadu_si512(grids);
+
+    // indices 4*q + 2*c1 + c0, two in a byte
+    const __m512i even = _mm512_ternarylogic_epi64(fields, g, _mm512_slli_epi16(q, 2), 0xCA);
+    const __m512i odd  = _mm512_ternarylogic_epi64(fields, _mm512_srli_epi16(g, 2), q, 0xCA);
+
+    levels[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(even, low));
+    levels[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(odd, low));
+    levels[2] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(even, 4), low));
+    levels[3] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(odd, 4), low));
+}
+
 #        else
 
 static inline __m256i itq3_s_load_2x128(const void * a, const void * b) {
@@ -142,9 +159,10 @@ static inline __m256i itq3_s_load_2x128(const void * a, const void * b) {
                                    _mm_loadu_si128((const __m128i *) b), 1);
 }
 
-// Grids of `pairs` pairs of blocks, out of n. grids[64*b + m] holds 2*c1 + c0 of weights m, m+64, m+128, m+192 of block
-// b, two bits each, as its byte m of symbols holds theirs.
-static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs, uint8_t * grids) {
+// The selectors of `pairs` pairs of blocks, out of n, transposed. ITQ3_S_COLUMNS bytes a block: byte 16 + m holds those
+// of weights m, m+32, m+64, ..., m+224, and the 16 bytes before carry them on from m = 31 to m = 0, a bit higher.
+#            define ITQ3_S_COLUMNS 48
+static inline void itq3_s_transpose(const block_itq3_s * x, int n, int pairs, uint8_t * columns) {
     const __m256i mask_1 = _mm256_set1_epi8(0x55);
     const __m256i mask_2 = _mm256_set1_epi8(0x33);
     const __m256i mask_4 = _mm256_set1_epi8(0x0F);
@@ -153,15 +171,14 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
     __m256i r0[ITQ3_S_GROUP / 2];
     __m256i r1[ITQ3_S_GROUP / 2];
     for (int p = 0; p < pairs; ++p) {
-        const block_itq3_s * a = x + 2 * p;
-        const block_itq3_s * b = 2 * p + 1 < n ? a + 1 : a;
+        const block_itq3_s * a = x + (2 * p < n ? 2 * p : n - 1);
+        const block_itq3_s * b = x + (2 * p + 1 < n ? 2 * p + 1 : n - 1);
 
         r0[p] = itq3_s_load_2x128(a->sel, b->sel);
         r1[p] = itq3_s_load_2x128(a->sel + 16, b->sel + 16);
     }
 
-    // Transpose bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224. Bits change place
-    // between the registers, then the next bit of the byte number becomes the register.
+    // Bits change place between the registers, then the next bit of the byte number becomes the register.
 #            define SWAP(SLL, shift, mask)                                                                \
                 for (int p = 0; p < pairs; ++p) {                                                         \
                     const __m256i t =                                                                     \
@@ -180,32 +197,51 @@ static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs,
 #            undef SWAP
 
     for (int p = 0; p < pairs; ++p) {
-        // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
-        const __m256i a  = r0[p];
-        const __m256i b  = r1[p];
-        const __m256i b1 = _mm256_add_epi8(b, b);
+        const __m256i carry = _mm256_add_epi8(r1[p], r1[p]);
 
-        const __m256i ac1 =
-            _mm256_xor_si256(_mm256_xor_si256(a, _mm256_alignr_epi8(a, b1, 15)), _mm256_alignr_epi8(a, b1, 10));
-        const __m256i ac0 = _mm256_xor_si256(_mm256_alignr_epi8(a, b1, 14), _mm256_alignr_epi8(a, b1, 12));
-        const __m256i bc1 =
-            _mm256_xor_si256(_mm256_xor_si256(b, _mm256_alignr_epi8(b, a, 15)), _mm256_alignr_epi8(b, a, 10));
-        const __m256i bc0 = _mm256_xor_si256(_mm256_alignr_epi8(b, a, 14), _mm256_alignr_epi8(b, a, 12));
-
-        // even bits belong to m < 32
-        const __m256i at  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(ac0, 1), ac1), mask_1);
-        const __m256i bt  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(bc0, 1), bc1), mask_1);
-        const __m256i alo = _mm256_xor_si256(ac0, _mm256_add_epi8(at, at));
-        const __m256i blo = _mm256_xor_si256(bc0, _mm256_add_epi8(bt, bt));
-        const __m256i ahi = _mm256_xor_si256(ac1, at);
-        const __m256i bhi = _mm256_xor_si256(bc1, bt);
-
-        __m256i * g = (__m256i *) (grids + 128 * p);
-        _mm256_storeu_si256(g, _mm256_permute2x128_si256(alo, blo, 0x20));
-        _mm256_storeu_si256(g + 1, _mm256_permute2x128_si256(ahi, bhi, 0x20));
-        _mm256_storeu_si256(g + 2, _mm256_permute2x128_si256(alo, blo, 0x31));
-        _mm256_storeu_si256(g + 3, _mm256_permute2x128_si256(ahi, bhi, 0x31));
+        __m128i * a = (__m128i *) (columns + 2 * ITQ3_S_COLUMNS * p);
+        _mm_storeu_si128(a, _mm256_castsi256_si128(carry));
+        _mm_storeu_si128(a + 1, _mm256_castsi256_si128(r0[p]));
+        _mm_storeu_si128(a + 2, _mm256_castsi256_si128(r1[p]));
+        _mm_storeu_si128(a + 3, _mm256_extracti128_si256(carry, 1));
+        _mm_storeu_si128(a + 4, _mm256_extracti128_si256(r0[p], 1));
+        _mm_storeu_si128(a + 5, _mm256_extracti128_si256(r1[p], 1));
     }
+}
+
+static inline __m256i itq3_s_load(const uint8_t * p) {
+    return _mm256_loadu_si256((const __m256i *) p);
+}
+
+// Indices 4*q + 2*c1 + c0, two in a byte: indices[m] of weights m and m+128, indices[64 + m] of m+64 and m+192.
+static inline void itq3_s_indices(const uint8_t * columns, const uint8_t * qs, uint8_t * indices) {
+    // s[t-k] is k bytes back
+    const uint8_t * s  = columns + 16;
+    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(itq3_s_load(s), itq3_s_load(s - 1)), itq3_s_load(s - 6));
+    const __m256i   c0 = _mm256_xor_si256(itq3_s_load(s - 2), itq3_s_load(s - 4));
+
+    // 2*c1 + c0, the two bits beside each other as those of a symbol: even bits belong to m < 32, odd bits to m >= 32
+    const __m256i t        = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
+    const __m256i grids[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
+
+    for (int h = 0; h < 2; ++h) {
+        const __m256i q = itq3_s_load(qs + 32 * h);
+        const __m256i u = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(grids[h], 2), q), _mm256_set1_epi8(0x33));
+        const __m256i even = _mm256_xor_si256(grids[h], _mm256_slli_epi16(u, 2));
+        const __m256i odd  = _mm256_xor_si256(q, u);
+        _mm256_storeu_si256((__m256i *) (indices + 32 * h), even);
+        _mm256_storeu_si256((__m256i *) (indices + 64 + 32 * h), odd);
+    }
+}
+
+// Levels plus 64 of the weights with the lower and the upper indices of 32 bytes.
+static inline void itq3_s_levels_2x32(const uint8_t * indices, __m256i * lower, __m256i * upper) {
+    const __m256i table = _mm256_broadcastsi128_si256(itq3_s_unsigned_levels());
+    const __m256i low   = _mm256_set1_epi8(0x0F);
+    const __m256i i     = itq3_s_load(indices);
+
+    *lower = _mm256_shuffle_epi8(table, _mm256_and_si256(i, low));
+    *upper = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(i, 4), low));
 }
 
 #        endif

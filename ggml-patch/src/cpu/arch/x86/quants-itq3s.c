@@ -134,8 +134,8 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
 // dot product
 //
 
-// Sum of the activations of a block times the block's zero-point: zero but in the literal ternary code.
-static inline float zero_point_sum(const block_itq3_s * x, const block_q8_K * y) {
+// What the zero-point of a block takes from the dot product, in units of 1/32: nothing but in the literal ternary code.
+static inline float zero_point_term(const block_itq3_s * x, const block_q8_K * y) {
     if ((x->z & 0x7FFF) == 0) {
         return 0.0f;
     }
@@ -143,7 +143,7 @@ static inline float zero_point_sum(const block_itq3_s * x, const block_q8_K * y)
     for (int j = 0; j < QK_ITQ3_S / 16; ++j) {
         total += y->bsums[j];
     }
-    return GGML_CPU_FP16_TO_FP32(x->z) * (float) total;
+    return GGML_CPU_FP16_TO_FP32(x->d) * y->d * GGML_CPU_FP16_TO_FP32(x->z) * (float) total;
 }
 
 #endif  // __AVX2__
@@ -196,37 +196,40 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
 
         const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;
         sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
-        zsum += d * zero_point_sum(&x[i], &y[i]);
+        zsum += zero_point_term(&x[i], &y[i]);
     }
     *s = 0.03125f * (_mm512_reduce_add_ps(sum) - zsum);
 }
 
 #elif defined(__AVX2__)
 
+// Blocks whose selectors are decoded before their products: enough to keep both busy.
+#    define BATCH (2 * ITQ3_S_GROUP)
+
 #    if defined(ITQ3_S_AVX512)
+
+#        define DECODED 64  // bytes a block
 
 typedef __m512 sum_t;
 
-static inline __m512i dot_levels(__m512i acc, __m512i index, const int8_t * y) {
-    const __m512i levels = _mm512_broadcast_i32x4(itq3_s_unsigned_levels());
-    return dot_64(acc, _mm512_shuffle_epi8(levels, _mm512_and_si512(index, _mm512_set1_epi8(0x0F))), y);
+static inline void decode(const block_itq3_s * x, int n, int pairs, uint8_t * decoded) {
+    itq3_s_decode_grids(x, n, pairs, decoded);
 }
 
-static inline sum_t dot_block(sum_t sum, float d, const uint8_t * grids, const uint8_t * qs, const block_q8_K * y) {
-    const __m512i fields = _mm512_set1_epi8(0x33);
-    const __m512i q      = _mm512_loadu_si512(qs);
-    const __m512i g      = _mm512_loadu_si512(grids);
+static inline sum_t add_products(sum_t sum, const block_itq3_s * x, const block_q8_K * y, int n,
+                                 const uint8_t * decoded) {
+    for (int i = 0; i < n; ++i) {
+        __m512i levels[4];
+        itq3_s_levels_4x64(decoded + DECODED * i, x[i].qs, levels);
 
-    // indices 4*q + 2*c1 + c0, two in a byte
-    const __m512i even = _mm512_ternarylogic_epi64(fields, g, _mm512_slli_epi16(q, 2), 0xCA);
-    const __m512i odd  = _mm512_ternarylogic_epi64(fields, _mm512_srli_epi16(g, 2), q, 0xCA);
-
-    __m512i acc = dot_start(y);
-    acc         = dot_levels(acc, even, y->qs);
-    acc         = dot_levels(acc, odd, y->qs + 64);
-    acc         = dot_levels(acc, _mm512_srli_epi16(even, 4), y->qs + 128);
-    acc         = dot_levels(acc, _mm512_srli_epi16(odd, 4), y->qs + 192);
-    return _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
+        __m512i acc = dot_start(&y[i]);
+        for (int word = 0; word < 4; ++word) {
+            acc = dot_64(acc, levels[word], y[i].qs + 64 * word);
+        }
+        const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;
+        sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
+    }
+    return sum;
 }
 
 static inline sum_t sum_zero(void) {
@@ -239,12 +242,16 @@ static inline float sum_all(sum_t sum) {
 
 #    else  // AVX2
 
+#        define DECODED ITQ3_S_COLUMNS
+
 typedef __m256 sum_t;
 
-static inline __m256i dot_levels(__m256i acc, __m256i index, const int8_t * y) {
-    const __m256i table  = _mm256_broadcastsi128_si256(itq3_s_unsigned_levels());
-    const __m256i levels = _mm256_shuffle_epi8(table, _mm256_and_si256(index, _mm256_set1_epi8(0x0F)));
-    const __m256i v      = _mm256_loadu_si256((const __m256i *) y);
+static inline void decode(const block_itq3_s * x, int n, int pairs, uint8_t * decoded) {
+    itq3_s_transpose(x, n, pairs, decoded);
+}
+
+static inline __m256i dot_32(__m256i acc, __m256i levels, const int8_t * y) {
+    const __m256i v = _mm256_loadu_si256((const __m256i *) y);
 #        if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(acc, levels, v);
 #        else
@@ -252,30 +259,38 @@ static inline __m256i dot_levels(__m256i acc, __m256i index, const int8_t * y) {
 #        endif
 }
 
-static inline sum_t dot_block(sum_t sum, float d, const uint8_t * grids, const uint8_t * qs, const block_q8_K * y) {
+static inline sum_t add_product(sum_t sum, const block_itq3_s * x, const block_q8_K * y, const uint8_t * indices) {
     // -64 times the sum of the activations takes the levels' offset back
     __m256i acc0 = _mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) y->bsums), _mm256_set1_epi16(-64));
     __m256i acc1 = _mm256_setzero_si256();
-    for (int h = 0; h < 64; h += 32) {
-        const __m256i q = _mm256_loadu_si256((const __m256i *) (qs + h));
-        const __m256i g = _mm256_loadu_si256((const __m256i *) (grids + h));
-
-        // indices 4*q + 2*c1 + c0, two in a byte
-        const __m256i t    = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(g, 2), q), _mm256_set1_epi8(0x33));
-        const __m256i even = _mm256_xor_si256(g, _mm256_slli_epi16(t, 2));
-        const __m256i odd  = _mm256_xor_si256(q, t);
-
-        acc0 = dot_levels(acc0, even, y->qs + h);
-        acc1 = dot_levels(acc1, odd, y->qs + 64 + h);
-        acc0 = dot_levels(acc0, _mm256_srli_epi16(even, 4), y->qs + 128 + h);
-        acc1 = dot_levels(acc1, _mm256_srli_epi16(odd, 4), y->qs + 192 + h);
+    for (int m = 0; m < 128; m += 32) {
+        __m256i lower, upper;
+        itq3_s_levels_2x32(indices + m, &lower, &upper);
+        acc0 = dot_32(acc0, lower, y->qs + m);
+        acc1 = dot_32(acc1, upper, y->qs + 128 + m);
     }
     const __m256 f = _mm256_cvtepi32_ps(_mm256_add_epi32(acc0, acc1));
+    const __m256 d = _mm256_set1_ps(GGML_CPU_FP16_TO_FP32(x->d) * y->d);
 #        if defined(__FMA__)
-    return _mm256_fmadd_ps(_mm256_set1_ps(d), f, sum);
+    return _mm256_fmadd_ps(d, f, sum);
 #        else
-    return _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(d), f), sum);
+    return _mm256_add_ps(_mm256_mul_ps(d, f), sum);
 #        endif
+}
+
+// The indices of a block are made while the one before is multiplied.
+static inline sum_t add_products(sum_t sum, const block_itq3_s * x, const block_q8_K * y, int n,
+                                 const uint8_t * decoded) {
+    uint8_t indices[BATCH][QK_ITQ3_S / 2];
+    itq3_s_indices(decoded, x[0].qs, indices[0]);
+#        if defined(__GNUC__)
+#            pragma GCC unroll 5
+#        endif
+    for (int i = 0; i < n - 1; ++i) {
+        itq3_s_indices(decoded + DECODED * (i + 1), x[i + 1].qs, indices[i + 1]);
+        sum = add_product(sum, &x[i], &y[i], indices[i]);
+    }
+    return add_product(sum, &x[n - 1], &y[n - 1], indices[n - 1]);
 }
 
 static inline sum_t sum_zero(void) {
@@ -303,29 +318,32 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
     const block_q8_K * GGML_RESTRICT   y  = vy;
     const int                          nb = n / QK_ITQ3_S;
 
-    uint8_t grids[64 * ITQ3_S_GROUP];
+    uint8_t decoded[DECODED * BATCH];
     sum_t   sum  = sum_zero();
     float   zsum = 0.0f;
-    for (int i = 0; i < nb;) {
-        int m = nb - i;
-        // numbers of pairs that the compiler knows
-        if (m >= ITQ3_S_GROUP) {
-            m = ITQ3_S_GROUP;
-            itq3_s_decode_grids(x + i, m, ITQ3_S_GROUP / 2, grids);
-        } else if (m > 2) {
-            m = m < 4 ? m : 4;
-            itq3_s_decode_grids(x + i, m, 2, grids);
-        } else {
-            itq3_s_decode_grids(x + i, m, 1, grids);
+    for (int i = 0; i < nb; i += BATCH) {
+        const int m = nb - i < BATCH ? nb - i : BATCH;
+        for (int b = 0; b < m; b += ITQ3_S_GROUP) {
+            // numbers of pairs that the compiler knows; what is beyond n repeats the last block
+            const int left = m - b < ITQ3_S_GROUP ? m - b : ITQ3_S_GROUP;
+            if (left > 4) {
+                decode(x + i + b, left, ITQ3_S_GROUP / 2, decoded + DECODED * b);
+            } else if (left > 2) {
+                decode(x + i + b, left, 2, decoded + DECODED * b);
+            } else {
+                decode(x + i + b, left, 1, decoded + DECODED * b);
+            }
         }
-        for (int b = 0; b < m; ++b, ++i) {
-            const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;
-            sum           = dot_block(sum, d, grids + 64 * b, x[i].qs, &y[i]);
-            zsum += d * zero_point_sum(&x[i], &y[i]);
+        sum = add_products(sum, x + i, y + i, m, decoded);
+        for (int b = i; b < i + m; ++b) {
+            zsum += zero_point_term(&x[b], &y[b]);
         }
     }
     *s = 0.03125f * (sum_all(sum) - zsum);
 }
+
+#    undef BATCH
+#    undef DECODED
 
 #else
 
