@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 
 import numpy as np
 
+from . import report
 from .errors import UserError, output_error
 
 _ALIGNMENT: Final = 32  # GGUF's default
@@ -158,7 +159,7 @@ class OutputFile:
         free = shutil.disk_usage(self.path.parent).free + os.fstat(self._file.fileno()).st_size
         if free < needed:
             self._discard()
-            what = f"needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            what = f"needs {report.size(needed)}, {report.size(free)} are free"
             raise UserError(self.path, what, "free some space or choose another folder")
 
     def _finished(self) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ import transformers
 
 from gguf_itq3s import native
 
+transformers.utils.logging.disable_progress_bar()
+
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,

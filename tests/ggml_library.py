@@ -130,7 +130,7 @@ def quantize_chunk(kind: int, x: np.ndarray) -> np.ndarray:
 
 
 def vec_dot(kind: int, weights: np.ndarray, activations: np.ndarray, n: int) -> np.ndarray:
-    """Dot product of every row of ``weights`` (type ``kind``) and of ``activations`` (its vec_dot_type): float32 (m, k)."""
+    """Dot products of rows of ``weights`` (type ``kind``) and ``activations`` (its vec_dot_type): float32 (m, k)."""
     function: Callable[..., None] = cpu_traits(kind).vec_dot
     out = np.empty((weights.shape[0], activations.shape[0]), dtype=np.float32)
     for i, w in enumerate(weights):

@@ -84,7 +84,7 @@ def activations(name: str, rows: int, n: int, seed: int = 11) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["gaussian", "outliers", "zero-blocks"])
 def test_rotated_activations(name: str) -> None:
-    """Q8_K_H is upstream's 8-bit code of the rotated row: at most half a step of error, and its block sums are exact."""
+    """Q8_K_H is upstream's 8-bit code of the rotated row: at most half a step of error, exact block sums."""
     x = activations(name, 8, 2048)
     blocks = ggml.from_float(ggml.Q8_K_H, x).reshape(-1).view(Q8_K).reshape(8, 8)
     rotated = fwht(x).reshape(8, 8, 256)

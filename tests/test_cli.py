@@ -225,7 +225,7 @@ def test_full_disk_is_found_before_the_work(
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1
     line = one_error(capfd.readouterr().err)
-    assert re.search(r"out\.gguf: needs [0-9.]+ GB, 0\.00 GB are free; free some space", line)
+    assert re.search(r"out\.gguf: needs [0-9.]+ KiB, 1000 B are free; free some space", line)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,7 +44,9 @@ def test_a_block_does_not_depend_on_its_neighbours(library: native.NativeLibrary
 
 def test_threads_do_not_change_the_bytes(library: native.NativeLibrary) -> None:
     rows = smooth(2**20, seed=3)["student-t4"]
-    np.testing.assert_array_equal(library.quantize(rows, effort="fast"), library.quantize(rows, effort="fast", threads=3))
+    np.testing.assert_array_equal(
+        library.quantize(rows, effort="fast"), library.quantize(rows, effort="fast", threads=3)
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])

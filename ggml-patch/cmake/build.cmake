@@ -20,7 +20,7 @@ separate_arguments(user_options UNIX_COMMAND "${GGML_OPTIONS}")
 
 # No network, no web interface, no HTTPS; runs from any folder.
 set(options
-    -DCMAKE_BUILD_TYPE=Release -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DBUILD_SHARED_LIBS=ON
+    -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DBUILD_SHARED_LIBS=ON
     -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
     -DLLAMA_BUILD_NUMBER=0 -DGIT_EXE=OFF)
 if (WANTED STREQUAL "stock")
@@ -34,6 +34,9 @@ else()
 endif()
 if (WANTED STREQUAL "test-backend-ops")
     set(binaries test-backend-ops)
+endif()
+if ("${CMAKE_BUILD_TYPE}" STREQUAL "")
+    set(CMAKE_BUILD_TYPE Release)
 endif()
 foreach (name CMAKE_BUILD_TYPE CMAKE_TOOLCHAIN_FILE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS CMAKE_CXX_FLAGS)
     if (NOT "${${name}}" STREQUAL "")
@@ -52,7 +55,7 @@ if (LLAMA_CPP_DIR STREQUAL "")
 else()
     set(upstream "${LLAMA_CPP_DIR}")
     if (NOT EXISTS "${upstream}/ggml/src/ggml.c")
-        message(FATAL_ERROR "LLAMA_CPP_DIR: ${upstream} is not a checkout of llama.cpp")
+        itq3s_fail("LLAMA_CPP_DIR: ${upstream} is not a checkout of llama.cpp")
     endif()
     itq3s_hash_source(upstream_id "${upstream}")
     list(APPEND options "-DLLAMA_BUILD_COMMIT=unknown")
@@ -139,19 +142,26 @@ function(itq3s_build)
         OUTPUT_FILE "${work}/configure.log" ERROR_FILE "${work}/configure.log" RESULT_VARIABLE failed)
     if (failed)
         file(READ "${work}/configure.log" log)
-        message(FATAL_ERROR "llama.cpp could not be configured:\n${log}")
+        itq3s_fail("llama.cpp could not be configured:\n${log}")
     endif()
 
-    set(jobs "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}")
-    if ("${jobs}" STREQUAL "")
+    # as many jobs as make or cmake --build --parallel was given, else one a core
+    if ("$ENV{MAKEFLAGS}" MATCHES "(^| )-?j([0-9]+)")
+        set(jobs "${CMAKE_MATCH_2}")
+    elseif ("$ENV{CMAKE_BUILD_PARALLEL_LEVEL}" MATCHES "^[0-9]+$")
+        set(jobs "$ENV{CMAKE_BUILD_PARALLEL_LEVEL}")
+    else()
         cmake_host_system_information(RESULT jobs QUERY NUMBER_OF_LOGICAL_CORES)
     endif()
+    foreach (name MAKEFLAGS MFLAGS MAKELEVEL)
+        unset(ENV{${name}})  # a make inside is on its own
+    endforeach()
     list(JOIN binaries ", " text)
     message(STATUS "building ${text}")
     execute_process(COMMAND ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
         RESULT_VARIABLE failed)
     if (failed)
-        message(FATAL_ERROR "llama.cpp did not build; the reason stands above. "
+        itq3s_fail("llama.cpp did not build; the reason stands above. "
             "Run the same command to go on from where it stopped.")
     endif()
 

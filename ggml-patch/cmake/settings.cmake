@@ -49,6 +49,13 @@ function(itq3s_write_settings file)
     file(CONFIGURE OUTPUT "${file}" CONTENT "${text}" @ONLY)
 endfunction()
 
+# Stop with one line that says why; FATAL_ERROR alone would wrap it.
+function(itq3s_fail)
+    string(CONCAT text ${ARGN})
+    message(NOTICE "error: ${text}")
+    message(FATAL_ERROR "stopped")
+endfunction()
+
 # Hold a lock until the process ends; say so when somebody else has it.
 function(itq3s_lock file what)
     get_filename_component(folder "${file}" DIRECTORY)
@@ -58,7 +65,7 @@ function(itq3s_lock file what)
         message(STATUS "waiting for another process that ${what}")
         file(LOCK "${file}" GUARD PROCESS RESULT_VARIABLE busy TIMEOUT 14400)
         if (busy)
-            message(FATAL_ERROR "${file} is still locked by another process that ${what}: ${busy}")
+            itq3s_fail("${file} is still locked by another process that ${what}: ${busy}")
         endif()
     endif()
 endfunction()
