@@ -267,6 +267,37 @@ def check_targets(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     return checks
 
 
+def roofline_table(result: dict[str, Any]) -> list[str]:
+    """How far each type is from what one core can read and multiply."""
+    medians = result["medians"]
+    limits = medians["roofline"]
+    lines = [
+        "",
+        "Distance from the limits of one core. Weights/s the memory can feed: its GB/s by the bytes of a weight;"
+        " vec_dot has its data in the cache and may exceed it. Generation: GB/s of model read.",
+        "",
+        "| type | memory feeds, G weights/s | vec_dot, part of the products limit | tiled, part of the products limit |"
+        " generation, GB/s | part of the memory limit |",
+        "| --- " * 6 + "|",
+    ]
+    products = limits.get("products")
+    for name, dot in medians["dot"].items():
+        if "AVX2" in name:
+            continue  # the limit of the products is that of the full instruction set
+        tiled = medians["tiled"].get(name)
+        tokens = medians.get("generation", {}).get(name)
+        read = tokens * result["model_bytes"][name.split()[0]] * 1e-9 if tokens else None
+        cells = [
+            f"{limits['memory_1'] / bytes_per_weight(name):.1f}",
+            f"{dot / products:.0%}" if products else "",
+            f"{tiled / products:.0%}" if products and tiled else "",
+            f"{read:.1f}" if read else "",
+            f"{read / limits['memory_1']:.0%}" if read else "",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def table(result: dict[str, Any]) -> str:
     medians = result["medians"]
     tests = [t for t in ("dot", "tiled", "generation", "prompt", "generation_all", "prompt_all") if t in medians]
@@ -283,6 +314,7 @@ def table(result: dict[str, Any]) -> str:
         if test in medians:
             values = ", ".join(f"{name} {value:.1f}" for name, value in medians[test].items())
             lines += ["", f"{UNITS[test]}: {values}."]
+    lines += roofline_table(result)
     lines += ["", "| test | what | measured | asked |", "| --- | --- | --- | --- |"]
     for check in result["targets"]:
         mark = "" if check["got"] >= check["least"] else " (missed)"
@@ -344,6 +376,7 @@ def main() -> int:
             "cores": cores,
             "rounds": arguments.rounds,
             "weights": bench_model.WEIGHTS,
+            "model_bytes": {name: path.stat().st_size for name, path in paths.items()},
             "medians": medians,
             "samples": samples,
             "instructions": count_instructions(libraries),

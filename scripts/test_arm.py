@@ -10,8 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 import simd_program
 
 COMPILER = "aarch64-linux-gnu-gcc"

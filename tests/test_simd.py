@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import ggml_library
 import llama
 import pytest
+
+sys.path.insert(0, str(llama.ROOT / "scripts"))
+
 import simd_program
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

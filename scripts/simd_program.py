@@ -12,7 +12,7 @@ from gguf_itq3s import upstream
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "ggml-patch" / "src"
-VECTORS = Path(__file__).parent / "data" / "itq3_s_decode.npz"
+VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
 
 
 def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) -> Path:
