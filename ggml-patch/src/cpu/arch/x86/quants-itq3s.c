@@ -281,7 +281,7 @@ static inline sum_t add_product(sum_t sum, const block_itq3_s * x, const block_q
 // The indices of a block are made while the one before is multiplied.
 static inline sum_t add_products(sum_t sum, const block_itq3_s * x, const block_q8_K * y, int n,
                                  const uint8_t * decoded) {
-    uint8_t indices[BATCH][QK_ITQ3_S / 2];
+    _Alignas(64) uint8_t indices[BATCH][QK_ITQ3_S / 2];
     itq3_s_indices(decoded, x[0].qs, indices[0]);
 #        if defined(__GNUC__)
 #            pragma GCC unroll 5
@@ -318,9 +318,10 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
     const block_q8_K * GGML_RESTRICT   y  = vy;
     const int                          nb = n / QK_ITQ3_S;
 
-    uint8_t decoded[DECODED * BATCH];
-    sum_t   sum  = sum_zero();
-    float   zsum = 0.0f;
+    _Alignas(64) uint8_t decoded[DECODED * BATCH];
+
+    sum_t sum  = sum_zero();
+    float zsum = 0.0f;
     for (int i = 0; i < nb; i += BATCH) {
         const int m = nb - i < BATCH ? nb - i : BATCH;
         for (int b = 0; b < m; b += ITQ3_S_GROUP) {
