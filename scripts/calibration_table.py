@@ -7,7 +7,8 @@
 For each model: mean KL divergence of its F16 file's predictions to those of each quantized file (llama-perplexity),
 every matrix of a layer in the named type, embeddings in F16. Importance matrix and calibration come from the same text,
 half from the novels and half from the validation split; the test split is only evaluated on. A second text, the
-reference topics in Python's own library (technical prose, another domain than the calibration text), is a held-out check.
+reference topics in Python's own library (technical prose, another domain than the calibration text), is a held-out
+check.
 
 Finished parts are kept in ``--work``; the same command continues. Ends with the tables in Markdown.
 """
@@ -65,6 +66,11 @@ ROWS = {
     "q3_k": Row("Q3_K", 3.4375, quantize="Q3_K_S"),
     "q3_k-imatrix": Row("Q3_K, importance matrix", 3.4375, quantize="Q3_K_S", statistics="imatrix"),
 }
+# Measured in this order: what the ratios need comes first.
+ORDER = (
+    "default", "iq3_s", "calibrated", "q3_k", "imatrix",
+    "iq3_s-imatrix", "q3_k-imatrix", "plain", "calibrated-unfolded", "imatrix-unfolded", "quantize-imatrix",
+)  # fmt: skip
 
 
 def tool(name: str, *args: str | Path) -> str:
@@ -125,7 +131,8 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
              "--output-frequency", "100000", *threads)  # fmt: skip
     hessians = folder / "hessians"
     calibrate.calibrate(calibrate.Options(model, [text], hessians, tokens=args.tokens, context=512))
-    for key, row in ROWS.items():
+    for key in ORDER:
+        row = ROWS[key]
         if key in results and all(name in results[key] for name in texts):
             continue
         out = folder / f"{key}.gguf"
@@ -156,6 +163,18 @@ def kld(model: Path, base: Path, threads: list[str]) -> float:
     return float(found[1])
 
 
+def shown(value: float | None, digits: int = 4) -> str:
+    """A number of the table, empty where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def ratio(results: dict[str, dict[str, float]], text: str, key: str, others: tuple[str, ...]) -> float | None:
+    """KLD of a row over the least of the others, None where one is missing."""
+    if any(text not in results.get(name, {}) for name in (key, *others)):
+        return None
+    return results[key][text] / min(results[other][text] for other in others)
+
+
 def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """The table of every text, and the ratios."""
     models = list(results)
@@ -168,7 +187,7 @@ def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
             "| --- |" + " --- |" * (1 + len(models)),
         ]
         for key, row in ROWS.items():
-            values = " | ".join(f"{results[model][key][text]:.4f}" for model in models)
+            values = " | ".join(shown(results[model].get(key, {}).get(text)) for model in models)
             lines.append(f"| {row.label} | {row.bits:g} | {values} |")
         ratios = {
             "default / better of IQ3_S and Q3_K": ("default", ("iq3_s", "q3_k")),
@@ -178,10 +197,7 @@ def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
         }
         lines += ["", "| ratio | " + " | ".join(models) + " |", "| --- |" + " --- |" * len(models)]
         for label, (key, others) in ratios.items():
-            values = " | ".join(
-                f"{results[model][key][text] / min(results[model][other][text] for other in others):.3f}"
-                for model in models
-            )
+            values = " | ".join(shown(ratio(results[model], text, key, others), 3) for model in models)
             lines.append(f"| {label} | {values} |")
         lines.append("")
     return "\n".join(lines)
@@ -197,6 +213,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=131072, help="calibration tokens (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=100, help="windows of 512 to evaluate (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=("model", *TWINS), help="measure one of the three now")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     models = {"model": args.model_dir}
@@ -209,7 +226,8 @@ def main() -> int:
     for name, model in models.items():
         found = args.work / name / "results.json"
         results[name] = json.loads(found.read_text()) if found.exists() else {}
-        measure(args.work / name, model, args, results[name])
+        if args.only in (None, name):
+            measure(args.work / name, model, args, results[name])
     print(tables(results))
     return 0
 

@@ -45,7 +45,9 @@ def test_factor_multiplies_back(form: object, damping: float) -> None:
 def test_identity_and_zero_have_no_feedback() -> None:
     for h in (np.eye(512), np.zeros((512, 512)), np.zeros((2, 256, 256))):
         factor = hessian.factorize(h)
-        np.testing.assert_array_equal(np.triu(np.atleast_3d(factor.feedback.reshape(-1, *factor.feedback.shape[-2:])), 1), 0)
+        np.testing.assert_array_equal(
+            np.triu(np.atleast_3d(factor.feedback.reshape(-1, *factor.feedback.shape[-2:])), 1), 0
+        )
         np.testing.assert_array_equal(factor.weight, 1)
 
 
