@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from .checkpoint import Checkpoint, SourceTensor
     from .encode import Encoder
+    from .factors import Factors
+    from .fold import Folding
+    from .hessian import Factor
     from .policy import Choice
     from .report import Row
 
@@ -44,6 +47,14 @@ class Options:
         dry_run: print the plan and write nothing.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
+        fold_norms: multiply norm gains into the matrices that read them; None: yes for ITQ3_S, else no.
+        calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
+        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
+        damping: of the Hessians, share of the mean diagonal.
+        segment: columns that the calibrated search commits at a time.
+        lookahead: columns it searches past them before.
+        token_embedding_type: type of the token embedding, by its GGUF name, instead of the mix's.
+        output_tensor_type: the same for the output matrix.
     """
 
     model: Path
@@ -57,6 +68,19 @@ class Options:
     dry_run: bool = False
     model_name: str | None = None
     verbose: bool = False
+    fold_norms: bool | None = None
+    calibration: Path | None = None
+    imatrix: Path | None = None
+    damping: float | None = None
+    segment: int | None = None
+    lookahead: int | None = None
+    token_embedding_type: str | None = None
+    output_tensor_type: str | None = None
+
+    @property
+    def folds(self) -> bool:
+        """Whether norms are folded."""
+        return self.outtype == "itq3_s" if self.fold_norms is None else self.fold_norms
 
 
 def convert(options: Options) -> list[Row]:
@@ -76,9 +100,11 @@ def convert(options: Options) -> list[Row]:
     started = time.monotonic()
     encoder = _encoder(options)
     checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
+    checkpoint, folding, factors = _prepare(checkpoint, options)
     choices = _choose(checkpoint, options, encoder)
     _warn(checkpoint, choices, encoder)
-    header, sizes = _header(checkpoint, choices, options)
+    _warn_unknown(checkpoint, choices, factors)
+    header, sizes = _header(checkpoint, choices, options, folding)
     rows = [
         report.Row(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -88,18 +114,69 @@ def convert(options: Options) -> list[Row]:
         _print_plan(checkpoint, rows)
     else:
         with output:
-            rows = _write(output, checkpoint, rows, choices, encoder)
+            rows = _write(output, checkpoint, rows, choices, encoder, factors)
     print(report.by_type(rows))
     verb = "would write" if options.dry_run else "wrote"
     print(f"{verb} {options.out}: {report.size(output.size)}, {time.monotonic() - started:.1f} s")
     return rows
 
 
+def _prepare(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Folding, Factors | None]:
+    """Fold norms and open the statistics, as far as the options ask for it."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from . import calibration, fold, hessian, imatrix
+    from .errors import UserError
+    from .factors import Factors
+
+    statistics = options.calibration or options.imatrix
+    if options.calibration and options.imatrix:
+        raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
+    if statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
+        what = "is for the trellis code of ITQ3_S"
+        raise UserError(statistics, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if options.folds and options.outtype in ("tq1_0", "tq2_0"):
+        what = "would not stay ternary with its norms folded"
+        raise UserError(options.model, what, "leave --fold-norms out")
+
+    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+    folding = fold.Folding()
+    if options.folds:
+        floats = frozenset(name for name, tensor in by_name.items() if tensor.stored.name in ("F32", "F16", "BF16"))
+        folding = fold.plan(checkpoint.model.arch, by_name, floats.__contains__)
+        if folding.left_alone:
+            lines = "\n".join(f"  {line}" for line in folding.left_alone)
+            print(f"note: norms that are not folded:\n{lines}", file=sys.stderr)
+
+    def gain(norm: str) -> np.ndarray:
+        return np.concatenate([np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()])
+
+    factors = None
+    if statistics:
+        source = (
+            calibration.open_calibration(options.calibration, checkpoint.files)
+            if options.calibration
+            else imatrix.read(statistics)
+        )
+        factors = Factors(source, folding, gain, hessian.DAMPING if options.damping is None else options.damping)
+    tensors = fold.apply(checkpoint.tensors, folding, str(checkpoint.folder))
+    return replace(checkpoint, tensors=tensors), folding, factors
+
+
 def _encoder(options: Options) -> Encoder:
-    from . import native
+    from . import ldlq, native
     from .encode import Encoder
     from .errors import UserError
 
+    changed = {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    try:
+        search = ldlq.Search(effort=options.effort, **changed)
+        if options.damping is not None and not options.damping > 0:
+            raise ValueError(f"damping {options.damping}: it must be more than 0")
+    except ValueError as error:
+        raise UserError(options.calibration or options.model, str(error), "change the option") from error
     try:
         library = native.load()
     except OSError as error:
@@ -110,22 +187,33 @@ def _encoder(options: Options) -> Encoder:
         library = None
     if options.native and library is None:
         raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
-    return Encoder(options.effort, options.codec, max(1, options.threads), library, native=options.native is not False)
+    return Encoder(
+        options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
+    )
 
 
 def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[Choice]:
     from gguf import GGMLQuantizationType
 
     from . import policy
+    from .errors import UserError
 
     target = GGMLQuantizationType[options.outtype.upper()]
-    return [
+    choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, target, checkpoint.model,
             pure=options.pure, writable=encoder.writable,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
+    own = {"token_embd.weight": options.token_embedding_type, "output.weight": options.output_tensor_type}
+    for number, tensor in enumerate(checkpoint.tensors):
+        if name := own.get(tensor.name):
+            wanted = GGMLQuantizationType[name.upper()]
+            if encoder.writable is not None and wanted not in encoder.writable:
+                raise UserError(options.model, f"{wanted.name} needs the built library", "run make build", tensor.label)
+            choices[number] = policy.Choice(policy.fit(wanted, tensor.shape[-1]), wanted)
+    return choices
 
 
 def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
@@ -148,7 +236,29 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> No
         print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=sys.stderr)
 
 
-def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> tuple[bytes, list[int]]:
+def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Factors | None) -> None:
+    """One warning for the tensors that there are no statistics of."""
+    from .types import ITQ3_S
+
+    if factors is None:
+        return
+    # Rows of the embedding are looked up, not multiplied.
+    unknown = [
+        f"  {tensor.name}"
+        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.known(tensor.name)
+    ]
+    if unknown:
+        lines = "\n".join(unknown)
+        print(
+            f"warning: {factors.path} has nothing on {len(unknown)} tensors, they are rounded without:\n{lines}",
+            file=sys.stderr,
+        )
+
+
+def _header(
+    checkpoint: Checkpoint, choices: list[Choice], options: Options, folding: Folding
+) -> tuple[bytes, list[int]]:
     """GGUF header, metadata and tensor infos as bytes, and the size of each tensor."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, LlamaFileType
@@ -157,7 +267,7 @@ def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> 
     from .types import ITQ3_S
 
     writer = checkpoint.writer
-    _set_metadata(writer, LlamaFileType[f"MOSTLY_{options.outtype.upper()}"], choices, options, ITQ3_S)
+    _set_metadata(writer, LlamaFileType[f"MOSTLY_{options.outtype.upper()}"], choices, options, folding, ITQ3_S)
     writer.tensors = [{}]
     sizes = []
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
@@ -172,7 +282,9 @@ def _header(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> 
     return buffer.getvalue(), sizes
 
 
-def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, itq3_s: Any) -> None:
+def _set_metadata(
+    writer: GGUFWriter, file_type: int, choices: list[Choice], options: Options, folding: Folding, itq3_s: Any
+) -> None:
     if options.outtype != "f16":  # what upstream wrote for an F16 file stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type)
@@ -180,7 +292,8 @@ def _set_metadata(writer: GGUFWriter, file_type: int, choices: list[Choice], opt
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
-        writer.add_bool("itq3s.calibrated", False)
+        writer.add_bool("itq3s.calibrated", bool(options.calibration or options.imatrix))
+        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
 
 
 def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str:
@@ -188,7 +301,18 @@ def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str
     from . import __version__
 
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
-    how = [__version__, options.codec, options.effort, files]
+    how: list[Any] = [__version__, options.codec, options.effort, options.folds, files]
+    how += [
+        options.token_embedding_type,
+        options.output_tensor_type,
+        options.damping,
+        options.segment,
+        options.lookahead,
+    ]
+    if options.calibration:
+        how.append((options.calibration / "manifest.json").read_text())
+    if options.imatrix:
+        how.append(hashlib.sha256(options.imatrix.read_bytes()).hexdigest())
     return hashlib.sha256(header + json.dumps(how).encode()).hexdigest()
 
 
@@ -202,7 +326,14 @@ def _print_plan(checkpoint: Checkpoint, rows: list[Row]) -> None:
     print(report.table(["tensor", "shape", "type", "size"], lines), end="\n\n")
 
 
-def _write(output: Any, checkpoint: Checkpoint, rows: list[Row], choices: list[Choice], encoder: Encoder) -> list[Row]:
+def _write(
+    output: Any,
+    checkpoint: Checkpoint,
+    rows: list[Row],
+    choices: list[Choice],
+    encoder: Encoder,
+    factors: Factors | None,
+) -> list[Row]:
     """Write every tensor that is not there yet; returns the rows with their errors."""
     from dataclasses import replace
 
@@ -219,20 +350,34 @@ def _write(output: Any, checkpoint: Checkpoint, rows: list[Row], choices: list[C
         for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
             error = Error()
             bar.set_postfix_str(tensor.name, refresh=False)
-            pieces = _pieces(tensor, choice, encoder, error, checkpoint.folder, bar)
+            pieces = _pieces(tensor, choice, encoder, factors, error, checkpoint.folder, bar)
             output.write(pieces, lambda name=tensor.name, error=error: {"name": name, "error": error.relative})
     return [replace(row, error=record["error"]) for row, record in zip(rows, output.records, strict=True)]
 
 
 def _pieces(
-    tensor: SourceTensor, choice: Choice, encoder: Encoder, error: Any, folder: Path, bar: Any
+    tensor: SourceTensor,
+    choice: Choice,
+    encoder: Encoder,
+    factors: Factors | None,
+    error: Any,
+    folder: Path,
+    bar: Any,
 ) -> Iterator[np.ndarray]:
     """The bytes of one tensor; errors name it."""
     from .errors import UserError
+    from .types import ITQ3_S
+
+    of_matrix = None
+    if factors is not None and choice.type == ITQ3_S and factors.known(tensor.name):
+        source = factors
+
+        def of_matrix(number: int) -> Factor | None:
+            return source.factor(tensor.name, tensor.shape, number)
 
     left = tensor.size
     try:
-        for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error):
+        for data, weights in encoder.encode(tensor.load(), tensor.size, choice.type, error, of_matrix):
             yield data
             bar.update(weights)
             left -= weights
@@ -254,6 +399,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outtype", choices=OUTTYPES, default="itq3_s", help="type of the matrices (default: %(default)s)"
     )
     parser.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
+    types = ("f32", "f16", "q8_0", "q6_k", "q5_k", "q4_k", "itq3_s", "tq2_0", "tq1_0")
+    parser.add_argument("--token-embedding-type", choices=types, help="of the token embedding, instead of the mix's")
+    parser.add_argument("--output-tensor-type", choices=types, help="of the output matrix, instead of the mix's")
     parser.add_argument(
         "--codec", choices=("trellis", "ternary"), default="trellis",
         help="of ITQ3_S; ternary is the literal code of the paper, for comparison (default: %(default)s)",
@@ -262,6 +410,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--effort", choices=("fast", "default"), default="default",
         help="of ITQ3_S: start scales the search tries (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--fold-norms", action=argparse.BooleanOptionalAction, default=None,
+        help="multiply norm gains into the matrices that read them, exact (default: for ITQ3_S)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"
+    )
+    parser.add_argument("--imatrix", type=Path, metavar="FILE", help="what llama-imatrix wrote (GGUF), for the same")
+    parser.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
+    parser.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
+    parser.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
     parser.add_argument("--threads", type=int, default=cpus, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=None,

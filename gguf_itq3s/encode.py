@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from . import codec, policy
+from . import codec, ldlq, policy
+from .hessian import Factor
 from .native import NativeLibrary
 from .types import ITQ3_S
 
@@ -27,6 +28,8 @@ _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
+#: The factor of the Hessian of a matrix of a tensor, by its number in the stack, or None where nothing is known.
+Factors = Callable[[int], "Factor | None"]
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Encoder:
         effort: of ITQ3_S, ``fast`` or ``default``.
         codec: of ITQ3_S, ``trellis`` or ``ternary``.
         threads: pieces encoded side by side.
+        search: of ITQ3_S with calibration statistics.
         library: the built ggml, for the types gguf-py cannot quantize; None without a build.
         native: use ``library`` for every type (the bytes are the same).
     """
@@ -57,6 +61,7 @@ class Encoder:
     effort: str = "default"
     codec: str = "trellis"
     threads: int = 1
+    search: ldlq.Search = ldlq.Search()  # noqa: RUF009 (frozen)
     library: NativeLibrary | None = field(default=None, repr=False)
     native: bool = True
 
@@ -65,13 +70,17 @@ class Encoder:
         """The types this encoder can write, None for all."""
         return None if self.library is not None else policy.NUMPY_TYPES
 
-    def rows(self, weights: FloatArray, qtype: Type) -> ByteArray:
-        """Quantize float32 (rows, n) to uint8 (rows, bytes of a row).
+    def rows(self, weights: FloatArray, qtype: Type, factor: Factor | None = None) -> ByteArray:
+        """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), ITQ3_S with ``factor`` if there is one.
 
         Raises:
             ValueError: a weight is not finite, or rows are not whole blocks.
         """
         library = self.library
+        if qtype == ITQ3_S and factor is not None:
+            if library is not None and self.native:
+                return library.quantize_calibrated(weights, factor, self.search, threads=self.threads)
+            return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search))
         if library is not None and (self.native or qtype not in policy.NUMPY_TYPES):
             if qtype == ITQ3_S:
                 return library.quantize(weights, effort=self.effort, codec=self.codec, threads=self.threads)
@@ -89,7 +98,7 @@ class Encoder:
             return np.concatenate(list(pool.map(quantize, parts)))
 
     def encode(
-        self, parts: Iterable[np.ndarray], size: int, qtype: Type, error: Error
+        self, parts: Iterable[np.ndarray], size: int, qtype: Type, error: Error, factors: Factors | None = None
     ) -> Iterator[tuple[ByteArray, int]]:
         """Encode a tensor piece by piece.
 
@@ -98,6 +107,7 @@ class Encoder:
             size: weights of the whole tensor.
             qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
             error: receives the squared error, on about a million weights of a larger tensor.
+            factors: calibration statistics of an ITQ3_S tensor.
 
         Yields:
             The bytes of a piece, uint8 (n,), and its number of weights (0 for what is copied).
@@ -106,21 +116,22 @@ class Encoder:
             ValueError: a weight is NaN or infinite, or too large for the type; the message is the reason alone.
         """
         share = min(1.0, _ERROR_SAMPLE / max(size, 1))
-        for matrix in _matrices(parts):
+        for number, matrix in _matrices(parts):
             if matrix.dtype == np.uint8 or matrix.dtype.kind in "iu":
                 yield np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), 0
                 continue
+            factor = factors(number) if factors is not None else None
             step = max(1, _PIECE // matrix.shape[1])
             for start in range(0, matrix.shape[0], step):
                 piece = np.ascontiguousarray(matrix[start : start + step], dtype=np.float32)
                 _check_finite(piece)
-                data = self._piece(piece, qtype)
+                data = self._piece(piece, qtype, factor)
                 _measure(piece, data, qtype, share, error)
                 yield data.reshape(-1).view(np.uint8), piece.size
 
-    def _piece(self, piece: FloatArray, qtype: Type) -> np.ndarray:
+    def _piece(self, piece: FloatArray, qtype: Type, factor: Factor | None) -> np.ndarray:
         if (dtype := _FLOATS.get(qtype)) is None:
-            return self.rows(piece, qtype)
+            return self.rows(piece, qtype, factor)
         with np.errstate(over="ignore"):
             data = piece.astype(dtype)
         if qtype == Type.F16 and not np.isfinite(data).all():
@@ -128,15 +139,18 @@ class Encoder:
         return data
 
 
-def _matrices(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Each part as 2-D arrays of rows; no copy but for a stack of matrices that is not contiguous."""
+def _matrices(parts: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+    """Each part as 2-D arrays of rows with their number in a stack; no copy but for a stack that is not contiguous."""
+    number = 0
     for part in parts:
         if part.ndim < 2:
-            yield part.reshape(1, -1)
+            yield 0, part.reshape(1, -1)
         elif part.ndim == 2:
-            yield part
+            yield 0, part
         else:
-            yield from part.reshape(-1, *part.shape[-2:])
+            for matrix in part.reshape(-1, *part.shape[-2:]):
+                yield number, matrix
+                number += 1
 
 
 def _check_finite(piece: FloatArray) -> None:

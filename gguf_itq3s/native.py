@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .codec import BLOCK_BYTES, CODECS, EFFORTS, ByteArray
+from .hessian import Factor
+from .ldlq import Search, check_shape
 from .transform import BLOCK
 from .types import ITQ3_S
 
@@ -27,6 +29,8 @@ LIBRARY_VARIABLE: Final = "GGUF_ITQ3S_LIBRARY"
 _F32P = ctypes.POINTER(ctypes.c_float)
 # Weights a thread takes at a time: long enough to hide the call, short enough to share the work evenly.
 _CHUNK_WEIGHTS = 1 << 18
+# Rows that the calibrated encoder takes through the feedback matrix together.
+_LDLQ_ROWS = 64
 
 
 def library_name() -> str:
@@ -49,12 +53,15 @@ class NativeLibrary:
         library = ctypes.CDLL(str(path))
         try:
             self._itq3_s = library.quantize_itq3_s_effort
+            self._ldlq = library.quantize_itq3_s_ldlq_flat
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
         except AttributeError as error:
             raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run make build") from None
         self._itq3_s.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         self._itq3_s.restype = ctypes.c_size_t
+        self._ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
+        self._ldlq.restype = ctypes.c_size_t
         self._chunk.argtypes = [ctypes.c_int, _F32P, ctypes.c_void_p, *[ctypes.c_int64] * 3, _F32P]
         self._chunk.restype = ctypes.c_size_t
         self._row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
@@ -85,6 +92,30 @@ class NativeLibrary:
         if np.isnan(out[:, 96:98].copy().view("<f2")).any():
             raise ValueError("a weight is NaN, infinite or larger than 2**56")
         return out.reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
+
+    def quantize_calibrated(
+        self, array: npt.ArrayLike, factor: Factor, options: Search | None = None, *, threads: int = 1
+    ) -> ByteArray:
+        """As :func:`gguf_itq3s.ldlq.quantize`, with the same bytes and the same errors, on ``threads`` threads."""
+        options = options or Search()
+        weights = np.ascontiguousarray(array, dtype=np.float32)
+        check_shape(weights, factor)
+        feedback, weight = np.ascontiguousarray(factor.feedback), np.ascontiguousarray(factor.weight)
+        out = np.empty((weights.shape[0], factor.columns // BLOCK * BLOCK_BYTES), dtype=np.uint8)
+
+        def part(start: int, stop: int) -> None:
+            self._ldlq(
+                weights[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, factor.columns,
+                feedback.ctypes.data_as(_F32P), weight.ctypes.data_as(_F32P), int(factor.full), options.segment,
+                options.lookahead, EFFORTS.index(options.effort),
+            )  # fmt: skip
+
+        _in_parts(part, weights.shape[0], _LDLQ_ROWS, threads)
+        if np.isnan(out.reshape(-1, BLOCK_BYTES)[:, 96:98].copy().view("<f2")).any():
+            if not np.isfinite(weights).all() or np.abs(weights).max() >= 2.0**52:
+                raise ValueError("a weight is NaN, infinite or larger than 2**56")
+            raise ValueError("the errors fed forward grew beyond float32; use more damping")
+        return out
 
     def quantize_type(
         self, array: npt.ArrayLike, qtype: gguf.GGMLQuantizationType, *, threads: int = 1
