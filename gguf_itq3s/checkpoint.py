@@ -267,8 +267,8 @@ def _reading(folder: Path) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        what = f"cannot be read: {error}" if str(error) else f"cannot be read ({type(error).__name__})"
-        raise UserError(folder, what, "--verbose shows more") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise UserError(folder, f"cannot be read: {reason}", "check its config.json; --verbose shows more") from error
 
 
 def _reader_class(model_class: Any) -> Any:

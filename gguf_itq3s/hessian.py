@@ -94,10 +94,9 @@ def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
             lower = np.linalg.cholesky(reverse)
         except np.linalg.LinAlgError:
             raise ValueError("the Hessian is not positive semidefinite; more damping may help") from None
-        scale = np.diagonal(lower)[::-1]
-        lower /= np.diagonal(lower)
-        feedback[i] = lower[::-1, ::-1]
-        weight[i] = scale**2
+        scale = np.diagonal(lower).copy()
+        feedback[i] = (lower / scale)[::-1, ::-1]
+        weight[i] = scale[::-1] ** 2
     weight /= weight.mean()
     return Factor(
         feedback[0] if hessian.ndim == 2 else feedback, np.ascontiguousarray(weight.reshape(columns), dtype=np.float32)

@@ -245,7 +245,7 @@ def quantize(array: npt.ArrayLike, factor: Factor, options: Search | None = None
             raise ValueError("the errors fed forward grew beyond float32; use more damping")
         error[part] = LEVELS.astype(np.float32)[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
         blocks[number] = codec.pack(indices, selectors, d, np.zeros_like(d))
-    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, -1)
+    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // BLOCK * codec.BLOCK_BYTES)
 
 
 def check_shape(weights: FloatArray, factor: Factor) -> None:

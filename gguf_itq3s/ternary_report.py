@@ -60,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
          *(f"{f['errors'][scale]:.4f}" for scale in ternary.SCALES)]
         for f in facts
     ]  # fmt: skip
-    print(
-        "relative squared error of ternarizing by absmean (gamma of training, a tensor), optimal, maxabs (a block)"
-    )
+    print("relative squared error of ternarizing by absmean (gamma of training, a tensor), optimal, maxabs (a block)")
     print(report.table(["matrix", "ternary, scale for", "gamma", *ternary.SCALES], rows))
     return 0

@@ -1,0 +1,127 @@
+"""Norm folding: the plan, the folded tensors, and the folded model's predictions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import llama
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, SIZES, save_model
+
+from gguf_itq3s import fold
+from gguf_itq3s.convert import Options, convert
+from gguf_itq3s.errors import UserError
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    **{name: ARCHITECTURES[name] for name in ("llama", "llama-tied", "qwen2", "qwen3", "mixtral", "gemma")},
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2-moe": ("Qwen2MoeConfig", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def uneven(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Callable[[str], Path]:
+    """``uneven(name)``: a small random model whose norm gains are far from one, in float16."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            kind, changes = FAMILIES[name]
+            torch.manual_seed(0)
+            config = getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter_name, parameter in model.named_parameters():
+                    if "norm" in parameter_name and parameter.ndim == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.4)
+            made[name] = save_model(model.half(), tmp_path_factory.mktemp(f"uneven-{name}") / name, tokenizer)
+        return made[name]
+
+    return make
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predictions_do_not_change(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """The folded F16 file predicts what the original predicts, to F16 rounding."""
+    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert(Options(uneven(name), plain, outtype="f16"))
+    convert(Options(uneven(name), folded, outtype="f16", fold_norms=True))
+    before, after = tensors(plain), tensors(folded)
+    norms = [key for key in before if re.fullmatch(r"blk\.\d+\.(attn|ffn)_norm\.weight", key)]
+    assert len(norms) == 4
+    for key in norms:
+        assert np.abs(before[key] - 1).max() > 0.5
+        np.testing.assert_array_equal(after[key], 1)
+    text = tmp_path / "text.txt"
+    text.write_text(Path(fold.__file__).read_text())
+    args = ["-c", "128", "--chunks", "4", "-t", "1", "--kl-divergence-base", str(tmp_path / "base")]
+    llama.run("llama-perplexity", "-m", plain, "-f", text, *args)
+    found = []
+    for path in (plain, folded):
+        done = llama.run("llama-perplexity", "-m", path, "--kl-divergence", *args)
+        match = re.search(r"Mean\s+KLD:\s+(-?[0-9.eE+-]+)", done.stdout + done.stderr)
+        assert match, done.stderr[-500:]
+        found.append(float(match[1]))
+    assert abs(found[1]) < 2e-5 + 2 * abs(found[0])
+
+
+def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert(Options(uneven("mixtral"), plain, outtype="f16"))
+    convert(Options(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
+    before, after = tensors(plain), tensors(folded)
+    plan = fold.plan("llama", before)
+    assert set(plan.norms) == {
+        *(f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")), "output_norm.weight",
+    }  # fmt: skip
+    assert set(plan.norms["blk.0.ffn_norm.weight"]) == {
+        f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
+    }
+    for name, value in before.items():
+        norm = plan.gain_of(name)
+        if name in plan.norms:
+            np.testing.assert_array_equal(after[name], 1)
+        elif norm:
+            expected = (value.astype(np.float32) * before[norm]).astype(value.dtype)
+            np.testing.assert_array_equal(after[name], expected, err_msg=name)
+        else:
+            np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+LAYER = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+NAMES = ["token_embd.weight", "output_norm.weight", *(f"blk.0.{part}.weight" for part in LAYER)]
+
+
+def test_what_is_not_proven_is_left_alone() -> None:
+    assert set(fold.plan("llama", [*NAMES, "output.weight"]).norms) == {
+        "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight",
+    }  # fmt: skip
+    tied = fold.plan("llama", NAMES)
+    assert set(tied.norms) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"}
+    assert any("output_norm" in line for line in tied.left_alone)
+    for extra, phrase in (("blk.0.attn_gate.weight", "not known"), ("blk.0.attn_norm.bias", "bias")):
+        plan = fold.plan("llama", [*NAMES, extra])
+        assert "blk.0.attn_norm.weight" not in plan.norms
+        assert any(line.startswith("blk.0.attn_norm") and phrase in line for line in plan.left_alone)
+    unknown = fold.plan("falcon", NAMES)
+    assert not unknown.norms and "falcon" in unknown.left_alone[0]
+    quantized = fold.plan("llama", NAMES, lambda name: name != "blk.0.attn_k.weight")
+    assert set(quantized.norms) == {"blk.0.ffn_norm.weight"}
+
+
+def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ternary"):
+        convert(Options(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
