@@ -186,13 +186,23 @@ def kld(model: Path, base: Path, chunks: int, threads: list[str]) -> float:
     return float(found[1])
 
 
+#: Llama's names in transformers and in GGUF.
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
 class TorchEvaluator:
     """Mean KL divergence in PyTorch, on dequantized weights in float32: the same windows and positions, and faster."""
 
     def __init__(self, model: Path, f16: Path, text: Path, chunks: int) -> None:
         import torch
-        from transformers import AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         ids = AutoTokenizer.from_pretrained(model)(text.read_text()[: chunks * 512 * 8]).input_ids
         rows = [ids[:1] + ids[1 + i * 511 : 1 + (i + 1) * 511] for i in range(chunks)]
         self._windows = torch.tensor(rows)
@@ -203,12 +213,22 @@ class TorchEvaluator:
         return float((self._base.exp() * (self._base - self._predictions(path))).sum(-1).mean())
 
     def _predictions(self, path: Path) -> torch.Tensor:
+        import gguf
         import torch
-        from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        weights = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+        config = self._model.config
         with torch.inference_mode():
-            parts = [model(input_ids=rows[None]).logits[:, 256:-1] for rows in self._windows]
+            for name, parameter in self._model.named_parameters():
+                key = re.sub(r"model\.layers\.(\d+)\.", r"blk.\1.", name)
+                for theirs, ours in _NAMES.items():
+                    key = key.replace(theirs, ours)
+                value = weights[key].astype(np.float32)
+                if ".attn_q." in key or ".attn_k." in key:  # the converter interleaves the halves of a head for RoPE
+                    heads = config.num_attention_heads if ".attn_q." in key else config.num_key_value_heads
+                    value = value.reshape(heads, -1, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+            parts = [self._model(input_ids=rows[None]).logits[:, 256:-1] for rows in self._windows]
         return torch.log_softmax(torch.cat(parts), dim=-1)
 
 
