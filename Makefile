@@ -7,12 +7,15 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Extra arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+EVAL_ARGS ?=
+BENCH_ARGS ?=
+CUDA_CHECK_ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint format clean distclean
+.PHONY: help setup build demo test eval bench test-arm cuda-check lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +37,18 @@ demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with 
 
 test: build ## run all tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
+	$(PY) scripts/eval.py models/demo-llama $(EVAL_ARGS)
+
+bench: build ## measure the CPU kernels beside llama.cpp's types
+	$(PY) scripts/bench.py $(BENCH_ARGS)
+
+test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
+	$(PY) scripts/test_arm.py
+
+cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120, without a GPU
+	$(PY) scripts/cuda_check.py $(CUDA_CHECK_ARGS)
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .

@@ -20,7 +20,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from . import lazy, upstream
+from . import bitnet, lazy, upstream
 from .errors import UserError
 from .policy import Model
 
@@ -267,12 +267,12 @@ def _reading(folder: Path) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        what = f"cannot be read: {error}" if str(error) else f"cannot be read ({type(error).__name__})"
-        raise UserError(folder, what, "--verbose shows more") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise UserError(folder, f"cannot be read: {reason}", "check its config.json; --verbose shows more") from error
 
 
 def _reader_class(model_class: Any) -> Any:
-    """A subclass of a ``conversion`` class whose tokenizer errors say what to do."""
+    """A subclass of a ``conversion`` class that explains tokenizer errors and reads packed BitNet weights."""
 
     def set_vocab(self: Any) -> None:
         try:
@@ -287,7 +287,13 @@ def _reader_class(model_class: Any) -> Any:
                 what, remedy = f"the tokenizer cannot be read: {error}", "take the tokenizer files of the model"
             raise UserError(folder, what, remedy) from error
 
-    members = {"model_arch": model_class.model_arch, "set_vocab": set_vocab}
+    def dequant_model(self: Any) -> None:
+        if bitnet.is_packed(self.hparams, self.model_tensors):
+            bitnet.unpack_all(self.hparams, self.model_tensors)
+            self.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
+        model_class.dequant_model(self)
+
+    members = {"model_arch": model_class.model_arch, "set_vocab": set_vocab, "dequant_model": dequant_model}
     return type(model_class.__name__, (model_class,), members)
 
 

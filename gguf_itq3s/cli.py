@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, calibrate, convert
+from . import __version__, calibrate, convert, evaluate, inspect_gguf, plan, ternary_report, verify
 from .errors import report_errors
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments.
-SUBCOMMANDS = (convert, calibrate)
+SUBCOMMANDS = (convert, calibrate, inspect_gguf, verify, evaluate, plan, ternary_report)
 
 
 @report_errors

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hessian import Factor
     from .policy import Choice
     from .report import Row
+    from .ternary_convert import Ternaries
 
 DESCRIPTION: Final = "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0, TQ2_0 or F16 tensors."
 OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", "f16")
@@ -44,6 +45,9 @@ class Options:
         effort: of ITQ3_S, ``fast`` or ``default``.
         threads: threads that quantize.
         native: quantize with the built C library (True), in numpy (False), or with what is there (None).
+        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
+        ternary_type: ``tq2_0`` or ``tq1_0``.
+        ternary_scale: of ``force``, a key of ``ternary.SCALES``.
         dry_run: print the plan and write nothing.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
@@ -65,6 +69,9 @@ class Options:
     effort: str = "default"
     threads: int = 1
     native: bool | None = None
+    ternary: str = "auto"
+    ternary_type: str = "tq2_0"
+    ternary_scale: str = "absmean"
     dry_run: bool = False
     model_name: str | None = None
     verbose: bool = False
@@ -100,11 +107,12 @@ def convert(options: Options) -> list[Row]:
     started = time.monotonic()
     encoder = _encoder(options)
     checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
-    checkpoint, folding, factors = _prepare(checkpoint, options)
-    choices = _choose(checkpoint, options, encoder)
+    ternaries = _find_ternaries(checkpoint, options)
+    checkpoint, folding, factors = _prepare(checkpoint, options, ternaries)
+    choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
     _warn(checkpoint, choices, encoder)
     _warn_unknown(checkpoint, choices, factors)
-    header, sizes = _header(checkpoint, choices, options, folding)
+    header, sizes = _header(checkpoint, choices, options, folding, ternaries)
     rows = [
         report.Row(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -121,8 +129,10 @@ def convert(options: Options) -> list[Row]:
     return rows
 
 
-def _prepare(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Folding, Factors | None]:
-    """Fold norms and open the statistics, as far as the options ask for it."""
+def _prepare(
+    checkpoint: Checkpoint, options: Options, ternaries: Ternaries
+) -> tuple[Checkpoint, Folding, Factors | None]:
+    """Ternarize, fold norms and open the statistics, as far as the options ask for it."""
     from dataclasses import replace
 
     import numpy as np
@@ -141,11 +151,14 @@ def _prepare(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Fold
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
 
+    checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
     folding = fold.Folding()
     if options.folds:
         floats = frozenset(name for name, tensor in by_name.items() if tensor.stored.name in ("F32", "F16", "BF16"))
-        folding = fold.plan(checkpoint.model.arch, by_name, floats.__contains__)
+        # With its norm folded, a ternary matrix would have more than three values.
+        foldable = [name for name in by_name if name not in ternaries.norms]
+        folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
         if folding.left_alone:
             lines = "\n".join(f"  {line}" for line in folding.left_alone)
             print(f"note: norms that are not folded:\n{lines}", file=sys.stderr)
@@ -216,6 +229,19 @@ def _choose(checkpoint: Checkpoint, options: Options, encoder: Encoder) -> list[
     return choices
 
 
+def _find_ternaries(checkpoint: Checkpoint, options: Options) -> Ternaries:
+    """The matrices that are, or are to be made, ternary; none in an F16 file, which holds them as they are."""
+    from gguf import GGMLQuantizationType
+
+    from . import ternary_convert
+
+    name = options.outtype if options.outtype in ternary_convert.TYPES else options.ternary_type
+    qtype, mode = GGMLQuantizationType[name.upper()], "off" if options.outtype == "f16" else options.ternary
+    own = {"token_embd.weight": options.token_embedding_type, "output.weight": options.output_tensor_type}
+    tensors = [tensor for tensor in checkpoint.tensors if not own.get(tensor.name)]  # a type that was asked for stays
+    return ternary_convert.find(tensors, mode, qtype, options.ternary_scale, checkpoint.model.arch)
+
+
 def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder) -> None:
     """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
     from .policy import fit
@@ -257,17 +283,19 @@ def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Factor
 
 
 def _header(
-    checkpoint: Checkpoint, choices: list[Choice], options: Options, folding: Folding
+    checkpoint: Checkpoint, choices: list[Choice], options: Options, folding: Folding, ternaries: Ternaries
 ) -> tuple[bytes, list[int]]:
     """GGUF header, metadata and tensor infos as bytes, and the size of each tensor."""
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, LlamaFileType
+    from gguf import GGML_QUANT_SIZES
     from gguf.gguf_writer import WriterState
 
     from .types import ITQ3_S
 
     writer = checkpoint.writer
-    _set_metadata(writer, LlamaFileType[f"MOSTLY_{options.outtype.upper()}"], choices, options, folding, ITQ3_S)
+    _set_metadata(writer, _file_type(checkpoint, choices, options), choices, options, folding, ITQ3_S)
+    if ternaries.mode:
+        writer.add_string("itq3s.ternary", ternaries.mode)
     writer.tensors = [{}]
     sizes = []
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
@@ -280,6 +308,22 @@ def _header(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return buffer.getvalue(), sizes
+
+
+def _file_type(checkpoint: Checkpoint, choices: list[Choice], options: Options) -> int:
+    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be."""
+    from collections import Counter
+
+    from gguf import LlamaFileType
+
+    from .ternary_convert import TYPES
+
+    weights: Counter[str] = Counter()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        weights[choice.type.name.lower()] += tensor.size
+    ternary = max(TYPES, key=lambda name: weights[name])
+    name = ternary if weights[ternary] > weights[options.outtype] else options.outtype
+    return LlamaFileType[f"MOSTLY_{name.upper()}"]
 
 
 def _set_metadata(
@@ -309,6 +353,7 @@ def _fingerprint(header: bytes, options: Options, checkpoint: Checkpoint) -> str
         options.segment,
         options.lookahead,
     ]
+    how += [options.ternary, options.ternary_scale]
     if options.calibration:
         how.append((options.calibration / "manifest.json").read_text())
     if options.imatrix:
@@ -425,6 +470,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=None,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ternary", choices=("auto", "force", "off"), default="auto",
+        help="matrices that are ternary after a scale go to a ternary type without loss; force ternarizes the other "
+        "matrices of the layers, as latent weights need (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--ternary-type", choices=("tq2_0", "tq1_0"), default="tq2_0", help="default: %(default)s")
+    parser.add_argument(
+        "--ternary-scale", choices=("absmean", "optimal", "maxabs"), default="absmean",
+        help="of --ternary force: mean|W| as in training, least error, or max|W| (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
     parser.add_argument("--model-name", metavar="NAME", help="general.name in the file")

@@ -149,7 +149,7 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
             continue
         out = folder / f"{key}.gguf"
         if row.quantize:
-            options = ["--imatrix", imatrix] if row.statistics else []
+            options: list[str | Path] = ["--imatrix", imatrix] if row.statistics else []
             kept = ["--pure", "--token-embedding-type", EMBEDDING, "--output-tensor-type", EMBEDDING]
             tool("llama-quantize", *options, *kept, f16, out, row.quantize, str(args.threads))
         else:

@@ -10,6 +10,7 @@ Converts ``models/demo-llama`` to F16 and ITQ3_S below ``build/demo``, then runs
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -23,10 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "demo-llama"
 TOOLS = ROOT / "build" / "bin"
 OUT = ROOT / "build" / "demo"
-PROMPTS = {
-    "llama-cli": "The old house stood at the end of the lane, and",
-    "llama-completion": "When the captain came back on deck, the sea was",
-}
+PROMPTS = ("The old house stood at the end of the lane, and", "When the captain came back on deck, the sea was")
 
 
 def shown(part: str | Path) -> str:
@@ -34,8 +32,8 @@ def shown(part: str | Path) -> str:
     return str(part).removeprefix(f"{ROOT}/")
 
 
-def run(tool: str, *arguments: str | Path) -> tuple[str, str]:
-    """Run a built tool without input, after printing its command line; returns stdout and stderr."""
+def run(tool: str, *arguments: str | Path) -> str:
+    """Run a built tool without input, after printing its command line; returns what it wrote to stdout."""
     program = TOOLS / tool
     if not program.exists():
         raise UserError(program, "is not built", "run make build")
@@ -45,25 +43,29 @@ def run(tool: str, *arguments: str | Path) -> tuple[str, str]:
     stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode:
         lines = (stderr + stdout).strip().splitlines()
-        raise UserError(
-            program, f"failed: {lines[-1] if lines else done.returncode}", "run the command above to see more"
-        )
-    return stdout, stderr
+        what = f"failed: {lines[-1] if lines else done.returncode}"
+        raise UserError(program, what, "run the command above to see more")
+    return stdout
 
 
 def single_turn(model: Path, prompt: str, options: list[str]) -> tuple[str, float]:
     """llama-cli's answer to one prompt, and its tokens per second."""
-    stdout, _ = run("llama-cli", "-m", model, "-p", prompt, "--single-turn", "--simple-io", *options)
+    stdout = run("llama-cli", "-m", model, "-p", prompt, "--single-turn", "--simple-io", *options)
     text, _, rest = stdout.rpartition("[ Prompt:")
     speed = re.search(r"Generation: ([0-9.]+) t/s", rest)
     return prompt + text.partition(f"> {prompt}\n")[2].rstrip(), float(speed[1]) if speed else 0.0
 
 
-def continuation(model: Path, prompt: str, options: list[str]) -> tuple[str, float]:
-    """llama-completion's continuation of a prompt, and its tokens per second."""
-    stdout, stderr = run("llama-completion", "-m", model, "-p", prompt, "-no-cnv", *options)
-    speed = re.search(r"\beval time =.*runs.*?([0-9.]+) tokens per second", stderr)
-    return stdout.strip(), float(speed[1]) if speed else 0.0
+def continuation(model: Path, prompt: str, options: list[str]) -> str:
+    """llama-completion's continuation of a prompt. (Its timings go through a log that may lose its end at exit.)"""
+    return run("llama-completion", "-m", model, "-p", prompt, "-no-cnv", *options).strip()
+
+
+def benchmark(model: Path, threads: int) -> tuple[float, float]:
+    """Tokens per second of llama-bench: (prompt of 128, generation of 64), three runs each."""
+    options = ["-p", "128", "-n", "64", "-r", "3", "-t", str(threads), "-o", "json"]
+    prompt, generation = json.loads(run("llama-bench", "-m", model, *options))
+    return float(prompt["avg_ts"]), float(generation["avg_ts"])
 
 
 @report_errors
@@ -84,18 +86,19 @@ def main() -> int:
         convert(Options(args.model, path, outtype=outtype, threads=args.threads))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
-    speeds = {}
-    for name, function in {"llama-cli": single_turn, "llama-completion": continuation}.items():
-        text, speeds[name] = function(files["itq3_s"], args.prompt or PROMPTS[name], sampling)
-        print(f"\n{text}")
+    text, speed = single_turn(files["itq3_s"], args.prompt or PROMPTS[0], sampling)
+    print(f"\n{text}")
+    print(f"\n{continuation(files['itq3_s'], args.prompt or PROMPTS[1], sampling)}")
+    prompt, generation = benchmark(files["itq3_s"], args.threads)
 
     sizes = {outtype: path.stat().st_size for outtype, path in files.items()}
     print(
         f"\nITQ3_S {report.size(sizes['itq3_s'])}, F16 {report.size(sizes['f16'])}: "
         f"{sizes['f16'] / sizes['itq3_s']:.2f} times smaller"
     )
-    rates = "; ".join(f"{name} {speed:.0f} tokens/s" for name, speed in speeds.items())
-    print(f"{rates} ({args.threads} {'thread' if args.threads == 1 else 'threads'})")
+    print(
+        f"llama-cli wrote {speed:.0f} tokens/s; llama-bench: prompt {prompt:.0f}, generation {generation:.0f} tokens/s"
+    )
     return 0
 
 

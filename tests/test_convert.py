@@ -30,7 +30,9 @@ from gguf_itq3s.convert import Options, convert
 from gguf_itq3s.types import ITQ3_S
 
 Make = Callable[[str], Path]
-OWN_KEYS = {"general.file_type", "itq3s.version", "itq3s.codec", "itq3s.effort", "itq3s.calibrated", "itq3s.norms_folded"}
+OWN_KEYS = {
+    "general.file_type", "itq3s.version", "itq3s.codec", "itq3s.effort", "itq3s.calibrated", "itq3s.norms_folded",
+}  # fmt: skip
 
 
 def metadata(path: Path) -> dict[str, object]:

@@ -42,7 +42,7 @@ static void factorize_block(const float * importance, double damping, float * fe
     }
 
     // Cholesky with rows and columns in reverse order; i ^ j does not change when both are reversed.
-    double(*lower)[N] = malloc(sizeof(double[N][N]));
+    double (*lower)[N] = malloc(sizeof(double[N][N]));
     GGML_ASSERT(lower != NULL);
     for (int i = 0; i < N; ++i) {
         for (int j = 0; j <= i; ++j) {
@@ -91,7 +91,7 @@ static struct cached_factor * make_factor(const float * importance, int64_t n, d
     }
     free(weights);
 
-    cached->factor  = (struct itq3_s_factor) { cached->feedback, cached->weight, n, false };
+    cached->factor  = (struct itq3_s_factor){ cached->feedback, cached->weight, n, false };
     cached->users   = 0;
     cached->current = true;
     return cached;
@@ -125,8 +125,8 @@ static void release_factor(struct cached_factor * cached) {
     ggml_critical_section_end();
 }
 
-size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
-                               const float * imatrix) {
+size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
+                               int64_t n_per_row, const float * imatrix) {
     GGML_ASSERT(n_per_row % N == 0);
     double mean = 0.0;
     bool   bad  = false;

@@ -11,10 +11,10 @@
 #define WINDOW    ITQ3_S_LDLQ_WINDOW
 #define LOOKAHEAD 25  // a state that far back is still in 31 bits of history
 #define GROUPS    4
-#define ROWS   (GROUPS * LANES)
+#define ROWS      (GROUPS * LANES)
 // Columns whose sums are held in registers, and rows of the feedback matrix that stay in the cache meanwhile.
-#define TILE  8
-#define PANEL 64
+#define TILE      8
+#define PANEL     64
 
 // LANES floats, integers or masks. GCC and Clang lower operations on vectors to what the processor has; left to vectorise
 // loops over the lanes, they shuffle. Other compilers get the loops.
@@ -22,17 +22,19 @@
 typedef float   vec __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), may_alias));
 
-#    if !defined(__clang__)
-#        pragma GCC diagnostic ignored "-Wpsabi"  // every function with vector arguments is inlined
+// Every function with vector arguments is inlined (-Wno-psabi); Clang objects to them in a clone all the same.
+#    ifdef __clang__
+#        undef ITQ3_S_CLONES
+#        define ITQ3_S_CLONES
 #    endif
 
 #    define VEC_OPERATION(type, name, result, expression) \
         ITQ3_S_INLINE result name(type a, type b) {       \
             return (result) (expression);                 \
         }
-#    define MASK_OPERATION(type, name, expression)          \
+#    define MASK_OPERATION(type, name, expression)           \
         ITQ3_S_INLINE type name(ivec mask, type a, type b) { \
-            return (type) (expression);                     \
+            return (type) (expression);                      \
         }
 VEC_OPERATION(vec, v_add, vec, a + b)
 VEC_OPERATION(vec, v_sub, vec, a - b)
@@ -50,11 +52,11 @@ ITQ3_S_INLINE vec v_scale(float a, vec b) {
 }
 
 ITQ3_S_INLINE vec v_all(float x) {
-    return (vec) { x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
+    return (vec){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
 }
 
 ITQ3_S_INLINE ivec i_all(int32_t x) {
-    return (ivec) { x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
+    return (ivec){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
 }
 
 ITQ3_S_INLINE ivec i_shift_left(ivec a, int bits) {
@@ -74,11 +76,11 @@ typedef union {
     int32_t f[LANES];
 } ivec;
 
-#    define EACH_LANE(result, expression)   \
-        result r;                           \
-        for (int l = 0; l < LANES; ++l) {   \
-            r.f[l] = expression;            \
-        }                                   \
+#    define EACH_LANE(result, expression) \
+        result r;                         \
+        for (int l = 0; l < LANES; ++l) { \
+            r.f[l] = expression;          \
+        }                                 \
         return r;
 #    define VEC_OPERATION(type, name, result, expression) \
         ITQ3_S_INLINE result name(type a, type b) {       \
@@ -98,21 +100,13 @@ VEC_OPERATION(ivec, i_equal, ivec, a.f[l] == b.f[l] ? -1 : 0)
 MASK_OPERATION(vec, v_select)
 MASK_OPERATION(ivec, i_select)
 
-ITQ3_S_INLINE vec v_scale(float a, vec b) {
-    EACH_LANE(vec, a * b.f[l])
-}
+ITQ3_S_INLINE vec v_scale(float a, vec b){ EACH_LANE(vec, a * b.f[l]) }
 
-ITQ3_S_INLINE vec v_all(float x) {
-    EACH_LANE(vec, x)
-}
+ITQ3_S_INLINE vec v_all(float x){ EACH_LANE(vec, x) }
 
-ITQ3_S_INLINE ivec i_all(int32_t x) {
-    EACH_LANE(ivec, x)
-}
+ITQ3_S_INLINE ivec i_all(int32_t x){ EACH_LANE(ivec, x) }
 
-ITQ3_S_INLINE ivec i_shift_left(ivec a, int bits) {
-    EACH_LANE(ivec, (int32_t) ((uint32_t) a.f[l] << bits))
-}
+ITQ3_S_INLINE ivec i_shift_left(ivec a, int bits){ EACH_LANE(ivec, (int32_t) ((uint32_t) a.f[l] << bits)) }
 
 ITQ3_S_INLINE ivec i_shift_right(ivec a, int bits) {
     EACH_LANE(ivec, a.f[l] >> bits)
@@ -151,8 +145,8 @@ struct ldlq_workspace {
     struct grid grids[4];
 
     // Parts of the feedback matrix, copied together: its own rows lie a power of two apart and would evict each other.
-    float feedback[N][N];             // of the block
-    float tiles[N / TILE][N][TILE];   // the same, TILE columns at a time
+    float feedback[N][N];                // of the block
+    float tiles[N / TILE][N][TILE];      // the same, TILE columns at a time
     float panel[N / TILE][PANEL][TILE];  // from PANEL columns of earlier blocks to the block
 
     vec x[GROUPS][N];  // rotated weights
@@ -191,8 +185,8 @@ struct survivor {
     ivec chosen;
 };
 
-ITQ3_S_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, float weight, const struct grid * grid_low,
-                                      const struct grid * grid_high) {
+ITQ3_S_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, float weight,
+                                      const struct grid * grid_low, const struct grid * grid_high) {
     ivec      index_low;
     ivec      index_high;
     const vec level_low     = nearest_level(y_low, grid_low, &index_low);
@@ -213,8 +207,8 @@ ITQ3_S_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, fl
 
 // Move the feedback of a pair of survivors on by a column and add that of their new levels.
 ITQ3_S_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRICT up, vec * GGML_RESTRICT to0,
-                         vec * GGML_RESTRICT to1, const float * GGML_RESTRICT feedback, const struct survivor * s, int moved,
-                         int count) {
+                         vec * GGML_RESTRICT to1, const float * GGML_RESTRICT feedback, const struct survivor * s,
+                         int moved, int count) {
     const ivec high0  = s[0].high;
     const ivec high1  = s[1].high;
     const vec  level0 = s[0].level;
@@ -226,8 +220,8 @@ ITQ3_S_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRIC
         to1[p]      = v_add(v_select(high1, u, l), v_scale(feedback[p], level1));
     }
     for (int p = moved; p < count; ++p) {
-        to0[p]      = v_scale(feedback[p], level0);
-        to1[p]      = v_scale(feedback[p], level1);
+        to0[p] = v_scale(feedback[p], level0);
+        to1[p] = v_scale(feedback[p], level1);
     }
 }
 
@@ -359,13 +353,13 @@ ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, cons
 }
 
 // Sums of a tile in registers: loops over them are written out because compilers leave them in memory.
-#define TILE_EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define TILE_EACH(X)     X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define TILE_LOAD(i)     vec sum##i = from[k + i];
 #define TILE_STORE(i)    to[k + i] = sum##i;
 #define TILE_ADD(i)      sum##i = v_add(sum##i, v_scale(a[j][i], x));
 #define TILE_SUBTRACT(i) sum##i = v_sub(sum##i, v_scale(a[j][i], x));
-#define TILE_ADD_LATER(i)                                   \
-    if (j < k + i) {                                        \
+#define TILE_ADD_LATER(i)                            \
+    if (j < k + i) {                                 \
         sum##i = v_add(sum##i, v_scale(a[j][i], x)); \
     }
 
@@ -373,7 +367,7 @@ ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, cons
 ITQ3_S_INLINE void through_feedback(const vec * GGML_RESTRICT from, vec * GGML_RESTRICT to,
                                     float (*GGML_RESTRICT tiles)[N][TILE]) {
     for (int k = 0; k < N; k += TILE) {
-        float(*a)[TILE] = tiles[k / TILE];
+        float (*a)[TILE] = tiles[k / TILE];
         TILE_EACH(TILE_LOAD)
         for (int j = 0; j < k; ++j) {
             const vec x = from[j];
@@ -393,7 +387,7 @@ ITQ3_S_CLONES static void feed_forward(const vec * GGML_RESTRICT error, vec * y,
     const vec * from = y;
     vec *       to   = y;
     for (int k = 0; k < N; k += TILE) {
-        float(*a)[TILE] = panel[k / TILE];
+        float (*a)[TILE] = panel[k / TILE];
         TILE_EACH(TILE_LOAD)
         for (int j = 0; j < PANEL; ++j) {
             const vec x = error[j];
@@ -457,7 +451,8 @@ ITQ3_S_CLONES static void load_rows(vec * block, const float * src, int64_t stri
 
 // ldlq.solve for one block of LANES rows: fills best, d and the errors of the rounded weights.
 ITQ3_S_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
-                                     const float * weight, const struct reach * reach, int starts, ggml_half * d, vec * GGML_RESTRICT error) {
+                                     const float * weight, const struct reach * reach, int starts, ggml_half * d,
+                                     vec * GGML_RESTRICT error) {
     lanes * fold = (lanes *) ws->fold;
     lanes   rms;
     lanes   cost;
@@ -560,7 +555,7 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
                 options.segment + options.lookahead <= WINDOW);
     GGML_ASSERT(options.effort == ITQ3_S_EFFORT_FAST || options.effort == ITQ3_S_EFFORT_DEFAULT);
 
-    void *                  memory = malloc(sizeof(struct ldlq_workspace) + GROUPS * (size_t) n * sizeof(vec) + sizeof(vec));
+    void * memory = malloc(sizeof(struct ldlq_workspace) + GROUPS * (size_t) n * sizeof(vec) + sizeof(vec));
     struct ldlq_workspace * ws     = (void *) GGML_PAD((uintptr_t) memory, sizeof(vec));
     vec *                   errors = (vec *) (ws + 1);
     GGML_ASSERT(memory != NULL);
@@ -576,7 +571,7 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
             const float * feedback = factor->feedback + (factor->full ? start * n + start : b * N * N);
             struct reach  reach    = { N, 0, false };
             if (copy_feedback(ws, feedback, factor->full ? n : N)) {
-                reach = (struct reach) { options.segment, options.lookahead, true };
+                reach = (struct reach){ options.segment, options.lookahead, true };
             }
 
             for (int g = 0; g < GROUPS && g * LANES < left; ++g) {
@@ -610,8 +605,9 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
     return (size_t) (nrows * nb) * sizeof(block_itq3_s);
 }
 
-size_t quantize_itq3_s_ldlq_flat(const float * src, void * dst, int64_t nrows, int64_t n_per_row, const float * feedback,
-                                 const float * weight, int full, int segment, int lookahead, int effort) {
+size_t quantize_itq3_s_ldlq_flat(const float * src, void * dst, int64_t nrows, int64_t n_per_row,
+                                 const float * feedback, const float * weight, int full, int segment, int lookahead,
+                                 int effort) {
     const struct itq3_s_factor factor = { feedback, weight, n_per_row, full != 0 };
     const struct itq3_s_search search = { segment, lookahead, effort };
     return quantize_itq3_s_ldlq(src, dst, nrows, &factor, search);

@@ -4,14 +4,44 @@
 
 #include "arch-fallback-itq3s.h"
 #include "ggml-cpu-impl.h"
-#include "quants.h"
 #include "simd-mappings.h"
 
 #include <assert.h>
+#include <math.h>
 #include <string.h>
 
 void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
     quantize_row_itq3_s_ref(x, y, k);
+}
+
+// As quantize_row_q8_K_ref, with nothing left open: the rounding comes from a function, so that no compiler fuses it with
+// the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined.
+static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML_RESTRICT y) {
+    float amax = 0.0f;
+    float max  = 0.0f;
+    for (int j = 0; j < QK_K; ++j) {
+        const float ax = fabsf(x[j]);
+        if (ax > amax) {
+            amax = ax;
+            max  = x[j];
+        }
+    }
+    if (!(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
+        memset(y, 0, sizeof(*y));
+        y->d = amax < INFINITY ? 0.0f : INFINITY;
+        return;
+    }
+    const float iscale = -127.0f / max;
+    for (int j = 0; j < QK_K / 16; ++j) {
+        int sum = 0;
+        for (int l = 16 * j; l < 16 * j + 16; ++l) {
+            const int v = (int) lrintf(iscale * x[l]);
+            y->qs[l]    = (int8_t) (v < 127 ? v : 127);
+            sum += y->qs[l];
+        }
+        y->bsums[j] = (int16_t) sum;
+    }
+    y->d = 1 / iscale;
 }
 
 void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy, int64_t k) {
@@ -27,10 +57,7 @@ void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_REST
         for (int j = 0; j < QK_ITQ3_S; ++j) {
             rotated[j] *= 0.0625f;
         }
-        quantize_row_q8_K(rotated, &y[i], QK_ITQ3_S);
-        if (y[i].d == 0) {
-            memset(y[i].bsums, 0, sizeof(y[i].bsums));  // quantize_row_q8_K leaves them unset
-        }
+        quantize_block_q8_K(rotated, &y[i]);
     }
 }
 

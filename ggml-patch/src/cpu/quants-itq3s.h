@@ -11,6 +11,9 @@ extern "C" {
 
 void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
 
+// Below this largest magnitude a rotated block of activations counts as zero: the inverse of its scale would overflow.
+#define ITQ3_S_ACT_MIN 1e-36f
+
 // Rotate every block of 256 by the normalised FWHT, then quantize as quantize_row_q8_K does.
 void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
 

@@ -1,0 +1,28 @@
+// What upstream's quantize.cu and mmvq.cu call first: each function launches our kernel and returns true, or returns
+// false and does nothing where upstream's own kernel is meant. Arguments are those of upstream's functions of the same
+// name.
+
+#pragma once
+
+#include "common.cuh"
+
+bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
+                                        int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
+                                        cudaStream_t stream);
+
+bool ggml_cuda_itq3_s_quantize_mmq_q8_1(const float * x, const int32_t * ids, void * vy, ggml_type type_src0,
+                                        int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0, int64_t ne1,
+                                        int64_t ne2, int64_t ne3, cudaStream_t stream);
+
+bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t * ids_src1_inv, void * vy,
+                                                ggml_type type_src0, int64_t ne00, int64_t stride_token, int64_t ne0,
+                                                int64_t n_tokens, int64_t nrows_dst, int n_expert_used,
+                                                cudaStream_t stream);
+
+bool ggml_cuda_itq3_s_mul_mat_vec_q(const void * vx, ggml_type type_x, const void * vy, const int32_t * ids,
+                                    const ggml_cuda_mm_fusion_args_device & fusion, float * dst, int64_t ncols_x,
+                                    int64_t nrows_x, int64_t ncols_dst, int64_t stride_row_x, int64_t nchannels_x,
+                                    int64_t nchannels_y, int64_t nchannels_dst, int64_t stride_channel_x,
+                                    int64_t stride_channel_y, int64_t stride_channel_dst, int64_t nsamples_x,
+                                    int64_t nsamples_dst, int64_t stride_sample_x, int64_t stride_sample_y,
+                                    int64_t stride_sample_dst, cudaStream_t stream);

@@ -1,0 +1,83 @@
+#include "itq3_s-launch.cuh"
+#include "quantize.cuh"
+
+#include "itq3_s-quantize.cuh"
+
+#include "ggml-itq3s.h"
+
+// itq3_s.cuh stands alone; its levels are those of the format.
+static constexpr bool levels_are_those_of_the_format() {
+    constexpr int levels[] = ITQ3_S_LEVELS;
+    for (int i = 0; i < 16; ++i) {
+        if (itq3_s_level(i) != levels[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+static_assert(levels_are_those_of_the_format(), "other levels than in ggml-itq3s.h");
+static_assert(sizeof(block_itq3_s) == 4 * ITQ3_S_WORDS, "another block than in ggml-itq3s.h");
+static_assert(ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs == sizeof(block_itq3_s),
+              "another block than in ggml-itq3s.h");
+
+static bool has_own_mmvq_activation(const ggml_type type) {
+    return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
+}
+
+bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_type type_src0, const int64_t ne00,
+                                        const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
+                                        const int64_t ne1, const int64_t ne2, const int64_t ne3, cudaStream_t stream) {
+    if (!has_own_mmvq_activation(type_src0)) {
+        return false;
+    }
+    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
+    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
+
+    const uint3 ne2_fastdiv = init_fastdiv_values(ne2);
+    const dim3  num_blocks((ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne1, ne2 * ne3);
+    const dim3  block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
+    if (type_src0 == GGML_TYPE_ITQ3_S) {
+        ggml_cuda_kernel_launch(quantize_q8_1x4<true>, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1,
+                                ne2_fastdiv);
+    } else {
+        ggml_cuda_kernel_launch(quantize_q8_1x4<false>, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1,
+                                ne2_fastdiv);
+    }
+    return true;
+}
+
+bool ggml_cuda_itq3_s_quantize_mmq_q8_1(const float * x, const int32_t * ids, void * vy, const ggml_type type_src0,
+                                        const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
+                                        const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3,
+                                        cudaStream_t stream) {
+    if (type_src0 != GGML_TYPE_ITQ3_S) {
+        return false;
+    }
+    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
+    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
+
+    const dim3 num_blocks(ne1, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne2 * ne3);
+    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+    quantize_mmq_q8_1_itq3_s<false><<<num_blocks, block_size, 0, stream>>>(x, ids, vy, ne00, s01, s02, s03, ne0,
+                                                                           (int) ne1, (int) ne2, /*n_expert_used =*/0);
+    return true;
+}
+
+bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t * ids_src1_inv, void * vy,
+                                                const ggml_type type_src0, const int64_t ne00,
+                                                const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
+                                                const int64_t nrows_dst, const int n_expert_used, cudaStream_t stream) {
+    if (type_src0 != GGML_TYPE_ITQ3_S) {
+        return false;
+    }
+    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
+    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
+
+    const dim3 num_blocks(n_tokens, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1);
+    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+    quantize_mmq_q8_1_itq3_s<true><<<num_blocks, block_size, 0, stream>>>(x, ids_src1_inv, vy, ne00, /*s01 =*/0,
+                                                                          stride_token, /*s03 =*/0, ne0,
+                                                                          (int) nrows_dst, /*ne2 =*/1, n_expert_used);
+    return true;
+}

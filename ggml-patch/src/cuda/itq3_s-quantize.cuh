@@ -1,0 +1,189 @@
+// Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
+//
+// MMVQ: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in
+// decoded order (itq3_s.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4 layout;
+// for ITQ3_S rotated and in decoded order as above.
+
+#pragma once
+
+#include "itq3_s-fwht.cuh"
+#include "itq3_s-vecdot.cuh"
+#include "mmq.cuh"
+
+#include <cstdint>
+
+#define ITQ3_S_QUANTIZE_WARPS 4  // blocks of 256 per CUDA block
+
+// Values 8*lane + 0..7 of the block that starts at x.
+static __device__ __forceinline__ void itq3_s_load_values(const float * x, const int lane, float (&v)[ITQ3_S_VALUES]) {
+    x += ITQ3_S_VALUES * lane;
+    // Rows of a view may start anywhere, so 16 byte loads need a check; it has one outcome for the whole warp.
+    if ((uintptr_t) x % sizeof(float4) == 0) {
+        const float4 lo = ((const float4 *) x)[0];
+        const float4 hi = ((const float4 *) x)[1];
+        v[0]            = lo.x;
+        v[1]            = lo.y;
+        v[2]            = lo.z;
+        v[3]            = lo.w;
+        v[4]            = hi.x;
+        v[5]            = hi.y;
+        v[6]            = hi.z;
+        v[7]            = hi.w;
+    } else {
+#pragma unroll
+        for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+            v[r] = x[r];
+        }
+    }
+}
+
+// Normalised transform of the values of a block: the activation that meets rotated weights.
+static __device__ __forceinline__ void itq3_s_rotate(float (&v)[ITQ3_S_VALUES], const int lane) {
+    itq3_s_fwht(v, lane);
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        v[r] *= 1.0f / 16.0f;
+    }
+}
+
+// Symmetric 8 bit quantization of chunks of 32 values, which four neighbouring lanes hold.
+//   q: the quantized values, d: the chunk's scale, sum: the sum of the chunk's quantized values.
+static __device__ __forceinline__ void itq3_s_quantize_chunk(const float (&v)[ITQ3_S_VALUES],
+                                                             int8_t (&q)[ITQ3_S_VALUES], float & d, int & sum) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        amax = fmaxf(amax, fabsf(v[r]));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1, ITQ3_S_LANES));
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2, ITQ3_S_LANES));
+
+    d   = amax / 127.0f;
+    sum = 0;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
+        sum += q[r];
+    }
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1, ITQ3_S_LANES);
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2, ITQ3_S_LANES);
+}
+
+// A lane's bytes to their places in the 128 bytes of its group, in decoded and in natural order.
+static __device__ __forceinline__ void itq3_s_store_decoded(int8_t * qs, const int lane,
+                                                            const int8_t (&q)[ITQ3_S_VALUES]) {
+    // Values 0..3 and 4..7 are the weights 4n + i, i = 0..3, of two consecutive n, hence neighbours in decoded order.
+    const int slot = lane / 4 / 2;  // group g of the chunk
+    const int n    = 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        *((char2 *) (qs + 32 * slot + 8 * i + n)) = make_char2(q[i], q[i + 4]);
+    }
+}
+static __device__ __forceinline__ void itq3_s_store_natural(int8_t * qs, const int lane,
+                                                            const int8_t (&q)[ITQ3_S_VALUES]) {
+    char4 * dst = (char4 *) (qs + ITQ3_S_VALUES * (lane % 16));
+    dst[0]      = make_char4(q[0], q[1], q[2], q[3]);
+    dst[1]      = make_char4(q[4], q[5], q[6], q[7]);
+}
+
+// For MMVQ. Grid: (blocks of a padded row / warps, ne1, ne2*ne3); block: (32, warps), one warp per 256 values.
+// Values from ne00 on, up to the padded row length ne0, are zero.
+template <bool rotate>
+__launch_bounds__(ITQ3_S_QUANTIZE_WARPS * ITQ3_S_LANES, 1) static __global__ void
+quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const int64_t s01, const int64_t s02,
+                const int64_t s03, const int64_t ne0, const uint32_t ne1, const uint3 ne2) {
+    ggml_cuda_pdl_lc();
+    const float * GGML_CUDA_RESTRICT x  = x_ptr;
+    void * GGML_CUDA_RESTRICT        vy = vy_ptr;
+
+    const int     lane = threadIdx.x;
+    const int64_t ib   = (int64_t) blockIdx.x * ITQ3_S_QUANTIZE_WARPS + threadIdx.y;
+    if (ib * ITQ3_S_BLOCK >= ne0) {
+        return;
+    }
+
+    const int64_t i1 = blockIdx.y;
+    const int64_t i3 = fastdiv(blockIdx.z, ne2);
+    const int64_t i2 = blockIdx.z - i3 * ne2.z;
+
+    ggml_cuda_pdl_sync();
+    float v[ITQ3_S_VALUES] = { 0.0f };
+    if (ib * ITQ3_S_BLOCK < ne00) {
+        itq3_s_load_values(x + i3 * s03 + i2 * s02 + i1 * s01 + ib * ITQ3_S_BLOCK, lane, v);
+    }
+    if constexpr (rotate) {
+        itq3_s_rotate(v, lane);
+    }
+
+    int8_t q[ITQ3_S_VALUES];
+    float  d;
+    int    sum;
+    itq3_s_quantize_chunk(v, q, d, sum);
+
+    const int      chunk = lane / 4;
+    const int      group = rotate ? chunk % 2 : chunk / 4;
+    const int      slot  = rotate ? chunk / 2 : chunk % 4;
+    block_q8_1x4 * y = (block_q8_1x4 *) vy + ((((i3 * ne2.z + i2) * ne1 + i1) * ne0) / ITQ3_S_BLOCK + ib) * 2 + group;
+    if constexpr (rotate) {
+        itq3_s_store_decoded(y->qs, lane, q);
+    } else {
+        itq3_s_store_natural(y->qs, lane, q);
+    }
+    if (lane % 4 == 0) {
+        y->ds[slot] = { __float2half(d), (int16_t) sum };
+    }
+}
+
+// For MMQ with ITQ3_S. Grid: (ne1 or tokens, blocks of a padded row / warps, ne2*ne3); block: (32, warps).
+// ids maps the rows of the output to those of x (not scatter), or a token's slots to the rows of the output (scatter).
+template <bool scatter>
+__launch_bounds__(ITQ3_S_QUANTIZE_WARPS * ITQ3_S_LANES, 1) static __global__ void
+quantize_mmq_q8_1_itq3_s(const float * __restrict__ x, const int32_t * __restrict__ ids, void * __restrict__ vy,
+                         const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
+                         const int ne1, const int ne2, const int n_expert_used) {
+    const int     lane = threadIdx.x;
+    const int64_t ib   = (int64_t) blockIdx.y * ITQ3_S_QUANTIZE_WARPS + threadIdx.y;
+    if (ib * ITQ3_S_BLOCK >= ne0) {
+        return;
+    }
+    ggml_cuda_pdl_sync();
+
+    int64_t row;  // first element of the row of x
+    if constexpr (scatter) {
+        row = (int64_t) blockIdx.x * s02;  // one physical row per token
+    } else {
+        const int64_t i01 = ids ? ids[blockIdx.x] : blockIdx.x;
+        row               = i01 * s01 + (blockIdx.z % ne2) * s02 + (blockIdx.z / ne2) * s03;
+    }
+
+    float v[ITQ3_S_VALUES] = { 0.0f };
+    if (ib * ITQ3_S_BLOCK < ne00) {
+        itq3_s_load_values(x + row + ib * ITQ3_S_BLOCK, lane, v);
+    }
+    itq3_s_rotate(v, lane);
+
+    int8_t q[ITQ3_S_VALUES];
+    float  d;
+    int    sum;
+    itq3_s_quantize_chunk(v, q, d, sum);
+
+    const int chunk  = lane / 4;
+    const int nwrite = scatter ? n_expert_used : 1;
+    for (int slot = 0; slot < nwrite; ++slot) {
+        int64_t i1;
+        if constexpr (scatter) {
+            i1 = ids[(int64_t) blockIdx.x * n_expert_used + slot];
+        } else {
+            i1 = blockIdx.x;
+        }
+        // The 128 value blocks of all rows lie side by side: half j of block ib is row 2*ib + j of a matrix of ne1
+        // blocks.
+        block_q8_1_mmq * y = (block_q8_1_mmq *) vy + (blockIdx.z * (ne0 / QK8_1_MMQ) + 2 * ib + chunk % 2) * ne1 + i1;
+        itq3_s_store_decoded(y->qs, lane, q);
+        if (lane % 4 == 0) {
+            y->d4[chunk / 2] = d;
+        }
+    }
+    GGML_UNUSED_VARS(n_expert_used, s01, s03, sum);
+}

@@ -1,0 +1,187 @@
+// Products of quantized weights and 8-bit activations for MMVQ: ITQ3_S, TQ1_0, TQ2_0.
+//
+// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq3_s-quantize.cuh).
+
+#pragma once
+
+#include "common.cuh"
+#include "itq3_s.cuh"
+#include "tq.cuh"
+
+// Scale of 32 quantized values and their sum. The sum is an integer so that zero-points cancel exactly and large
+// activations cannot overflow it.
+struct alignas(4) q8_1x4_ds {
+    half    d;
+    int16_t s;
+};
+
+// The content of four q8_1 blocks, scales first, so that 16 byte loads of the values are aligned.
+struct alignas(16) block_q8_1x4 {
+    q8_1x4_ds ds[4];
+    int8_t    qs[4 * QK8_1];
+};
+
+static_assert(sizeof(block_q8_1x4) == 4 * sizeof(block_q8_1), "wrong block_q8_1x4 size");
+
+// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block is the types' qi in itq3_s-type-traits.cuh.
+#define VDR_ITQ3_S_Q8_1_MMVQ 4
+#define VDR_TQ_Q8_1_MMVQ     4
+
+// Only carried along by mmq.cuh.
+#define VDR_ITQ3_S_Q8_1_MMQ 8
+#define VDR_TQ_Q8_1_MMQ     8
+
+static __device__ __forceinline__ float2 itq3_s_half2_bits(const uint32_t bits) {
+    half2 h;
+    memcpy(&h, &bits, sizeof(h));
+    return __half22float2(h);
+}
+
+// Scale and sum of a chunk in the word that holds them.
+static __device__ __forceinline__ float q8_1x4_d(const uint32_t ds) {
+    return itq3_s_half2_bits(ds).x;
+}
+static __device__ __forceinline__ int q8_1x4_s(const uint32_t ds) {
+    return (int32_t) ds >> 16;
+}
+
+// Word of data that starts at an even address.
+static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const int i) {
+    const uint16_t * x16 = (const uint16_t *) x + 2 * i;
+    return x16[0] | (uint32_t) x16[1] << 16;
+}
+
+// Lane l = 2*j + h takes the groups 2h and 2h + 1 of half j.
+static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restrict__ vbq,
+                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                            const int & iqs) {
+    const uint32_t *     x = (const uint32_t *) vbq + (int64_t) kbx * ITQ3_S_WORDS;
+    const int            j = iqs / VDR_ITQ3_S_Q8_1_MMVQ / 2;
+    const int            h = iqs / VDR_ITQ3_S_Q8_1_MMVQ % 2;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
+
+    uint32_t q[8];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        q[n] = x[ITQ3_S_WORD_QS + 8 * j + n] >> 4 * h;  // the two groups of this lane to the place of groups 0 and 1
+    }
+    uint32_t sym[2][4];
+    itq3_s_transpose_symbols(q, sym);
+
+    const float2 dz  = itq3_s_half2_bits(x[ITQ3_S_WORD_DZ]);
+    const uint2  ds  = ((const uint2 *) y->ds)[h];
+    float        sum = 0.0f;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+        const int k = 2 * (2 * h + g) + j;
+        uint32_t  c1, c0, even, odd;
+        itq3_s_subset_planes(x[ITQ3_S_WORD_SEL + k], k == 0 ? 0 : x[ITQ3_S_WORD_SEL + k - 1], c1, c0);
+        itq3_s_subset_pairs(c1, c0, even, odd);
+
+        const int4 u_lo = ((const int4 *) y->qs)[2 * (2 * h + g) + 0];
+        const int4 u_hi = ((const int4 *) y->qs)[2 * (2 * h + g) + 1];
+        const int  u[8] = { u_lo.x, u_lo.y, u_lo.z, u_lo.w, u_hi.x, u_hi.y, u_hi.z, u_hi.w };
+
+        int sumi = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t negative = itq3_s_index_nibbles(sym, even, odd, g, i);
+            const uint32_t positive = negative ^ 0x88888888;
+            sumi                    = ggml_cuda_dp4a(itq3_s_levels_negative(negative), u[2 * i + 0], sumi);
+            sumi                    = ggml_cuda_dp4a(itq3_s_levels_positive(positive), u[2 * i + 0], sumi);
+            sumi                    = ggml_cuda_dp4a(itq3_s_levels_negative(negative >> 16), u[2 * i + 1], sumi);
+            sumi                    = ggml_cuda_dp4a(itq3_s_levels_positive(positive >> 16), u[2 * i + 1], sumi);
+        }
+        const uint32_t ds_g = g == 0 ? ds.x : ds.y;
+        sum += q8_1x4_d(ds_g) * (sumi - dz.y * q8_1x4_s(ds_g));
+    }
+    return dz.x * (1.0f / 32.0f) * sum;
+}
+
+// Lane l = 2*j + s takes bytes 16*s .. 16*s + 15 of half j of qs.
+static __device__ __forceinline__ float vec_dot_tq2_0_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    const block_tq2_0 *  x = (const block_tq2_0 *) vbq + kbx;
+    const int            j = iqs / VDR_TQ_Q8_1_MMVQ / 2;
+    const int            s = iqs / VDR_TQ_Q8_1_MMVQ % 2;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
+
+    uint32_t q[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+        q[m] = tq_load_word(x->qs, 8 * j + 4 * s + m);
+    }
+
+    const int4 ds_all = *((const int4 *) y->ds);
+    const int  ds[4]  = { ds_all.x, ds_all.y, ds_all.z, ds_all.w };
+    float      sum    = 0.0f;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        const int4 u_all = ((const int4 *) y->qs)[2 * g + s];
+        const int  u[4]  = { u_all.x, u_all.y, u_all.z, u_all.w };
+        int        sumi  = 0;
+        int        sumu  = 0;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            sumi = ggml_cuda_dp4a(tq2_0_digits(q[m], g), u[m], sumi);
+            sumu = ggml_cuda_dp4a(0x01010101, u[m], sumu);
+        }
+        sum += q8_1x4_d(ds[g]) * (sumi - sumu);
+    }
+    return __half2float(x->d) * sum;
+}
+
+// Lane l takes the words 2l, 2l + 1 and 8 + l of qs and digit l of qh.
+static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    const block_tq1_0 *  x = (const block_tq1_0 *) vbq + kbx;
+    const int            l = iqs / VDR_TQ_Q8_1_MMVQ;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1;
+
+    tq1_0_state q0 = tq1_0_begin(tq_load_word(x->qs, 2 * l + 0));
+    tq1_0_state q1 = tq1_0_begin(tq_load_word(x->qs, 2 * l + 1));
+    tq1_0_state q2 = tq1_0_begin(tq_load_word(x->qs, 8 + l));
+    tq1_0_state q3 = tq1_0_begin(tq_load_word(x->qh, 0));
+
+    // Per chunk of 32 activations: sum of digit * activation and sum of activation over this lane's weights.
+    int sumi[8] = { 0 };
+    int sumu[8] = { 0 };
+#pragma unroll
+    for (int n = 0; n < 5; ++n) {  // weights 32*n + 8*l + 0..7
+        const int2 u = ((const int2 *) y[n / 4].qs)[4 * (n % 4) + l];
+        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(q0), u.x, sumi[n]);
+        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(q1), u.y, sumi[n]);
+        sumu[n]      = ggml_cuda_dp4a(0x01010101, u.x, sumu[n]);
+        sumu[n]      = ggml_cuda_dp4a(0x01010101, u.y, sumu[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 4*l + 0..3 = 128 + 32*c + 16*(n % 2) + ...
+        const int c = 1 + n / 2;
+        const int u = ((const int *) y[1].qs)[8 * c + 4 * (n % 2) + l];
+        sumi[4 + c] = ggml_cuda_dp4a(tq1_0_next(q2), u, sumi[4 + c]);
+        sumu[4 + c] = ggml_cuda_dp4a(0x01010101, u, sumu[4 + c]);
+    }
+    {  // weights 240 + 4*l + 0..3
+        const int u     = ((const int *) y[1].qs)[28 + l];
+        uint32_t  digit = 0;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const uint32_t next = tq1_0_next(q3);
+            digit               = n == l ? next : digit;
+        }
+        sumi[7] = ggml_cuda_dp4a(digit, u, sumi[7]);
+        sumu[7] = ggml_cuda_dp4a(0x01010101, u, sumu[7]);
+    }
+
+    const int4 ds_lo = *((const int4 *) y[0].ds);
+    const int4 ds_hi = *((const int4 *) y[1].ds);
+    const int  ds[8] = { ds_lo.x, ds_lo.y, ds_lo.z, ds_lo.w, ds_hi.x, ds_hi.y, ds_hi.z, ds_hi.w };
+    float      sum   = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        sum += q8_1x4_d(ds[k]) * (sumi[k] - sumu[k]);
+    }
+    return __half2float(x->d) * sum;
+}

@@ -1,0 +1,120 @@
+"""The rows of the evaluation: what each is called and how its file is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Maker = Literal["none", "llama-quantize", "package"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        key: name for ``--rows`` and the caches.
+        label: type as the table shows it.
+        how: what the table says about its making.
+        maker: who writes the file: nobody (the F16 file itself), llama-quantize, or this package.
+        arguments: of ``llama-quantize`` (the type last), or of ``gguf-itq3s convert``.
+        imatrix: whether llama-quantize is given an importance matrix.
+        calibrated: whether the converter is given calibration text.
+        runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
+        environment: variables set for llama-perplexity.
+    """
+
+    key: str
+    label: str
+    how: str
+    maker: Maker
+    arguments: tuple[str, ...] = ()
+    imatrix: bool = False
+    calibrated: bool = False
+    runtime: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def family(self) -> str:
+        """Type without its mix: the colour in plots."""
+        return self.label.removesuffix("_M").removesuffix("_S") if self.label.startswith("Q") else self.label
+
+
+#: Types of llama-quantize: name, name of the ``--pure`` row (None: same as another's), whether it takes a matrix.
+_TYPES: Final = (
+    ("Q8_0", "Q8_0", False),
+    ("Q4_K_M", "Q4_K", True),
+    ("IQ4_XS", "IQ4_XS", True),
+    ("Q3_K_M", "Q3_K", True),
+    ("Q3_K_S", None, True),
+    ("IQ3_S", "IQ3_S", True),
+    ("IQ3_XXS", "IQ3_XXS", True),
+    ("ITQ3_S", "ITQ3_S", True),
+)
+
+
+def _llama_quantize_rows() -> list[Row]:
+    rows = []
+    for name, pure, takes_matrix in _TYPES:
+        for imatrix in (False, True)[: 1 + takes_matrix]:
+            key = name.lower() + "-imatrix" * imatrix
+            rows.append(Row(key, name, "mix" + ", imatrix" * imatrix, "llama-quantize", (name,), imatrix))
+        for imatrix in (False, True)[: 1 + takes_matrix] if pure else ():
+            assert pure is not None
+            key = f"{pure.lower()}-pure" + "-imatrix" * imatrix
+            how = "pure" + ", imatrix" * imatrix
+            rows.append(Row(key, pure, how, "llama-quantize", ("--pure", name), imatrix))
+    for name in ("TQ1_0", "TQ2_0"):
+        rows.append(Row(name.lower(), name, "mix", "llama-quantize", (name,)))
+        rows.append(Row(f"{name.lower()}-pure", name, "pure", "llama-quantize", ("--pure", name)))
+    return rows
+
+
+def _package_rows() -> list[Row]:
+    """Rows of the converter, which folds norms into the matrices unless told otherwise."""
+    rows = []
+    for pure in (False, True):
+        key, how, flags = "convert" + "-pure" * pure, "pure" if pure else "mix", ("--pure",) * pure
+        how += ", folded"
+        rows.append(Row(key, "ITQ3_S", how, "package", flags))
+        rows.append(Row(f"{key}-calibrated", "ITQ3_S", f"{how}, calibrated", "package", flags, calibrated=True))
+    rows += [
+        Row("convert-pure-unfolded", "ITQ3_S", "pure, by the package", "package", ("--pure", "--no-fold-norms")),
+        Row("convert-pure-fast", "ITQ3_S", "pure, folded, fast", "package", ("--pure", "--effort", "fast")),
+        Row(
+            "convert-pure-ternary",
+            "ITQ3_S",
+            "pure, folded, literal ternary",
+            "package",
+            ("--pure", "--codec", "ternary"),
+        ),
+    ]
+    return rows
+
+
+#: KV cache types of the second table; the default is F16.
+_CACHES: Final = ("q8_0", "q4_0")
+
+
+def cache_rows(weights: Row, short: str) -> list[Row]:
+    """Rows with the weights of ``weights`` and a quantized KV cache, rotated (llama.cpp's default) and not."""
+    rows = []
+    for cache in _CACHES:
+        runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
+        common = (weights.maker, weights.arguments, weights.imatrix, weights.calibrated, runtime)
+        how = f"{weights.how}; KV {cache}"
+        rows.append(Row(f"kv-{short}-{cache}", weights.label, f"{how}, rotated", *common))
+        off = (("LLAMA_ATTN_ROT_DISABLE", "1"),)
+        rows.append(Row(f"kv-{short}-{cache}-unrotated", weights.label, f"{how}, not rotated", *common, off))
+    return rows
+
+
+def weight_rows() -> list[Row]:
+    """Every row of the first table."""
+    return [Row("f16", "F16", "", "none"), *_llama_quantize_rows(), *_package_rows()]
+
+
+def kv_rows() -> list[Row]:
+    """Every row of the second table: F16 weights, and those of the converter's default."""
+    by_key = {row.key: row for row in weight_rows()}
+    return [*cache_rows(by_key["f16"], "f16"), *cache_rows(by_key["convert"], "itq3_s")]
