@@ -261,6 +261,8 @@ class _LayeredModel:
         embedding = self.model.get_input_embeddings()
         name = next(name for name, module in self.model.named_modules() if module is embedding)
         embedding.to_empty(device=self.device)
+        if hasattr(embedding, "scalar_embed_scale"):  # Gemma's factor, kept as a buffer too
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=self.device)
         self._fill(embedding, name)
         self._make_buffers()
         keywords: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layers)]
@@ -326,7 +328,7 @@ class _LayeredModel:
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(self.weights.get(f"{prefix}.{name}", parameter.shape))
-        if stray := [name for name, _ in module.named_buffers()]:
+        if stray := [name for name, _ in module.named_buffers() if name != "embed_scale"]:
             from .errors import UserError
 
             what = f"a layer keeps {stray[0]} outside its weights, which is not handled"

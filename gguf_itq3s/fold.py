@@ -137,6 +137,10 @@ def apply(tensors: Sequence[SourceTensor], folding: Folding, folder: str) -> lis
         if norm not in gains:
             parts = [np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()]
             gains[norm] = np.concatenate(parts)
+            # Once folded, the norm is all ones and the fault would show in the matrices that read it.
+            if bad := np.count_nonzero(~np.isfinite(gains[norm])):
+                what = f"{bad} of its weights {'is' if bad == 1 else 'are'} NaN or infinite"
+                raise UserError(folder, what, "repair the checkpoint or download it again", by_name[norm].label)
         return gains[norm]
 
     def ones(norm: str) -> Iterator[np.ndarray]:
@@ -148,7 +152,9 @@ def apply(tensors: Sequence[SourceTensor], folding: Folding, folder: str) -> lis
             what = f"has {tensor.shape[-1]} columns, but its norm {norm} has {factor.size} gains"
             raise UserError(folder, what, "convert with --no-fold-norms", tensor.label)
         for part in tensor.load():
-            yield np.asarray(part, dtype=np.float32) * factor
+            weights = np.asarray(part, dtype=np.float32)
+            # In place where it is a copy already: a third copy of the largest tensor would not fit.
+            yield np.multiply(weights, factor, out=None if np.shares_memory(weights, part) else weights)
 
     def folded(tensor: SourceTensor) -> SourceTensor:
         if tensor.name in folding.norms:

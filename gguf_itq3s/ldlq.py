@@ -65,7 +65,7 @@ class Search:
     """
 
     segment: int = 8
-    lookahead: int = 24
+    lookahead: int = 16
     effort: str = "default"
 
     def __post_init__(self) -> None:

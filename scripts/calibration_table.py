@@ -23,14 +23,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from make_twins import TWINS, make_twin, read_model, write_model
 
 from gguf_itq3s import calibrate, convert
 
+if TYPE_CHECKING:
+    import torch
+
 BIN = Path(__file__).resolve().parents[1] / "build" / "bin"
 EMBEDDING = "f16"
+# Windows evaluated past the ones that count: llama-perplexity takes up to four at a time.
+_MARGIN = 4
 TEXTS = {"wikitext": "WikiText-2 test", "topics": "Python reference topics (held out)"}
 
 
@@ -106,7 +112,8 @@ def evaluation_texts(args: argparse.Namespace) -> dict[str, Path]:
     topics = args.work / "topics.txt"
     if not topics.exists():
         topics.write_text("\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())))
-    return {"wikitext": args.test, "topics": topics}
+    texts = {"wikitext": args.test, "topics": topics}
+    return {name: texts[name] for name in args.texts}
 
 
 def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
@@ -118,11 +125,16 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
     if not f16.exists():
         convert.convert(convert.Options(model, f16, outtype="f16"))
     texts = evaluation_texts(args)
+    in_torch = {}
+    if args.torch:
+        in_torch = {name: TorchEvaluator(model, f16, path, args.chunks) for name, path in texts.items()}
     for name, path in texts.items():
+        if args.torch:
+            continue
         base = folder / f"{name}.kld"
         if not base.exists():
             partial = base.with_suffix(".partial")
-            tool("llama-perplexity", "-m", f16, "-f", path, "-c", "512", "--chunks", str(args.chunks),
+            tool("llama-perplexity", "-m", f16, "-f", path, "-c", "512", "--chunks", str(args.chunks + _MARGIN),
                  "--kl-divergence-base", partial, *threads)  # fmt: skip
             partial.replace(base)
     imatrix = folder / "imatrix.gguf"
@@ -148,19 +160,76 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
                     calibration=hessians if row.statistics == "calibration" else None, **common,
                 )
             )  # fmt: skip
-        results[key] = {name: kld(out, folder / f"{name}.kld", threads) for name in texts}
+        known = results.get(key, {})
+        results[key] = known | {
+            name: in_torch[name].kld(out) if in_torch else kld(out, folder / f"{name}.kld", args.chunks, threads)
+            for name in texts
+            if name not in known
+        }
         out.unlink()
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         print(f"{folder.name}: {row.label}: {results[key]}", file=sys.stderr, flush=True)
 
 
-def kld(model: Path, base: Path, threads: list[str]) -> float:
-    """Mean KL divergence that llama-perplexity finds."""
+def kld(model: Path, base: Path, chunks: int, threads: list[str]) -> float:
+    """Mean KL divergence over the first ``chunks`` windows.
+
+    llama-perplexity loses what it logs just before it ends (a race in its logger), so the running mean is read from the
+    line of a window that is not among the last.
+    """
     output = tool("llama-perplexity", "-m", model, "--kl-divergence-base", base, "--kl-divergence", *threads)
-    found = re.search(r"Mean\s+KLD:\s+([0-9.eE+-]+)", output)
+    number = r"-?[0-9.]+|-?nan"
+    pair = rf"\s+(?:{number})\s+±\s+(?:{number})"
+    found = re.search(rf"^\s*{chunks}{pair}{pair}\s+({number})\s+±", output, re.M)
     if not found:
-        raise SystemExit(f"error: llama-perplexity printed no mean KLD: {output[-800:]}")
+        raise SystemExit(f"error: llama-perplexity printed no line for window {chunks}: {output[-800:]}")
     return float(found[1])
+
+
+#: Llama's names in transformers and in GGUF.
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+class TorchEvaluator:
+    """Mean KL divergence in PyTorch, on dequantized weights in float32: the same windows and positions, and faster."""
+
+    def __init__(self, model: Path, f16: Path, text: Path, chunks: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        ids = AutoTokenizer.from_pretrained(model)(text.read_text()[: chunks * 512 * 8]).input_ids
+        rows = [ids[:1] + ids[1 + i * 511 : 1 + (i + 1) * 511] for i in range(chunks)]
+        self._windows = torch.tensor(rows)
+        self._base = self._predictions(f16)
+
+    def kld(self, path: Path) -> float:
+        """Of a GGUF file's predictions, over the second halves of the windows."""
+        return float((self._base.exp() * (self._base - self._predictions(path))).sum(-1).mean())
+
+    def _predictions(self, path: Path) -> torch.Tensor:
+        import gguf
+        import torch
+
+        weights = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+        config = self._model.config
+        with torch.inference_mode():
+            for name, parameter in self._model.named_parameters():
+                key = re.sub(r"model\.layers\.(\d+)\.", r"blk.\1.", name)
+                for theirs, ours in _NAMES.items():
+                    key = key.replace(theirs, ours)
+                value = weights[key].astype(np.float32)
+                if ".attn_q." in key or ".attn_k." in key:  # the converter interleaves the halves of a head for RoPE
+                    heads = config.num_attention_heads if ".attn_q." in key else config.num_key_value_heads
+                    value = value.reshape(heads, -1, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+            parts = [self._model(input_ids=rows[None]).logits[:, 256:-1] for rows in self._windows]
+        return torch.log_softmax(torch.cat(parts), dim=-1)
 
 
 def shown(value: float | None, digits: int = 4) -> str:
@@ -213,6 +282,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=131072, help="calibration tokens (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=100, help="windows of 512 to evaluate (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--texts", choices=tuple(TEXTS), nargs="+", default=list(TEXTS), help="default: both")
+    parser.add_argument("--torch", action="store_true", help="evaluate in PyTorch instead of llama-perplexity")
     parser.add_argument("--only", choices=("model", *TWINS), help="measure one of the three now")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

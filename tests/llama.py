@@ -45,7 +45,7 @@ def evaluation_text(folder: Path) -> Path:
 
 def perplexity(model: Path, text: Path, chunks: int = 8, context: int = 512) -> float:
     """Final perplexity of llama-perplexity over the first ``chunks`` windows of ``context`` tokens."""
-    done = run("llama-perplexity", "-m", model, "-f", text, "-c", str(context), "--chunks", str(chunks), "-t", "2")
+    done = run("llama-perplexity", "-m", model, "-f", text, "-c", str(context), "--chunks", str(chunks), "-t", "1")
     found = re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
     assert found, (done.stdout + done.stderr)[-2000:]
     return float(found.group(1))

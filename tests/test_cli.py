@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     ),
     "NaN in a norm": (
         lambda f: edit_tensor(f, "model.norm.weight", float("nan")),
-        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN; ",
+        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN or infinite; ",
     ),
 }  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_llama_quantize_writes_the_same_blocks(files: dict[str, Path], tmp_path:
     assert reader.fields["itq3s.codec"].contents() == "trellis"
     theirs = {t.name: t for t in reader.tensors}
     compared = 0
-    for tensor in gguf.GGUFReader(convert(llama.MODEL, tmp_path / "plain.gguf", "--pure")).tensors:
+    for tensor in gguf.GGUFReader(convert(llama.MODEL, tmp_path / "plain.gguf", "--pure", "--no-fold-norms")).tensors:
         assert theirs[tensor.name].tensor_type == tensor.tensor_type, tensor.name
         if tensor.tensor_type == ITQ3_S:
             np.testing.assert_array_equal(theirs[tensor.name].data, tensor.data, err_msg=tensor.name)
@@ -129,7 +129,7 @@ def test_perplexity_is_near_the_original(files: dict[str, Path], tmp_path: Path)
 def test_greedy_text_repeats(files: dict[str, Path]) -> None:
     """llama-cli and llama-completion, each twice with a fixed seed and no sampling."""
     for tool, mode in (("llama-cli", "--single-turn"), ("llama-completion", "-no-cnv")):
-        options = ["-m", files["itq3_s"], "-p", PROMPT, "-n", "40", "--temp", "0", "--seed", "1", "-t", "2"]
+        options = ["-m", files["itq3_s"], "-p", PROMPT, "-n", "40", "--temp", "0", "--seed", "1", "-t", "1"]
         texts = [llama.run(tool, *options, mode, "--no-warmup", "--simple-io").stdout for _ in range(2)]
         first, second = (text[text.find(PROMPT) :].split("[ Prompt")[0] for text in texts)
         assert len(first) > len(PROMPT) + 60

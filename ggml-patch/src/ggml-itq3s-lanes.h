@@ -15,10 +15,11 @@
 #    error "ITQ3_S fixes the order of its floating-point operations; build it without -ffast-math"
 #endif
 
-// ggml-base is compiled for the lowest processor of its architecture; let the loader choose better.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__has_attribute) && !defined(ITQ3_S_NO_CLONES)
+// ggml-base is compiled for the lowest processor of its architecture; let the loader choose better. Features, not
+// architecture levels: compilers before GCC 12 cannot dispatch on those.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
 #    if __has_attribute(target_clones)
-#        define ITQ3_S_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#        define ITQ3_S_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #    endif
 #endif
 #ifndef ITQ3_S_CLONES

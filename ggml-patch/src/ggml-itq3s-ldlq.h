@@ -30,7 +30,7 @@ struct itq3_s_search {
 
 // Measured defaults (docs/calibration.md).
 #define ITQ3_S_LDLQ_SEGMENT   8
-#define ITQ3_S_LDLQ_LOOKAHEAD 24
+#define ITQ3_S_LDLQ_LOOKAHEAD 16
 #define ITQ3_S_LDLQ_DAMPING   0.003
 
 // Rows of factor->columns weights; returns the bytes written. A block that cannot be encoded (a weight that is not finite,

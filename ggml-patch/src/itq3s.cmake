@@ -7,9 +7,10 @@ target_sources(ggml-base PRIVATE
 # The encoders match the numpy ones bit for bit: no fused multiply-add that the source does not ask for. The search holds
 # 16 lanes in a register where there are registers that wide.
 if (NOT MSVC)
-    set(GGML_ITQ3S_FLAGS -ffp-contract=off)
+    set(GGML_ITQ3S_FLAGS -ffp-contract=off -Wno-psabi)
     if (GGML_SYSTEM_ARCH STREQUAL "x86")
         list(APPEND GGML_ITQ3S_FLAGS -mprefer-vector-width=512)
     endif()
-    set_source_files_properties(ggml-itq3s.c ggml-itq3s-quantize.c ggml-itq3s-ldlq.c PROPERTIES COMPILE_OPTIONS "${GGML_ITQ3S_FLAGS}")
+    set_source_files_properties(ggml-itq3s.c ggml-itq3s-quantize.c ggml-itq3s-ldlq.c
+        PROPERTIES COMPILE_OPTIONS "${GGML_ITQ3S_FLAGS}")
 endif()

@@ -161,6 +161,44 @@ static void test_zero_and_not_finite(void) {
     }
 }
 
+static double weighted_error(const float * x, const float * y, const float * importance, int64_t nrows, int n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < nrows * n; ++i) {
+        sum += importance[i % n] * ((double) x[i] - y[i]) * ((double) x[i] - y[i]);
+    }
+    return sum;
+}
+
+// Encoding with an importance matrix: less of the error it weights, a row count that fills no group.
+static void test_importance_matrix(void) {
+    const int      n          = 512;
+    const int64_t  nrows      = 19;
+    uint32_t       seed       = 5;
+    float *        x          = gaussian_row(nrows * n, 6);
+    float *        y          = allocate(sizeof(float) * (size_t) (nrows * n));
+    float *        importance = allocate(sizeof(float) * (size_t) n);
+    block_itq3_s * q          = allocate(sizeof(*q) * (size_t) (nrows * n / 256));
+    for (int i = 0; i < n; ++i) {
+        importance[i] = expf(gaussian(&seed));
+    }
+
+    CHECK(quantize_itq3_s(x, q, nrows, n, NULL) == sizeof(*q) * (size_t) (nrows * n / 256));
+    dequantize_row_itq3_s(q, y, nrows * n);
+    const double plain = weighted_error(x, y, importance, nrows, n);
+    CHECK(quantize_itq3_s(x, q, nrows, n, importance) == sizeof(*q) * (size_t) (nrows * n / 256));
+    dequantize_row_itq3_s(q, y, nrows * n);
+    CHECK(weighted_error(x, y, importance, nrows, n) < plain);
+
+    x[3 * n + 300] = NAN;
+    quantize_itq3_s(x, q, nrows, n, importance);
+    CHECK(isnan(ggml_fp16_to_fp32(q[3 * 2 + 1].d)));
+    CHECK(!isnan(ggml_fp16_to_fp32(q[2 * 2].d)) && !isnan(ggml_fp16_to_fp32(q[4 * 2].d)));
+    free(x);
+    free(y);
+    free(importance);
+    free(q);
+}
+
 // dot(H v, x) = dot(v, H x), up to the 8 bits of the activations.
 static void test_vec_dot(void) {
     for (int codec = 0; codec < 2; ++codec) {
@@ -205,6 +243,7 @@ int main(int argc, char ** argv) {
     test_fwht_is_its_own_inverse();
     test_encoders();
     test_zero_and_not_finite();
+    test_importance_matrix();
     test_vec_dot();
     printf(failures == 0 ? "all passed\n" : "%d checks failed\n", failures);
     return failures != 0;
