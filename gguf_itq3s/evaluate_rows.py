@@ -111,7 +111,7 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
     for cache in _CACHES:
         runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
         common = (weights.maker, weights.arguments, weights.imatrix, weights.calibrated, runtime)
-        how = f"{weights.how}; KV {cache}"
+        how = f"{weights.how}; KV {cache}".removeprefix("; ")
         rows.append(Row(f"kv-{short}-{cache}", weights.label, f"{how}, rotated", *common))
         off = (("LLAMA_ATTN_ROT_DISABLE", "1"),)
         rows.append(Row(f"kv-{short}-{cache}-unrotated", weights.label, f"{how}, not rotated", *common, off))
