@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def divergences(result: dict[str, Any], path: Path) -> None:
             yerr=[r["mean_kld_error"] for r in rows_of],
         )  # fmt: skip
     axes[1].set_xticks(
-        np.arange(len(codes)) + 0.4 - width / 2, [label.replace(", ", "\n") for label, _ in codes], fontsize=7
+        np.arange(len(codes)) + 0.4 - width / 2, [textwrap.fill(label, 12) for label, _ in codes], fontsize=7
     )
     axes[1].set(ylabel="mean KLD (nats)", yscale="log")
     axes[1].legend(fontsize=7)

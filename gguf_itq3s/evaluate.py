@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf
+import numpy as np
 from tqdm import tqdm
 
-from . import calibrate, convert, evaluate_report, upstream, wikitext
+from . import calibrate, convert, evaluate_report, native, policy, upstream, wikitext
 from .errors import UserError
 from .evaluate_rows import Row, kv_rows, weight_rows
 from .evaluate_tools import Tools
@@ -200,6 +201,8 @@ class Evaluation:
                 *flags, name = row.arguments
                 arguments = [*flags, *matrix, self.f16, file, name, str(self.settings.threads)]
                 self.tools.run("llama-quantize", arguments, self.work / "logs" / f"quantize-{row.key}.log")
+            elif row.maker == "ggml":
+                quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
             elif row.maker == "package":
                 calibration = ["--calibration", str(self.calibration())] if row.calibrated else []
                 self._convert([*row.arguments, *calibration], file)
@@ -239,6 +242,45 @@ class Evaluation:
         """Remove the log-probabilities, which are large, unless they are to be kept."""
         if not self.settings.keep:
             self.base.unlink(missing_ok=True)
+
+
+def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, threads: int) -> None:
+    """Write a GGUF file with every matrix in a type by ggml's own quantizer, as ``llama-quantize --pure`` would.
+
+    Args:
+        source: F16 GGUF file.
+        target: file to write.
+        qtype: any type that ggml quantizes without an importance matrix.
+        threads: threads that quantize.
+
+    Raises:
+        UserError: the library is not built, or a row is not whole blocks.
+    """
+    library = native.load()
+    if library is None:
+        raise UserError(native.library_name(), "is not built", "run make build")
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, arch)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{qtype.name}"])
+    for tensor in reader.tensors:
+        shape = [int(n) for n in reversed(tensor.shape)]
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F16 and policy.may_quantize(tensor.name, shape, arch):
+            try:
+                data = library.quantize_type(np.asarray(tensor.data, dtype=np.float32), qtype, threads=threads)
+            except ValueError as error:
+                raise UserError(source, str(error), "leave the row out", tensor.name) from error
+            writer.add_tensor(tensor.name, data, raw_dtype=qtype)
+        else:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def describe(path: Path) -> Result:

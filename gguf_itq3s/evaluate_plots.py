@@ -37,17 +37,20 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8.5, 5.2))
     colours = plt.get_cmap("tab20").colors
     types = list(dict.fromkeys(r["type"] for r in rows))
+    front = pareto_front([(r["file_bits"], r[measure]) for r in rows])
+    named: set[str] = set()
     for r in rows:
         ours = r["type"] == "ITQ3_S"
-        marker = "*" if ours else "o" if r["how"].startswith("pure") else "s"
+        point = (r["file_bits"], r[measure])
+        colour = "crimson" if ours else colours[types.index(r["type"]) % len(colours)]
         axis.errorbar(
-            r["file_bits"], r[measure], yerr=r[f"{measure}_error"], fmt=marker, markersize=11 if ours else 6,
-            color="crimson" if ours else colours[types.index(r["type"]) % len(colours)],
-            markerfacecolor="none" if "imatrix" in r["how"] else None,
+            *point, yerr=r[f"{measure}_error"], fmt="*" if ours else "o" if r["how"].startswith("pure") else "s",
+            markersize=11 if ours else 6, color=colour, markerfacecolor="none" if "imatrix" in r["how"] else None,
+            label=None if r["type"] in named else r["type"],
         )  # fmt: skip
-        axis.annotate(f"{r['type']} {r['how']}", (r["file_bits"], r[measure]), fontsize=5.5, xytext=(5, 2),
-                      textcoords="offset points")  # fmt: skip
-    front = pareto_front([(r["file_bits"], r[measure]) for r in rows])
+        named.add(r["type"])
+        if point in front:
+            axis.annotate(r["how"], point, fontsize=7, xytext=(6, 3), textcoords="offset points")
     axis.step(*zip(*front, strict=True), where="post", color="grey", linewidth=1, zorder=0, label="Pareto front")
     if measure == "perplexity" and (f16 := [r for r in results if r["type"] == "F16"]):
         axis.axhline(f16[0][measure], color="k", linestyle=":", linewidth=1, label="F16")
@@ -56,7 +59,7 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, title="round: pure, square: mix, hollow: imatrix", title_fontsize=7)
+    axis.legend(fontsize=7, title="round: pure, square: mix, hollow: imatrix", title_fontsize=7, ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

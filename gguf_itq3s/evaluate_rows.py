@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Maker = Literal["none", "llama-quantize", "package"]
+Maker = Literal["none", "llama-quantize", "ggml", "package"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Row:
         key: name for ``--rows`` and the caches.
         label: type as the table shows it.
         how: what the table says about its making.
-        maker: who writes the file: nobody (the F16 file itself), llama-quantize, or this package.
-        arguments: of ``llama-quantize`` (the type last), or of ``gguf-itq3s convert``.
+        maker: who writes the file: nobody (the F16 file itself), llama-quantize, ggml's quantizer called directly, or
+            this package's converter.
+        arguments: of ``llama-quantize`` (the type last), the type for ggml, or of ``gguf-itq3s convert``.
         imatrix: whether llama-quantize is given an importance matrix.
         calibrated: whether the converter is given calibration text.
         runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
@@ -52,18 +53,26 @@ _TYPES: Final = (
     ("ITQ3_S", "ITQ3_S", True),
 )
 
+#: llama-quantize refuses it without an importance matrix, for its mix even needs IQ2_S; ggml does not.
+_NEEDS_MATRIX: Final = "IQ3_XXS"
+
 
 def _llama_quantize_rows() -> list[Row]:
     rows = []
     for name, pure, takes_matrix in _TYPES:
         for imatrix in (False, True)[: 1 + takes_matrix]:
+            if name == _NEEDS_MATRIX and not imatrix:
+                continue
             key = name.lower() + "-imatrix" * imatrix
             rows.append(Row(key, name, "mix" + ", imatrix" * imatrix, "llama-quantize", (name,), imatrix))
         for imatrix in (False, True)[: 1 + takes_matrix] if pure else ():
             assert pure is not None
             key = f"{pure.lower()}-pure" + "-imatrix" * imatrix
             how = "pure" + ", imatrix" * imatrix
-            rows.append(Row(key, pure, how, "llama-quantize", ("--pure", name), imatrix))
+            if name == _NEEDS_MATRIX and not imatrix:
+                rows.append(Row(key, pure, f"{how}, by ggml", "ggml", (name,)))
+            else:
+                rows.append(Row(key, pure, how, "llama-quantize", ("--pure", name), imatrix))
     for name in ("TQ1_0", "TQ2_0"):
         rows.append(Row(name.lower(), name, "mix", "llama-quantize", (name,)))
         rows.append(Row(f"{name.lower()}-pure", name, "pure", "llama-quantize", ("--pure", name)))
@@ -102,7 +111,7 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
     for cache in _CACHES:
         runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
         common = (weights.maker, weights.arguments, weights.imatrix, weights.calibrated, runtime)
-        how = f"{weights.how}; KV {cache}"
+        how = f"{weights.how}; KV {cache}".removeprefix("; ")
         rows.append(Row(f"kv-{short}-{cache}", weights.label, f"{how}, rotated", *common))
         off = (("LLAMA_ATTN_ROT_DISABLE", "1"),)
         rows.append(Row(f"kv-{short}-{cache}-unrotated", weights.label, f"{how}, not rotated", *common, off))

@@ -22,7 +22,7 @@ _PAIRS = {
     "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
 }
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 _QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a tiny ternary Llama with straight-through estimation, and export it in Hugging Face form.
 
-    scripts/train_ternary_model.py --data DIR --tokenizer models/demo-llama --out build/ternary --steps 400
+    scripts/train_ternary_model.py --data DIR --tokenizer models/demo-llama --out build/ternary/model
 
 The linear layers compute with W~ = gamma * round(clip(W / gamma, -1, 1)), gamma = eps + mean|W| (BitNet b1.58,
 TriTera); the gradient passes the rounding unchanged (Bengio et al. 2013). Written are ``OUT/latent`` with the latent
@@ -99,8 +99,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of *.txt and *.txt.xz files")
     parser.add_argument("--tokenizer", type=Path, required=True, help="Hugging Face folder whose tokenizer is used")
     parser.add_argument("--out", type=Path, required=True, help="folder for latent/ and ternary/")
-    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="windows per step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=4, help="windows per step (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--characters", type=int, default=3_000_000, help="of the text (default: %(default)s)")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import llama
 import numpy as np
 import pytest
 
-from gguf_itq3s import evaluate_plots, evaluate_report, evaluate_rows, evaluate_tools, wikitext
+from gguf_itq3s import evaluate, evaluate_plots, evaluate_report, evaluate_rows, evaluate_tools, wikitext
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
 
@@ -52,7 +53,7 @@ def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(evaluate_tools.Tools, "run", lambda *_: answers.pop(0))
     tools = evaluate_tools.Tools(tmp_path, 1)
     assert tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    answers = [""] * 3
+    answers = [""] * 5
     with pytest.raises(UserError, match="printed no perplexity"):
         tools.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
 
@@ -85,12 +86,20 @@ def test_rows_are_distinct_and_complete() -> None:
         "TQ1_0",
         "TQ2_0",
     }
-    for name in ("q4_k_m", "iq4_xs", "q3_k_s", "q3_k_m", "iq3_s", "iq3_xxs"):
+    for name in ("q4_k_m", "iq4_xs", "q3_k_s", "q3_k_m", "iq3_s"):
         assert {name, f"{name}-imatrix"} <= {row.key for row in weights}
     keys = {row.key for row in weights}
-    assert {"iq3_s-pure", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
+    assert {"iq3_s-pure", "iq3_xxs-imatrix", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
     assert {"convert", "convert-pure-fast", "convert-pure-ternary", "convert-calibrated"} <= keys
     assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
+
+
+def test_pure_by_ggml_is_what_llama_quantize_writes(tmp_path: Path) -> None:
+    f16, ours, theirs = (tmp_path / f"{name}.gguf" for name in ("f16", "ours", "theirs"))
+    assert main(["convert", str(llama.MODEL), str(f16), "--outtype", "f16"]) == 0
+    evaluate.quantize_pure(f16, ours, gguf.GGMLQuantizationType.IQ3_S, 2)
+    llama.run("llama-quantize", "--pure", f16, theirs, "IQ3_S", "2")
+    assert evaluate.describe(ours)["content"] == evaluate.describe(theirs)["content"]
 
 
 def test_pareto_front() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import llama
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gguf_itq3s import ternary
 from gguf_itq3s.cli import convert_main, main
+from gguf_itq3s.evaluate_tools import Tools
 
 Q = gguf.GGMLQuantizationType
 
@@ -175,3 +179,33 @@ def test_report_command(ternary_model: Path, capsys: pytest.CaptureFixture[str])
     assert facts["blk.0.attn_q.weight"]["ternary"] == "tensor" and facts["blk.0.attn_q.weight"]["exact"]
     assert facts["blk.0.attn_q.weight"]["errors"]["optimal"] == 0
     assert facts["token_embd.weight"]["ternary"] is None
+
+
+def test_trained_ternary_model_from_checkpoint_to_perplexity(tokenizer: Path, tmp_path: Path) -> None:
+    """A few steps of straight-through training: recognised, equal to its forced latent form, F16's perplexity."""
+    text = tmp_path / "data" / "text.txt"
+    text.parent.mkdir()
+    text.write_text("\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    script = llama.ROOT / "scripts" / "train_ternary_model.py"
+    command = [sys.executable, script, "--data", text.parent, "--tokenizer", tokenizer, "--out", tmp_path / "model"]
+    sizes = ["--steps", "6", "--layers", "1", "--batch", "2", "--length", "64", "--characters", "60000"]
+    done = subprocess.run([*map(str, command), *sizes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    keep = ("--token-embedding-type", "f16")
+    convert(tmp_path / "model" / "ternary", tmp_path / "f16.gguf", "--outtype", "f16")
+    found = convert(tmp_path / "model" / "ternary", tmp_path / "found.gguf", *keep)
+    forced = convert(tmp_path / "model" / "latent", tmp_path / "forced.gguf", *keep, "--ternary", "force")
+    matrices = [name for name in found if name.startswith("blk.") and "norm" not in name]
+    for name in matrices:
+        assert found[name].tensor_type == forced[name].tensor_type == Q.TQ2_0
+        np.testing.assert_allclose(values(found[name]), values(forced[name]), rtol=2.0**-10, atol=0)
+
+    tools = Tools(llama.BIN, 2)
+    base, log = tmp_path / "base.kld", tmp_path / "log.txt"
+    assert tools.log_probabilities(tmp_path / "f16.gguf", text, base, 4, 128, log) == 4
+    exact, ternary_file = (
+        tools.divergence(tmp_path / name, base, 4 * 63, 128, log)["perplexity"] for name in ("f16.gguf", "found.gguf")
+    )
+    assert ternary_file == pytest.approx(exact, rel=1e-3)
+    assert llama.run("llama-cli", "-m", tmp_path / "found.gguf", "-p", "def", "-n", "4", "-st").returncode == 0
