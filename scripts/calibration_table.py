@@ -137,7 +137,7 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
             tool("llama-perplexity", "-m", f16, "-f", path, "-c", "512", "--chunks", str(args.chunks + _MARGIN),
                  "--kl-divergence-base", partial, *threads)  # fmt: skip
             partial.replace(base)
-    imatrix = folder / "imatrix.gguf"
+    imatrix = folder / "importance.gguf"
     if not imatrix.exists():
         tool("llama-imatrix", "-m", f16, "-f", text, "-c", "512", "--chunks", str(args.tokens // 512), "-o", imatrix,
              "--output-frequency", "100000", *threads)  # fmt: skip
