@@ -9,7 +9,6 @@ scripts/eval_ternary.py build/ternary/model --results docs     # and writes it i
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import evaluate, evaluate_report, wikitext  # noqa: E402
 from gguf_itq3s.convert import Options, convert  # noqa: E402
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
+from gguf_itq3s.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate_tools import Tools  # noqa: E402
 
 #: Name, folder, options of the converter.
@@ -64,24 +63,8 @@ def main() -> int:
                      f"{figures['mean_kld']:.6f}", f"{100 * figures['same_top']:.2f}"])  # fmt: skip
     base.unlink()
     table = evaluate_report.table(["file", "bits/w", "PPL", "against F16", "mean KLD", "same top, %"], rows)
-    command = [
-        tools.folder / "llama-cli",
-        "-m",
-        work / "1.gguf",
-        "-p",
-        "The old house",
-        "-n",
-        "16",
-        "-st",
-        "--temp",
-        "0",
-    ]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UserError(work / "1.gguf", f"llama-cli ended with code {done.returncode}: {last}", "run it by hand")
+    prompt = ["-m", work / "1.gguf", "-p", "The old house", "-n", "16", "-st", "--temp", "0"]
+    tools.run("llama-cli", prompt, work / "llama-cli.log")
     print(table)
     if args.results:
         evaluate_report.replace_section(args.results / "results.md", "ternary", table)
