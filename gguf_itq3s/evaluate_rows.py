@@ -35,11 +35,6 @@ class Row:
     runtime: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def family(self) -> str:
-        """Type without its mix: the colour in plots."""
-        return self.label.removesuffix("_M").removesuffix("_S") if self.label.startswith("Q") else self.label
-
 
 #: Types of llama-quantize: name, name of the ``--pure`` row (None: same as another's), whether it takes a matrix.
 _TYPES: Final = (

@@ -24,8 +24,6 @@ Trits = npt.NDArray[np.int8]
 ByteArray = npt.NDArray[np.uint8]
 
 BLOCK: Final = 256
-TQ1_0_BYTES: Final = 54
-TQ2_0_BYTES: Final = 66
 
 # Weight numbers in the order the bytes take them, (bytes, digits in a byte). TQ2_0: two halves of 128 weights.
 _TQ2_0_ORDER = np.arange(BLOCK).reshape(2, 4, 32).transpose(0, 2, 1).reshape(64, 4)

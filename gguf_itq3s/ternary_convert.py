@@ -18,7 +18,6 @@ from .policy import Choice, may_quantize
 if TYPE_CHECKING:
     from .checkpoint import SourceTensor
 
-MODES: Final = ("auto", "force", "off")
 TYPES: Final = ("tq2_0", "tq1_0")
 
 
@@ -69,7 +68,7 @@ def find(tensors: Sequence[SourceTensor], mode: str, qtype: Type, scale: str, ar
 
     Args:
         tensors: of the checkpoint.
-        mode: one of :data:`MODES`.
+        mode: ``auto``, ``force`` or ``off``.
         qtype: TQ1_0 or TQ2_0.
         scale: of ``force``, a key of ``ternary.SCALES``.
         arch: ``general.architecture``.

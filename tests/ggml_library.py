@@ -13,13 +13,10 @@ import numpy as np
 
 from gguf_itq3s.native import library_name, library_path
 
-F32P = ctypes.POINTER(ctypes.c_float)
-
 ITQ3_S = 500
 Q8_K_H = 501
 Q3_K = 11
 Q8_K = 15
-TYPE_COUNT = 502
 
 
 class TypeTraits(ctypes.Structure):
