@@ -39,16 +39,16 @@ test: build ## run all tests
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
-	$(PY) scripts/eval.py models/demo-llama $(EVAL_ARGS)
+	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
-	$(PY) scripts/bench.py $(BENCH_ARGS)
+	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)
 
 test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
-	$(PY) scripts/test_arm.py
+	$(PY) scripts/check/arm.py
 
 cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120, without a GPU
-	$(PY) scripts/cuda_check.py $(CUDA_CHECK_ARGS)
+	$(PY) scripts/check/cuda.py $(CUDA_CHECK_ARGS)
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, calibrate, convert, evaluate, inspect_gguf, plan, ternary_report, verify
+from . import __version__
+from .calibration import collect
+from .convert import pipeline
 from .errors import report_errors
+from .evaluate import command
+from .inspect import contents, plan, ternary, verify
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments.
-SUBCOMMANDS = (convert, calibrate, inspect_gguf, verify, evaluate, plan, ternary_report)
+SUBCOMMANDS = (pipeline, collect, contents, verify, command, plan, ternary)
 
 
 @report_errors
@@ -27,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 @report_errors
 def convert_main(argv: Sequence[str] | None = None) -> int:
     """``convert-hf-to-itq3s model_dir out.gguf ...``; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="convert-hf-to-itq3s", description=convert.DESCRIPTION)
-    convert.add_arguments(parser)
-    return convert.run(parser.parse_args(argv))
+    parser = argparse.ArgumentParser(prog="convert-hf-to-itq3s", description=pipeline.DESCRIPTION)
+    pipeline.add_arguments(parser)
+    return pipeline.run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import subprocess
 from pathlib import Path
 
 from gguf_itq3s import report
-from gguf_itq3s.convert import Options, convert
+from gguf_itq3s.convert.pipeline import Options, convert
 from gguf_itq3s.errors import UserError, report_errors
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo-llama"
 TOOLS = ROOT / "build" / "bin"
 OUT = ROOT / "build" / "demo"

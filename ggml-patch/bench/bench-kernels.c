@@ -1,4 +1,4 @@
-// One round of the kernel benchmark, one thread; scripts/bench.py runs it for several builds of ggml in turn and takes
+// One round of the kernel benchmark, one thread; scripts/bench/kernels.py runs it for several builds of ggml in turn and takes
 // medians.
 //
 //   bench-kernels dot|tiled|quantize TYPE...     TYPE: name=number of a ggml_type, e.g. Q3_K=11

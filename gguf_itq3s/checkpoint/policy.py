@@ -1,0 +1,180 @@
+"""Which tensor gets which type: the rules of ``llama-quantize`` for its 3-bit and ternary mixes.
+
+The rules stand in ``src/llama-quant.cpp`` of llama.cpp (``tensor_allows_quantization``, ``llama_tensor_get_type_impl``,
+``tensor_type_fallback``); ITQ3_S follows IQ3_S there. The test suite compares the choices with those of the built
+``llama-quantize``. One rule differs: a ternary tensor whose rows are not whole blocks becomes Q8_0, not Q4_0, which
+cannot hold {-a, 0, a}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from ..codec.types import ITQ3_S
+
+#: Types whose rows are 256 weights a block, and what takes their place where a row is not whole blocks.
+FALLBACKS: Final[Mapping[Type, Type]] = {
+    ITQ3_S: Type.IQ4_NL,
+    Type.TQ1_0: Type.Q8_0,
+    Type.TQ2_0: Type.Q8_0,
+    Type.Q4_K: Type.Q5_0,
+    Type.Q5_K: Type.Q5_1,
+    Type.Q6_K: Type.Q8_0,
+}
+
+#: Types gguf-py quantizes in numpy, so they need no built library.
+NUMPY_TYPES: Final = frozenset(
+    {
+        Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.TQ1_0, Type.TQ2_0,
+        ITQ3_S,
+    }
+)  # fmt: skip
+
+#: Parts of names that are never quantized (small, or read in full precision).
+_KEPT: Final = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
+    "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight",
+    "time_mix_first.weight", "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight",
+    "time_mix_v0.weight", "time_mix_v1.weight", "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight",
+    "time_mix_a2.weight", "time_mix_g1.weight", "time_mix_g2.weight", "time_mix_decay_w1.weight",
+    "time_mix_decay_w2.weight", "time_mix_lerp_fused.weight", "attn_rel_b.weight", ".position_embd", "sam.pos_embd",
+    "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger", "a.rvq.codebook", "mm.a.code_embd",
+)  # fmt: skip
+_KEPT_GLM5_NEXT: Final = (
+    "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate", "indexer_compressor_ape",
+    "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight", "ssm_beta.weight",
+    "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
+)  # fmt: skip
+_POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
+_TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the rules ask about a model.
+
+    Attributes:
+        arch: ``general.architecture``.
+        layers: number of layers.
+        heads: attention heads of the first layer.
+        kv_heads: key/value heads of the first layer.
+        experts: experts of a layer, 0 for a dense model.
+        tied: whether the token embedding is the output matrix too (no ``output.weight``).
+    """
+
+    arch: str
+    layers: int
+    heads: int
+    kv_heads: int
+    experts: int
+    tied: bool
+
+    @property
+    def gqa(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def is_70b(self) -> bool:
+        """The models that llama.cpp calls 70B; their attn_v is small and gets more bits."""
+        if self.arch == "llama":
+            return self.layers == 80 and self.experts != 8 and self.heads != self.kv_heads
+        return self.layers == {"qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(self.arch)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The type of one tensor.
+
+    Attributes:
+        type: the type it is written in.
+        wanted: the type it would have if every row were whole blocks and every quantizer at hand.
+    """
+
+    type: Type
+    wanted: Type
+
+
+def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
+    """Whether a tensor is one that llama-quantize quantizes: a matrix, or experts, called ``*weight``."""
+    dims = len(shape)
+    while dims > 1 and shape[len(shape) - dims] == 1:
+        dims -= 1
+    if dims < 2 or not name.endswith("weight") or name in _POSITION_AND_TOKEN_TYPE:
+        return False
+    kept = (*_KEPT, *_KEPT_GLM5_NEXT) if arch == "glm5-next" else _KEPT
+    return not any(part in name for part in kept)
+
+
+def mix(name: str, columns: int, target: Type, model: Model) -> Type:
+    """The type llama-quantize mixes in for a tensor it may quantize, before any fallback for the row length.
+
+    Args:
+        name: GGUF name.
+        columns: row length.
+        target: the type of the file, ITQ3_S, TQ1_0 or TQ2_0.
+        model: facts about the model.
+    """
+    is_embedding = name in _TOKEN_EMBEDDINGS
+    if model.arch == "glm5-next" and any(part in name for part in ("attn_q_a", "attn_q_b", "nextn.eh_proj")):
+        return Type.Q8_0
+    if name == "output.weight" or (model.tied and is_embedding):
+        return Type.Q8_0 if model.arch == "falcon" or columns % GGML_QUANT_SIZES[target][0] else Type.Q6_K
+    ternary = target in (Type.TQ1_0, Type.TQ2_0)
+    if is_embedding:
+        return Type.Q4_K if ternary else target
+    if any(part in name for part in ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")):
+        if model.experts == 8:
+            return Type.Q8_0
+        if not ternary and model.gqa >= 4:
+            return Type.Q5_K if model.is_70b else Type.Q4_K
+    elif "attn_k.weight" in name:
+        if model.experts == 8:
+            return Type.Q8_0
+    elif "attn_output.weight" in name and not ternary and model.experts == 8 and model.arch != "falcon":
+        return Type.Q5_K
+    return target
+
+
+def fit(wanted: Type, columns: int) -> Type:
+    """``wanted``, or the type that takes its place where a row is not whole blocks of it: blocks of 32, else F16."""
+    if columns % GGML_QUANT_SIZES[wanted][0] == 0:
+        return wanted
+    fallback = FALLBACKS.get(wanted, Type.F16)
+    return fallback if columns % GGML_QUANT_SIZES[fallback][0] == 0 else Type.F16
+
+
+def choose(
+    name: str,
+    shape: Sequence[int],
+    stored: Type,
+    target: Type,
+    model: Model,
+    *,
+    pure: bool = False,
+    writable: frozenset[Type] | None = None,
+) -> Choice:
+    """The type of one tensor.
+
+    Args:
+        name: GGUF name.
+        shape: shape in numpy order, rows last.
+        stored: the type that the F16 file has it in: F16, or another where upstream's converter insists on it.
+        target: the type of the file; F16 leaves every tensor as it is stored.
+        model: facts about the model.
+        pure: every matrix to ``target``, embeddings and output included.
+        writable: the types that can be written, None for all; others become Q8_0.
+    """
+    if target == Type.F16 or stored != Type.F16 or not may_quantize(name, shape, model.arch):
+        return Choice(stored, stored)
+    columns = shape[-1]
+    wanted = target if pure else mix(name, columns, target, model)
+    chosen = fit(wanted, columns)
+    if writable is not None and chosen not in writable:
+        chosen = fit(Type.Q8_0, columns)
+    return Choice(chosen, wanted)

@@ -1,0 +1,394 @@
+"""A Hugging Face checkpoint as a stream of GGUF tensors, read through llama.cpp's ``conversion`` package.
+
+The package maps names, permutes, stacks experts and writes metadata for every architecture it knows. It runs here as
+for an F16 file, but the conversion of the weights is held back: each tensor is kept as the lazy F32 (or F16) array
+before that step, with the type that an F16 file would have it in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from .. import upstream
+from ..errors import UserError
+from . import bitnet, lazy
+from .policy import Model
+
+_SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
+_BIN_INDEX: Final = "pytorch_model.bin.index.json"
+_NUMBERED: Final = re.compile(r"-(\d+)-of-(\d+)\.")
+_TOKENIZER_FILES: Final = (
+    "tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken",
+    "sentencepiece*.model", "tokenizer.jsonl", "tokenization_*.py", "rwkv_vocab*.txt",
+)  # fmt: skip
+_UNREADABLE: Final = "the file is damaged; download it again"
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of the model under its GGUF name.
+
+    Attributes:
+        name: GGUF name.
+        shape: shape in numpy order, rows last (of the weights, for tensors that come quantized).
+        stored: the type an F16 file has it in.
+        source: name in the checkpoint, where the tensor comes from a single one.
+        load: yields the tensor's parts in order, arrays whose leading axis runs over the tensor's; parts of a tensor
+            that comes quantized are uint8.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: Type
+    source: str | None
+    load: Callable[[], Iterator[np.ndarray]] = field(repr=False)
+
+    @property
+    def label(self) -> str:
+        """Its name for a message, with the checkpoint's own beside it."""
+        return f"{self.name} ({self.source})" if self.source and self.source != self.name else self.name
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is ready to be written.
+
+    Attributes:
+        folder: where it was read from.
+        tensors: its tensors in the order of the file.
+        model: what the type policy asks.
+        writer: a GGUFWriter that holds the metadata, and no tensors yet.
+        files: the weight files.
+    """
+
+    folder: Path
+    tensors: list[SourceTensor]
+    model: Model
+    writer: gguf.GGUFWriter
+    files: list[Path]
+
+
+def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: bool = False) -> Checkpoint:
+    """Read everything of a checkpoint but its weights.
+
+    Args:
+        folder: a local Hugging Face folder.
+        model_name: ``general.name`` instead of the folder's or the model card's.
+        verbose: let the libraries log.
+
+    Raises:
+        UserError: the folder is not a complete checkpoint of a supported architecture.
+    """
+    _check_folder(folder)
+    conversion = upstream.load_conversion()
+    import torch
+    import transformers
+
+    logging.basicConfig(format="%(message)s")
+    for name in ("hf-to-gguf", "gguf"):
+        logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
+    if not verbose:
+        transformers.logging.set_verbosity_error()
+
+    gguf.utility.LocalTensor.mmap_bytes = _read_bytes
+    with torch.inference_mode():
+        model_class = _model_class(conversion, folder)
+        files = _check_weights(folder)
+        with _reading(folder):
+            reader = _reader_class(model_class)(
+                folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf"), model_name=model_name
+            )
+            tensors = _collect(reader)
+            reader.prepare_metadata(vocab_only=False)
+    if not tensors:
+        raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
+    writer = reader.gguf_writer
+    writer.tensors = [{}]
+    return Checkpoint(folder, tensors, _model_facts(writer, tensors), writer, files)
+
+
+def download(repository: str) -> Path:
+    """Fetch a model of the Hugging Face hub into its cache and return the folder.
+
+    Args:
+        repository: ``organisation/name``, with ``@revision`` if wanted.
+
+    Raises:
+        UserError: no such model, no access, or no network.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    name, _, revision = repository.partition("@")
+    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "tokenization_*.py"]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=[*patterns, "*.safetensors"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
+        remedy = "check the name, the network, and HF_TOKEN for a gated model"
+        raise UserError(f"hf:{repository}", str(error), remedy) from error
+
+
+# ------------------------------------------------------------------------------------------------ before reading
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        remedy = "give the folder of a Hugging Face checkpoint, or hf:organisation/name"
+        raise UserError(folder, "no such folder", remedy)
+    if not folder.is_dir():
+        remedy = "give the folder of a Hugging Face checkpoint"
+        if folder.suffix == ".gguf":
+            remedy += "; llama-quantize converts a GGUF file"
+        raise UserError(folder, "is a file, not a folder", remedy)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(config, "no such file", "give the folder of a Hugging Face checkpoint with its config.json")
+    _read_json(config)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(path, f"is not valid JSON: {error}", _UNREADABLE) from error
+    if not isinstance(value, dict):
+        raise UserError(path, "holds no JSON object", _UNREADABLE)
+    return value
+
+
+def _model_class(conversion: Any, folder: Path) -> type:
+    """The class of the ``conversion`` package that reads the checkpoint's architecture."""
+    config = folder / "config.json"
+    hparams = conversion.ModelBase.load_hparams(folder, False)
+    try:
+        architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+    except ValueError as error:
+        raise UserError(config, "names no architecture", "add the model's class under 'architectures'") from error
+    try:
+        return conversion.get_model_class(architecture)
+    except NotImplementedError as error:
+        remedy = "the pinned llama.cpp cannot read it; set LLAMA_CPP_DIR to a newer checkout if that can"
+        raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
+
+
+def _check_weights(folder: Path) -> list[Path]:
+    """The weight files; all that the index and the numbering promise are there, and readable as far as headers tell."""
+    present = sorted(
+        p for p in folder.iterdir() if re.fullmatch(r"(model.*\.safetensors|pytorch_model.*\.bin)", p.name)
+    )
+    # The choice of llama.cpp's converter: safetensors where there are any.
+    safe = any(p.suffix == ".safetensors" for p in present) or (folder / _SAFETENSORS_INDEX).is_file()
+    shards = [p for p in present if (p.suffix == ".safetensors") == safe]
+    index = folder / (_SAFETENSORS_INDEX if safe else _BIN_INDEX)
+    weight_map: dict[str, str] = {}
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map") or {}
+        if not weight_map:
+            raise UserError(index, "has no weight_map", _UNREADABLE)
+        listed = set(weight_map.values())
+        if missing := sorted(name for name in listed if not (folder / name).is_file()):
+            count = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
+            raise UserError(folder / missing[0], f"is named in {index.name} but not there{count}", "download it")
+        for path in shards:
+            if path.name not in listed and _NUMBERED.search(path.name):
+                raise UserError(path, f"is not listed in {index.name}", "take the index that belongs to the shards")
+        shards = sorted(folder / name for name in listed)
+    elif not shards:
+        raise UserError(folder, "holds no model*.safetensors or pytorch_model*.bin", "download the weights")
+    else:
+        _check_numbering(shards)
+    for path in shards:
+        expected = {name for name, file in weight_map.items() if file == path.name}
+        if path.suffix == ".safetensors":
+            _check_safetensors(path, expected)
+        else:
+            _check_pickle(path)
+    return shards
+
+
+def _check_numbering(shards: list[Path]) -> None:
+    """Without an index, the names say how many shards there are."""
+    names = {path.name for path in shards}
+    for path in shards:
+        match = _NUMBERED.search(path.name)
+        for number in range(1, int(match[2]) + 1 if match else 0):
+            assert match is not None
+            wanted = path.name.replace(match[0], f"-{number:0{len(match[1])}d}-of-{match[2]}.")
+            if wanted not in names:
+                raise UserError(path.with_name(wanted), "this shard is not there", "download it")
+
+
+def _check_safetensors(path: Path, expected: set[str]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as shard:
+            names = set(shard.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(path, f"is truncated or corrupt ({error})", "download it again") from error
+    if lost := sorted(expected - names):
+        raise UserError(path, "is listed in the index but not in this shard", "download the shard again", lost[0])
+    if expected and (extra := sorted(names - expected)):
+        raise UserError(path, "is in this shard but not in the index", "take the index of these shards", extra[0])
+
+
+def _check_pickle(path: Path) -> None:
+    import torch
+
+    try:
+        torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # pickles fail in many ways
+        raise UserError(path, f"is truncated or corrupt ({type(error).__name__})", "download it again") from error
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Give errors of the ``conversion`` package the form of a user error."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise UserError(folder, f"cannot be read: {reason}", "check its config.json; --verbose shows more") from error
+
+
+def _reader_class(model_class: Any) -> Any:
+    """A subclass of a ``conversion`` class that explains tokenizer errors and reads packed BitNet weights."""
+
+    def set_vocab(self: Any) -> None:
+        try:
+            model_class.set_vocab(self)
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except Exception as error:
+            folder = self.dir_model
+            if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+                what, remedy = "has no tokenizer", "add the model's tokenizer.model or tokenizer.json"
+            else:
+                what, remedy = f"the tokenizer cannot be read: {error}", "take the tokenizer files of the model"
+            raise UserError(folder, what, remedy) from error
+
+    def dequant_model(self: Any) -> None:
+        if bitnet.is_packed(self.hparams, self.model_tensors):
+            bitnet.unpack_all(self.hparams, self.model_tensors)
+            self.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
+        model_class.dequant_model(self)
+
+    members = {"model_arch": model_class.model_arch, "set_vocab": set_vocab, "dequant_model": dequant_model}
+    return type(model_class.__name__, (model_class,), members)
+
+
+@dataclass
+class _HeldBack:
+    """A tensor that upstream believes it has converted to ``qtype``."""
+
+    data: Any
+    qtype: Type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.data.dtype)
+
+
+def _collect(reader: Any) -> list[SourceTensor]:
+    """Run upstream's tensor pass and keep what it would have written."""
+    tensors: list[SourceTensor] = []
+    writer = reader.gguf_writer
+    read: list[str] = []  # names read since the last tensor was added
+    get_tensors = reader.get_tensors
+
+    def noted_tensors() -> Iterator[tuple[str, Any]]:
+        for name, tensor in get_tensors():
+            read.append(name)
+            yield name, tensor
+
+    def add_tensor(name: str, tensor: Any, raw_shape: Any = None, raw_dtype: Type | None = None, **_: Any) -> None:
+        held = isinstance(tensor, _HeldBack)
+        # The writer counts parameters from these entries; they are replaced once types are chosen.
+        dtype = np.dtype(np.float32) if held else np.dtype(tensor.dtype)
+        shape = raw_shape if raw_shape is not None else tuple(tensor.shape)
+        writer.add_tensor_info(name, shape, dtype, 0, raw_dtype=raw_dtype)
+        info = writer.tensors[-1][name]
+        data = tensor.data if held else tensor
+        source = read[0] if len(read) == 1 else None
+        read.clear()
+        shape = tuple(int(n) for n in info.shape)
+        tensors.append(SourceTensor(name, shape, info.dtype, source, lambda: _parts(data)))
+
+    writer.add_tensor, reader.get_tensors = add_tensor, noted_tensors
+    with _conversion_held_back():
+        reader.prepare_tensors()
+    return tensors
+
+
+@contextmanager
+def _conversion_held_back() -> Iterator[None]:
+    """Within, ``gguf.quants.quantize`` only notes the type it was asked for."""
+    quantize = gguf.quants.quantize
+    gguf.quants.quantize = _HeldBack
+    try:
+        yield
+    finally:
+        gguf.quants.quantize = quantize
+
+
+def _read_bytes(tensor: Any) -> np.ndarray:
+    """The bytes of a safetensors tensor, read and not mapped: mapped pages count as memory until the file is closed.
+
+    Takes the place of ``gguf.utility.LocalTensor.mmap_bytes``.
+    """
+    span = tensor.data_range
+    data = np.fromfile(span.filename, dtype=np.uint8, count=span.size, offset=span.offset)
+    if data.size != span.size:
+        raise UserError(span.filename, "ended early while it was read", "download it again")
+    return data
+
+
+def _parts(data: Any) -> Iterator[np.ndarray]:
+    """The parts of a tensor: one array, or the chunks of a ``LazyChunkedTensor``."""
+    if hasattr(data, "_chunks"):
+        for chunk in data._chunks:
+            yield np.asarray(chunk())
+    else:
+        yield lazy.evaluate(data)
+
+
+def _model_facts(writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+    def number(key: str, default: int) -> int:
+        entry = writer.kv_data[0].get(f"{writer.arch}.{key}")
+        value = default if entry is None else entry.value
+        return int(value[0] if isinstance(value, (list, tuple, np.ndarray)) else value)
+
+    heads = number("attention.head_count", 0)
+    return Model(
+        arch=writer.arch,
+        layers=number("block_count", 0),
+        heads=heads,
+        kv_heads=number("attention.head_count_kv", heads),
+        experts=number("expert_count", 0),
+        tied=not any(tensor.name == "output.weight" for tensor in tensors),
+    )

@@ -1,0 +1,187 @@
+"""The C quantizer of the patched ggml, through ctypes: the same bytes as :mod:`gguf_itq3s.codec`, faster.
+
+``make build`` leaves the libraries in ``build/bin``; ``GGUF_ITQ3S_LIBRARY`` names another ``libggml-base``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from ..rounding.hessian import Factor
+from ..rounding.ldlq import Search, check_shape
+from .blocks import BLOCK_BYTES, CODECS, EFFORTS, ByteArray
+from .transform import BLOCK
+from .types import ITQ3_S
+
+LIBRARY_VARIABLE: Final = "GGUF_ITQ3S_LIBRARY"
+
+_F32P = ctypes.POINTER(ctypes.c_float)
+# Weights a thread takes at a time: long enough to hide the call, short enough to share the work evenly.
+_CHUNK_WEIGHTS = 1 << 18
+# Rows that the calibrated encoder takes through the feedback matrix together.
+_LDLQ_ROWS = 64
+
+
+def library_name() -> str:
+    """File name of the base library of ggml on this system."""
+    return {"win32": "ggml-base.dll", "darwin": "libggml-base.dylib"}.get(sys.platform, "libggml-base.so")
+
+
+class NativeLibrary:
+    """A loaded ``libggml-base`` that knows ITQ3_S.
+
+    Attributes:
+        path: the file it was loaded from.
+
+    Raises:
+        OSError: the file cannot be loaded, or was built without the patch (the message says which).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        try:
+            self._itq3_s = library.quantize_itq3_s_effort
+            self._ldlq = library.quantize_itq3_s_ldlq_flat
+            self._chunk = library.ggml_quantize_chunk
+            self._row_size = library.ggml_row_size
+        except AttributeError as error:
+            raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run make build") from None
+        self._itq3_s.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+        self._itq3_s.restype = ctypes.c_size_t
+        self._ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
+        self._ldlq.restype = ctypes.c_size_t
+        self._chunk.argtypes = [ctypes.c_int, _F32P, ctypes.c_void_p, *[ctypes.c_int64] * 3, _F32P]
+        self._chunk.restype = ctypes.c_size_t
+        self._row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+        self._row_size.restype = ctypes.c_size_t
+
+    def quantize(
+        self, array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int = 1
+    ) -> ByteArray:
+        """As :func:`gguf_itq3s.codec.quantize`, with the same bytes and the same errors, on ``threads`` threads."""
+        weights = np.ascontiguousarray(array, dtype=np.float32)
+        if weights.ndim == 0 or weights.shape[-1] % BLOCK:
+            raise ValueError(f"ITQ3_S rows must be a multiple of {BLOCK} long; the shape is {weights.shape}")
+        if codec not in CODECS:
+            raise ValueError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}")
+        if effort not in EFFORTS:
+            raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(EFFORTS)}")
+        blocks = weights.reshape(-1, BLOCK)
+        out = np.empty((blocks.shape[0], BLOCK_BYTES), dtype=np.uint8)
+
+        def part(start: int, stop: int) -> None:
+            self._itq3_s(
+                blocks[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, BLOCK,
+                CODECS.index(codec), EFFORTS.index(effort),
+            )  # fmt: skip
+
+        _in_parts(part, blocks.shape[0], max(1, _CHUNK_WEIGHTS // BLOCK), threads)
+        # C code marks a block it cannot encode with a NaN scale, as ggml_validate_row_data expects.
+        if np.isnan(out[:, 96:98].copy().view("<f2")).any():
+            raise ValueError("a weight is NaN, infinite or larger than 2**56")
+        return out.reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
+
+    def quantize_calibrated(
+        self, array: npt.ArrayLike, factor: Factor, options: Search | None = None, *, threads: int = 1
+    ) -> ByteArray:
+        """As :func:`gguf_itq3s.ldlq.quantize`, with the same bytes and the same errors, on ``threads`` threads."""
+        options = options or Search()
+        weights = np.ascontiguousarray(array, dtype=np.float32)
+        check_shape(weights, factor)
+        feedback, weight = np.ascontiguousarray(factor.feedback), np.ascontiguousarray(factor.weight)
+        out = np.empty((weights.shape[0], factor.columns // BLOCK * BLOCK_BYTES), dtype=np.uint8)
+
+        def part(start: int, stop: int) -> None:
+            self._ldlq(
+                weights[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, factor.columns,
+                feedback.ctypes.data_as(_F32P), weight.ctypes.data_as(_F32P), int(factor.full), options.segment,
+                options.lookahead, EFFORTS.index(options.effort),
+            )  # fmt: skip
+
+        _in_parts(part, weights.shape[0], _LDLQ_ROWS, threads)
+        if np.isnan(out.reshape(-1, BLOCK_BYTES)[:, 96:98].copy().view("<f2")).any():
+            if not np.isfinite(weights).all() or np.abs(weights).max() >= 2.0**52:
+                raise ValueError("a weight is NaN, infinite or larger than 2**56")
+            raise ValueError("the errors fed forward grew beyond float32; use more damping")
+        return out
+
+    def quantize_type(
+        self, array: npt.ArrayLike, qtype: gguf.GGMLQuantizationType, *, threads: int = 1
+    ) -> npt.NDArray[np.uint8]:
+        """Quantize rows to any type of ggml that needs no importance matrix, with ggml's own quantizer.
+
+        Args:
+            array: (..., n) weights, n a multiple of the type's block.
+            qtype: the type.
+            threads: how many rows at a time.
+
+        Returns:
+            uint8 (..., bytes of a row).
+
+        Raises:
+            ValueError: the row length does not fit the type.
+        """
+        if qtype == ITQ3_S:
+            return self.quantize(array, threads=threads)
+        weights = np.ascontiguousarray(array, dtype=np.float32)
+        length = weights.shape[-1]
+        block = gguf.GGML_QUANT_SIZES[qtype][0]
+        if length % block:
+            raise ValueError(f"{qtype.name} rows must be a multiple of {block} long; the shape is {weights.shape}")
+        rows = weights.reshape(-1, length)
+        out = np.empty((rows.shape[0], self._row_size(qtype, length)), dtype=np.uint8)
+
+        def part(start: int, stop: int) -> None:
+            self._chunk(
+                qtype, rows.ctypes.data_as(_F32P), out.ctypes.data, start * length, stop - start, length, None
+            )  # fmt: skip
+
+        _in_parts(part, rows.shape[0], max(1, _CHUNK_WEIGHTS // length), threads)
+        return out.reshape(*weights.shape[:-1], out.shape[-1])
+
+
+def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: int) -> None:
+    """Call ``part(start, stop)`` over ``range(count)`` in steps, on ``threads`` threads (ctypes releases the GIL)."""
+    spans = [(start, min(start + step, count)) for start in range(0, count, step)]
+    if threads <= 1 or len(spans) <= 1:
+        for span in spans:
+            part(*span)
+        return
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        for _ in pool.map(lambda span: part(*span), spans):
+            pass
+
+
+def tools_folder() -> Path:
+    """``build/bin`` of the checkout, where ``make build`` leaves libraries and tools."""
+    return Path(__file__).resolve().parents[2] / "build" / "bin"
+
+
+def library_path() -> Path | None:
+    """The built library: ``GGUF_ITQ3S_LIBRARY``, else the one in ``build/bin`` of the checkout, else None."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    path = Path(named) if named else tools_folder() / library_name()
+    return path if path.exists() else None
+
+
+@lru_cache(maxsize=1)
+def load() -> NativeLibrary | None:
+    """The built library, loaded once; None where there is none.
+
+    Raises:
+        OSError: it is there and cannot be used.
+    """
+    path = library_path()
+    return None if path is None else NativeLibrary(path)

@@ -1,0 +1,72 @@
+"""ITQ3_S in gguf-py: the enum members, the block size and the codec class.
+
+Importing this module makes ``gguf.quants.quantize``/``dequantize``, ``GGUFWriter`` and ``GGUFReader`` know the type.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final, TypeVar
+
+import gguf
+import numpy as np
+from gguf import quants
+from gguf.lazy import LazyNumpyTensor
+
+from .blocks import BLOCK_BYTES, decode_blocks, encode_blocks, quantize
+from .transform import BLOCK
+
+Member = TypeVar("Member", bound=IntEnum)
+
+
+def _add_member(enum: type[Member], name: str, value: int) -> Member:
+    """Add a member to an existing IntEnum, or return the one that is there.
+
+    gguf-py names tensor types through enums that cannot be subclassed once they have members, and looks types up by
+    value in readers and writers, so a type it does not know has to become a member.
+
+    Raises:
+        RuntimeError: the number already stands for something else.
+    """
+    members: dict[Any, Any] = enum._value2member_map_
+    if value in members:
+        if members[value].name != name:
+            raise RuntimeError(f"gguf {enum.__name__} {value} is {members[value].name}, not {name}; update gguf-itq3s")
+        return enum(value)
+    member = int.__new__(enum, value)
+    member._name_, member._value_ = name, value
+    # Enum classes refuse plain attribute assignment of new names only through their metaclass.
+    type.__setattr__(enum, name, member)
+    enum._member_names_.append(name)  # type: ignore[attr-defined]
+    enum._member_map_[name] = member  # type: ignore[attr-defined]
+    members[value] = member
+    return member
+
+
+#: Tensor type 500; upstream's numbers are far below, so a later upstream type cannot collide.
+ITQ3_S: Final = _add_member(gguf.GGMLQuantizationType, "ITQ3_S", 500)
+#: ``general.file_type`` of a file whose matrices are mostly ITQ3_S.
+MOSTLY_ITQ3_S: Final = _add_member(gguf.LlamaFileType, "MOSTLY_ITQ3_S", 500)
+
+gguf.GGML_QUANT_SIZES[ITQ3_S] = (BLOCK, BLOCK_BYTES)
+
+_Quant: Any = quants.__Quant
+
+
+class ITQ3_S_Quant(_Quant, qtype=ITQ3_S):  # type: ignore[call-arg, misc]  # noqa: N801
+    """The codec class of ``gguf.quants``: trellis codec, default effort; see :mod:`gguf_itq3s.codec`."""
+
+    @classmethod
+    def quantize(cls, tensor: Any) -> Any:
+        """As the base class, without its groups of 16 rows: the trellis search wants many blocks at once."""
+        return super().quantize(tensor) if isinstance(tensor, LazyNumpyTensor) else quantize(tensor)
+
+    @classmethod
+    def quantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
+        """float32 (m, 256) -> uint8 (m, 100)."""
+        return encode_blocks(np.asarray(blocks, dtype=np.float32))
+
+    @classmethod
+    def dequantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
+        """uint8 (m, 100) -> float32 (m, 256)."""
+        return decode_blocks(blocks)

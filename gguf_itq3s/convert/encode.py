@@ -1,0 +1,173 @@
+"""One tensor from float weights to the bytes of its type, in pieces, with the error measured on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
+
+from ..checkpoint import policy
+from ..codec import blocks
+from ..codec.native import NativeLibrary
+from ..codec.types import ITQ3_S
+from ..rounding import ldlq
+from ..rounding.hessian import Factor
+
+# Weights encoded at a time: 16 MiB of float32, enough for every thread to have work.
+_PIECE: Final = 1 << 22
+# Weights of one thread at a time in the numpy codec.
+_NUMPY_PART: Final = 1 << 18
+# Weights of a tensor that the error is measured on, spread over its rows.
+_ERROR_SAMPLE: Final = 1 << 20
+
+_FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
+
+FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
+#: The factor of the Hessian of a matrix of a tensor, by its number in the stack, or None where nothing is known.
+Factors = Callable[[int], "Factor | None"]
+
+
+@dataclass
+class Error:
+    """Squared error and squared weights of (a sample of) a tensor."""
+
+    error: float = 0.0
+    energy: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """Relative squared error; 0 for an all-zero tensor."""
+        return self.error / self.energy if self.energy else 0.0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How weights become bytes.
+
+    Attributes:
+        effort: of ITQ3_S, ``fast`` or ``default``.
+        codec: of ITQ3_S, ``trellis`` or ``ternary``.
+        threads: pieces encoded side by side.
+        search: of ITQ3_S with calibration statistics.
+        library: the built ggml, for the types gguf-py cannot quantize; None without a build.
+        native: use ``library`` for every type (the bytes are the same).
+    """
+
+    effort: str = "default"
+    codec: str = "trellis"
+    threads: int = 1
+    search: ldlq.Search = ldlq.Search()  # noqa: RUF009 (frozen)
+    library: NativeLibrary | None = field(default=None, repr=False)
+    native: bool = True
+
+    @property
+    def writable(self) -> frozenset[Type] | None:
+        """The types this encoder can write, None for all."""
+        return None if self.library is not None else policy.NUMPY_TYPES
+
+    def rows(self, weights: FloatArray, qtype: Type, factor: Factor | None = None) -> ByteArray:
+        """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), ITQ3_S with ``factor`` if there is one.
+
+        Raises:
+            ValueError: a weight is not finite, or rows are not whole blocks.
+        """
+        library = self.library
+        if qtype == ITQ3_S and factor is not None:
+            if library is not None and self.native:
+                return library.quantize_calibrated(weights, factor, self.search, threads=self.threads)
+            return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search))
+        if library is not None and (self.native or qtype not in policy.NUMPY_TYPES):
+            if qtype == ITQ3_S:
+                return library.quantize(weights, effort=self.effort, codec=self.codec, threads=self.threads)
+            return library.quantize_type(weights, qtype, threads=self.threads)
+        if qtype == ITQ3_S:
+            return self._in_parts(weights, lambda w: blocks.quantize(w, effort=self.effort, codec=self.codec))
+        return self._in_parts(weights, lambda w: gguf.quants.quantize(w, qtype))
+
+    def _in_parts(self, weights: FloatArray, quantize: Callable[[FloatArray], ByteArray]) -> ByteArray:
+        step = max(1, _NUMPY_PART // weights.shape[1])
+        parts = [weights[start : start + step] for start in range(0, weights.shape[0], step)]
+        if self.threads == 1 or len(parts) == 1:
+            return np.concatenate([quantize(part) for part in parts])
+        with ThreadPoolExecutor(self.threads) as pool:
+            return np.concatenate(list(pool.map(quantize, parts)))
+
+    def encode(
+        self, parts: Iterable[np.ndarray], size: int, qtype: Type, error: Error, factors: Factors | None = None
+    ) -> Iterator[tuple[ByteArray, int]]:
+        """Encode a tensor piece by piece.
+
+        Args:
+            parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.SourceTensor.load`).
+            size: weights of the whole tensor.
+            qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
+            error: receives the squared error, on about a million weights of a larger tensor.
+            factors: calibration statistics of an ITQ3_S tensor.
+
+        Yields:
+            The bytes of a piece, uint8 (n,), and its number of weights (0 for what is copied).
+
+        Raises:
+            ValueError: a weight is NaN or infinite, or too large for the type; the message is the reason alone.
+        """
+        share = min(1.0, _ERROR_SAMPLE / max(size, 1))
+        for number, matrix in _matrices(parts):
+            if matrix.dtype == np.uint8 or matrix.dtype.kind in "iu":
+                yield np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), 0
+                continue
+            factor = factors(number) if factors is not None else None
+            step = max(1, _PIECE // matrix.shape[1])
+            for start in range(0, matrix.shape[0], step):
+                piece = np.ascontiguousarray(matrix[start : start + step], dtype=np.float32)
+                _check_finite(piece)
+                data = self._piece(piece, qtype, factor)
+                _measure(piece, data, qtype, share, error)
+                yield data.reshape(-1).view(np.uint8), piece.size
+
+    def _piece(self, piece: FloatArray, qtype: Type, factor: Factor | None) -> np.ndarray:
+        if (dtype := _FLOATS.get(qtype)) is None:
+            return self.rows(piece, qtype, factor)
+        with np.errstate(over="ignore"):
+            data = piece.astype(dtype)
+        if qtype == Type.F16 and not np.isfinite(data).all():
+            raise ValueError("a weight is larger than F16 can hold")
+        return data
+
+
+def _matrices(parts: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+    """Each part as 2-D arrays of rows with their number in a stack; no copy but for a stack that is not contiguous."""
+    number = 0
+    for part in parts:
+        if part.ndim < 2:
+            yield 0, part.reshape(1, -1)
+        elif part.ndim == 2:
+            yield 0, part
+        else:
+            for matrix in part.reshape(-1, *part.shape[-2:]):
+                yield number, matrix
+                number += 1
+
+
+def _check_finite(piece: FloatArray) -> None:
+    finite = np.isfinite(piece)
+    if finite.all():
+        return
+    bad = piece[~finite]
+    kind = "NaN" if np.isnan(bad).all() else "infinite" if np.isinf(bad).all() else "NaN or infinite"
+    raise ValueError(f"{bad.size} of its weights {'is' if bad.size == 1 else 'are'} {kind}")
+
+
+def _measure(piece: FloatArray, data: np.ndarray, qtype: Type, share: float, error: Error) -> None:
+    """Add the error of the first ``share`` of a piece's rows."""
+    rows = max(1, round(piece.shape[0] * share))
+    weights = piece[:rows]
+    decoded = data[:rows].astype(np.float32) if qtype in _FLOATS else gguf.quants.dequantize(data[:rows], qtype)
+    error.error += float(np.square(decoded - weights, dtype=np.float64).sum())
+    error.energy += float(np.square(weights, dtype=np.float64).sum())

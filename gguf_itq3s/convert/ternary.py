@@ -1,0 +1,128 @@
+"""Ternary tensors in the converter: which matrices become TQ1_0 or TQ2_0, and latent weights ternarized on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from ..checkpoint.fold import READERS
+from ..checkpoint.policy import Choice, may_quantize
+from ..codec import ternary
+from ..codec.packing import BLOCK
+
+if TYPE_CHECKING:
+    from ..checkpoint.reader import SourceTensor
+
+TYPES: Final = ("tq2_0", "tq1_0")
+
+
+@dataclass(frozen=True)
+class Ternaries:
+    """The matrices of a checkpoint that get a ternary type.
+
+    Attributes:
+        found: names of those that are ternary already.
+        forced: names of those that are to be ternarized.
+        norms: the norms that a ternary matrix reads; folding them would add values to it.
+        qtype: TQ1_0 or TQ2_0.
+        scale: how ``forced`` ones are ternarized, a key of ``ternary.SCALES``.
+    """
+
+    found: frozenset[str]
+    forced: frozenset[str]
+    norms: frozenset[str]
+    qtype: Type
+    scale: str
+
+    @property
+    def mode(self) -> str | None:
+        """For the file's metadata: ``force`` and the scale, ``auto``, or None if no matrix is ternary."""
+        return f"force {self.scale}" if self.forced else "auto" if self.found else None
+
+    def choose(self, tensors: Sequence[SourceTensor], choices: Sequence[Choice]) -> list[Choice]:
+        """The type policy's choices with the ternary type where it belongs, F16 where rows are no multiple of 256."""
+        chosen = []
+        for tensor, choice in zip(tensors, choices, strict=True):
+            fitting = self.qtype if tensor.shape[-1] % BLOCK == 0 else Type.F16
+            chosen.append(Choice(fitting, fitting) if tensor.name in self.found | self.forced else choice)
+        return chosen
+
+    def load(self, tensors: Sequence[SourceTensor]) -> list[SourceTensor]:
+        """The tensors, those of ``forced`` with a ``load`` that ternarizes."""
+        return [
+            replace(tensor, load=ternarized(tensor.load, self.scale)) if tensor.name in self.forced else tensor
+            for tensor in tensors
+        ]
+
+
+def find(tensors: Sequence[SourceTensor], mode: str, qtype: Type, scale: str, arch: str) -> Ternaries:
+    """The matrices that get a ternary type.
+
+    ``auto`` takes every matrix that may be quantized and is ternary already, whatever its name, and changes no value
+    beyond rounding its scales to float16. ``force`` ternarizes the other matrices of the layers as training does.
+
+    Args:
+        tensors: of the checkpoint.
+        mode: ``auto``, ``force`` or ``off``.
+        qtype: TQ1_0 or TQ2_0.
+        scale: of ``force``, a key of ``ternary.SCALES``.
+        arch: ``general.architecture``.
+    """
+    found, forced, unfit = set(), set(), []
+    for tensor in tensors if mode != "off" else ():
+        if tensor.stored != Type.F16 or not may_quantize(tensor.name, tensor.shape, arch):
+            continue
+        if is_ternary(tensor):
+            if scales_fit(tensor):
+                found.add(tensor.name)
+            else:
+                unfit.append(tensor.name)
+        elif mode == "force" and tensor.name.startswith("blk."):
+            forced.add(tensor.name)
+    if unfit:
+        names = ", ".join(unfit)
+        print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=sys.stderr)
+    return Ternaries(frozenset(found), frozenset(forced), _norms_read_by(found | forced), qtype, scale)
+
+
+def _norms_read_by(names: Iterable[str]) -> frozenset[str]:
+    norms = {"output_norm.weight"} if "output.weight" in names else set()
+    for name in names:
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        norms |= {f"{layer}.{norm}.weight" for norm, readers in READERS.items() if part in readers}
+    return frozenset(norms)
+
+
+def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Each part as matrices: experts come stacked, and each has its own scale."""
+    for part in parts:
+        array = np.asarray(part)
+        yield from array.reshape(-1, *array.shape[-2:]) if array.ndim > 2 else (array,)
+
+
+def is_ternary(tensor: SourceTensor) -> bool:
+    """Whether every matrix of a tensor is ternary after its scales; stops at the first that is not."""
+    return all(
+        matrix.dtype.kind == "f" and ternary.recognise(matrix) is not None for matrix in _matrices(tensor.load())
+    )
+
+
+def scales_fit(tensor: SourceTensor) -> bool:
+    """Whether float16 holds the scales of a ternary tensor to its own precision."""
+    found = (ternary.recognise(matrix) for matrix in _matrices(tensor.load()))
+    return all(value is not None and value.rounds_to_float16 for value in found)
+
+
+def ternarized(load: Callable[[], Iterator[np.ndarray]], scale: str) -> Callable[[], Iterator[np.ndarray]]:
+    """``load`` with every matrix replaced by its ternary form (float32)."""
+
+    def load_ternary() -> Iterator[np.ndarray]:
+        for matrix in _matrices(load()):
+            yield ternary.ternarize(matrix, scale).weights()
+
+    return load_ternary

@@ -1,0 +1,182 @@
+"""Running llama.cpp's tools for the evaluation, and reading what they print."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..codec import native
+from ..errors import UserError
+
+_NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))"
+_PAIRS = {
+    "perplexity": re.compile(rf"^Mean PPL\(Q\)\s*:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
+    "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
+    "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
+}
+_ATTEMPTS = 5
+_QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The built tools.
+
+    Attributes:
+        folder: where they are.
+        threads: threads each may use.
+    """
+
+    folder: Path
+    threads: int
+
+    @classmethod
+    def find(cls, threads: int) -> Tools:
+        """The tools beside the library that :mod:`gguf_itq3s.native` loads.
+
+        Raises:
+            UserError: they are not built.
+        """
+        library = native.library_path()
+        folder = library.parent if library else native.tools_folder()
+        for name in ("llama-quantize", "llama-perplexity", "llama-imatrix"):
+            if not (folder / name).is_file():
+                raise UserError(folder / name, "is not built", "run make build")
+        return cls(folder, threads)
+
+    def digest(self) -> str:
+        """Hash of the tools and their libraries: results made with others are not reused."""
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.iterdir()):
+            if path.is_file() and (path.name.startswith("llama-") or ".so" in path.name or ".dylib" in path.name):
+                digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def run(
+        self, name: str, arguments: Sequence[object], log: Path, environment: Mapping[str, str] | None = None
+    ) -> str:
+        """Run a tool and return what it printed; it is in ``log`` too.
+
+        Raises:
+            UserError: it failed; the message names the log.
+        """
+        command = [str(self.folder / name), *map(str, arguments)]
+        with log.open("w", encoding="utf-8") as out:
+            out.write(" ".join(command) + "\n")
+            out.flush()
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
+            try:
+                code = process.wait()
+            except BaseException:  # Ctrl-C, or SIGTERM as KeyboardInterrupt: leave no tool behind
+                process.kill()
+                process.wait()
+                raise
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if code:
+            last = (text.strip().splitlines() or ["no output"])[-1][:200]
+            raise UserError(log, f"{name} ended with code {code}: {last}", "the file holds all it printed")
+        return text
+
+    def log_probabilities(self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path) -> int:
+        """Score the unquantized model; its log-probabilities go to ``base``. Returns the number of windows."""
+        partial = base.with_suffix(".partial")
+        limit = ["--chunks", str(chunks)] if chunks > 0 else []
+        arguments = [
+            "-m",
+            model,
+            "-f",
+            text,
+            "-c",
+            context,
+            "-t",
+            self.threads,
+            "--kl-divergence-base",
+            partial,
+            *limit,
+        ]
+        self.run("llama-perplexity", arguments, log)
+        count = base_chunks(partial)
+        partial.replace(base)
+        return count
+
+    def divergence(
+        self, model: Path, base: Path, tokens: int, context: int, log: Path,
+        runtime: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """KL divergence of a model from the log-probabilities in ``base``; see :func:`parse_divergence`."""
+        arguments = ["-m", model, "-c", context, "-t", self.threads, "--kl-divergence", "--kl-divergence-base", base]
+        for attempt in range(_ATTEMPTS):
+            printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
+            try:
+                return parse_divergence(printed, tokens)
+            except ValueError as error:
+                # llama.cpp's logger is a thread that is not joined: on a busy machine the last lines may be lost.
+                if attempt == _ATTEMPTS - 1:
+                    raise UserError(log, f"llama-perplexity: {error}", "the file holds all it printed") from error
+        raise AssertionError("not reached")
+
+
+def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
+    """Figures of ``llama-perplexity --kl-divergence``.
+
+    The perplexity is the quantized model's own. The tool prints no standard error of the 99% quantile; it is
+    ``sqrt(p (1 - p) / n) / f`` with the density f of an exponential tail through the 95% and 99.9% quantiles.
+
+    Args:
+        text: what the tool printed.
+        tokens: scored tokens.
+
+    Returns:
+        ``perplexity``, ``mean_kld`` (nats), ``kld_99``, ``same_top`` (a share), each with ``_error``.
+
+    Raises:
+        ValueError: a figure is missing.
+    """
+    result: dict[str, Any] = {}
+    for key, pattern in _PAIRS.items():
+        if not (found := pattern.search(text)):
+            raise ValueError(f"printed no {key}")
+        unit = 0.01 if key == "same_top" else 1.0
+        result[key], result[f"{key}_error"] = unit * float(found[1]), unit * float(found[2])
+    quantiles = {}
+    for name, pattern in _QUANTILES.items():
+        if not (found := pattern.search(text)):
+            raise ValueError(f"printed no {name}% KLD")
+        quantiles[name] = float(found[1])
+    tail = (quantiles["99.9"] - quantiles["95.0"]) / math.log(0.05 / 0.001)
+    result["kld_99"] = quantiles["99.0"]
+    result["kld_99_error"] = math.sqrt(0.99 * 0.01 / tokens) * tail / 0.01
+    return result
+
+
+def base_chunks(base: Path) -> int:
+    """How many windows a file of log-probabilities holds.
+
+    The format is llama-perplexity's: ``_logits_``, int32 context, vocabulary and windows, int32 tokens, then for each
+    scored token two float32 and the vocabulary as uint16, rounded up to an even number.
+
+    Raises:
+        UserError: it is no such file, or not complete.
+    """
+    with base.open("rb") as file:
+        head = file.read(20)
+    if len(head) == 20 and head[:8] == b"_logits_":
+        context, vocabulary, windows = struct.unpack("<iii", head[8:])
+        scored = windows * (context - 1 - context // 2)
+        if base.stat().st_size == 20 + 4 * windows * context + scored * 2 * (2 * ((vocabulary + 1) // 2) + 4):
+            return windows
+    raise UserError(base, "is no complete file of log-probabilities", "delete it and run the command again")

@@ -1,0 +1,156 @@
+"""``gguf-itq3s inspect``: a GGUF file tensor by tensor: type, shape, bits, range of scales, share of each level."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from .. import report
+from ..codec import packing
+from ..codec.blocks import unpack
+from ..codec.trellis import LEVELS
+from ..codec.types import ITQ3_S
+from ..errors import UserError
+
+# Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.
+_SCALE_OFFSETS: Final = {
+    Type.Q4_0: 0, Type.Q4_1: 0, Type.Q5_0: 0, Type.Q5_1: 0, Type.Q8_0: 0, Type.Q2_K: 80, Type.Q3_K: 108, Type.Q4_K: 0,
+    Type.Q5_K: 0, Type.Q6_K: 208, Type.IQ4_NL: 0, Type.IQ4_XS: 0, Type.IQ3_S: 0, Type.IQ3_XXS: 0, Type.IQ2_XXS: 0,
+    Type.IQ2_XS: 0, Type.IQ2_S: 0, Type.IQ1_S: 0, Type.TQ1_0: 52, Type.TQ2_0: 64, ITQ3_S: 96,
+}  # fmt: skip
+_CHUNK: Final = 4096
+_TRITS: Final = (-1, 0, 1)
+
+Blocks = np.ndarray
+
+
+def open_gguf(path: Path) -> gguf.GGUFReader:
+    """A reader of a GGUF file.
+
+    Raises:
+        UserError: there is no such file, or it is not a complete GGUF file.
+    """
+    if not path.is_file():
+        raise UserError(path, "no such file", "give a GGUF file")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+        raise UserError(path, f"is not a complete GGUF file ({error})", "write or download it again") from error
+
+
+def _itq3_s_counts(blocks: Blocks) -> np.ndarray:
+    indices, *_ = unpack(blocks)
+    return np.bincount(indices.ravel(), minlength=16)
+
+
+def _trit_counts(parts: Callable[[Blocks], tuple[np.ndarray, Any]]) -> Callable[[Blocks], np.ndarray]:
+    return lambda blocks: np.bincount(parts(blocks)[0].ravel() + 1, minlength=3)
+
+
+#: Types whose weights are a scale times one of a few levels: the levels, and a count of each over blocks.
+_LEVELS: Final[dict[Type, tuple[tuple[int, ...], Callable[[Blocks], np.ndarray]]]] = {
+    ITQ3_S: (tuple(int(v) for v in LEVELS), _itq3_s_counts),
+    Type.TQ1_0: (_TRITS, _trit_counts(packing.tq1_0_parts)),
+    Type.TQ2_0: (_TRITS, _trit_counts(packing.tq2_0_parts)),
+}
+
+
+def inspect_tensor(tensor: gguf.ReaderTensor) -> dict[str, Any]:
+    """Facts about one tensor.
+
+    Returns:
+        ``name``, ``type``, ``shape`` (ggml order, row length first), ``bits_per_weight``, ``scales`` (least and largest
+        magnitude of the block scales that are not zero, or None), ``zero_blocks``, and for ITQ3_S, TQ1_0 and TQ2_0
+        ``levels`` (level -> share of the weights), else None.
+    """
+    qtype = tensor.tensor_type
+    facts: dict[str, Any] = {
+        "name": tensor.name, "type": qtype.name, "shape": [int(n) for n in tensor.shape],
+        "bits_per_weight": 8 * int(tensor.n_bytes) / int(tensor.n_elements),
+        "scales": None, "zero_blocks": None, "levels": None,
+    }  # fmt: skip
+    if qtype not in _SCALE_OFFSETS:
+        return facts
+    blocks = tensor.data.view(np.uint8).reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
+    offset = _SCALE_OFFSETS[qtype]
+    scales = np.abs(np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32))
+    used = scales[scales > 0]
+    facts["scales"] = [float(used.min()), float(used.max())] if used.size else [0.0, 0.0]
+    facts["zero_blocks"] = int((scales == 0).sum())
+    if qtype in _LEVELS:
+        levels, count = _LEVELS[qtype]
+        total = np.zeros(len(levels), dtype=np.int64)
+        for start in range(0, blocks.shape[0], _CHUNK):
+            total += count(np.ascontiguousarray(blocks[start : start + _CHUNK]))
+        facts["levels"] = {
+            str(level): float(n) / int(tensor.n_elements) for level, n in zip(levels, total, strict=True)
+        }
+    return facts
+
+
+def inspect_file(path: Path) -> dict[str, Any]:
+    """Facts about a file: ``file``, ``bytes``, ``metadata`` (``itq3s.*``, architecture and file type), ``tensors``.
+
+    Raises:
+        UserError: as :func:`open_gguf`.
+    """
+    reader = open_gguf(path)
+    names = [
+        n
+        for n in reader.fields
+        if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")
+    ]
+    metadata = {name: reader.fields[name].contents() for name in names}
+    return {
+        "file": str(path), "bytes": path.stat().st_size, "metadata": metadata,
+        "tensors": [inspect_tensor(tensor) for tensor in reader.tensors],
+    }  # fmt: skip
+
+
+def _shares(levels: dict[str, float] | None) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in levels.values()) if levels else "-"
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The facts as tables; shares of levels in percent, from the lowest level up."""
+    lines = [
+        f"{facts['file']}: {report.size(facts['bytes'])}",
+        *(f"{k} = {v}" for k, v in facts["metadata"].items()),
+        "",
+    ]
+    rows = [
+        [t["name"], t["type"], "x".join(map(str, t["shape"])), f"{t['bits_per_weight']:.4g}",
+         f"{t['scales'][0]:.3g} .. {t['scales'][1]:.3g}" if t["scales"] else "-", _shares(t["levels"])]
+        for t in facts["tensors"]
+    ]  # fmt: skip
+    lines.append(report.table(["tensor", "type", "shape", "bits/w", "scales", "share of each level, %"], rows))
+    for name in dict.fromkeys(t["type"] for t in facts["tensors"] if t["levels"]):
+        levels = next(t["levels"] for t in facts["tensors"] if t["type"] == name)
+        lines.append(f"levels of {name}: {' '.join(levels)}")
+    sizes = []
+    for t in facts["tensors"]:
+        weights = int(np.prod(t["shape"], dtype=np.int64))
+        sizes.append(report.Row(t["name"], t["type"], weights, round(t["bits_per_weight"] * weights / 8)))
+    return "\n".join([*lines, "", report.by_type(sizes)])
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``inspect``."""
+    parser = subparsers.add_parser("inspect", help="types, bits, scales and levels of a GGUF file", description=__doc__)
+    parser.add_argument("file", type=Path, help="GGUF file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    facts = inspect_file(args.file)
+    print(json.dumps(facts, indent=1, default=str) if args.json else text(facts))
+    return 0

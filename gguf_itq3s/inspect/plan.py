@@ -1,0 +1,309 @@
+"""``gguf-itq3s plan``: sizes of a model in every type and of its KV cache, and what fits, without reading weights.
+
+Shapes come from the headers of the safetensors files if those are there, else from building the model of
+``config.json`` on torch's meta device, with the tensors that the index names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from .. import report
+from ..codec.types import ITQ3_S
+from ..errors import UserError
+
+#: Types of the table, by descending size.
+WEIGHT_TYPES: Final = (
+    Type.F16, Type.Q8_0, Type.Q6_K, Type.Q4_K, Type.IQ4_XS, Type.Q3_K, Type.IQ3_S, ITQ3_S, Type.IQ3_XXS, Type.TQ2_0,
+    Type.TQ1_0,
+)  # fmt: skip
+CACHE_TYPES: Final = (Type.F16, Type.Q8_0, Type.Q4_0)
+
+#: llama.cpp's defaults: tokens of a physical batch, and padding of a sliding-window cache.
+_MICRO_BATCH: Final = 512
+_CACHE_PADDING: Final = 256
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer keeps for a token of context.
+
+    Attributes:
+        k: values of the K cache.
+        v: values of the V cache.
+        window: tokens it looks back, None for all.
+    """
+
+    k: int
+    v: int
+    window: int | None = None
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``32GiB``, ``24 GB``, ``512MiB`` or a plain number of bytes.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)(B?)\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write 32GiB, 24GB or a number of bytes")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``; of a model with several parts, the text model's section with the rest behind it.
+
+    Raises:
+        UserError: it is missing or not JSON.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(path, "no such file", "give a Hugging Face folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(path, f"is not valid JSON ({error})", "download it again") from error
+    return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """Shape of every tensor by name, no weights read.
+
+    Raises:
+        UserError: neither safetensors files nor an index with a config that transformers knows.
+    """
+    index = folder / "model.safetensors.index.json"
+    names: list[str] | None = None
+    if index.is_file():
+        try:
+            weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise UserError(index, "has no weight_map", "download it again") from error
+        names = list(weight_map)
+        files = sorted({folder / file for file in weight_map.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if files and all(file.is_file() for file in files):
+        return _header_shapes(files)
+    return _meta_shapes(folder, names)
+
+
+def _header_shapes(files: Sequence[Path]) -> Shapes:
+    from safetensors import SafetensorError, safe_open
+
+    shapes: Shapes = {}
+    file = files[0]
+    try:
+        for file in files:
+            with safe_open(file, framework="numpy") as shard:
+                shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(file, f"is truncated or corrupt ({error})", "download it again") from error
+    return shapes
+
+
+def _meta_shapes(folder: Path, names: Sequence[str] | None) -> Shapes:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        remedy = "download the safetensors files, or use a transformers that knows the architecture"
+        raise UserError(folder / "config.json", f"gives no shapes ({error})", remedy) from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    if names is None:
+        tied = model.get_output_embeddings() is not None and getattr(config, "tie_word_embeddings", False)
+        return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
+    if unknown := sorted(set(names) - set(shapes) - {n for n in names if n.endswith(".inv_freq")}):
+        raise UserError(folder, "is in the index but not in the model of config.json", "download its files", unknown[0])
+    return {name: shapes[name] for name in names if name in shapes}
+
+
+def tensor_bytes(name: str, shape: Sequence[int], qtype: Type, *, pure: bool, tied: bool) -> int:
+    """Bytes of a tensor: vectors in F32, embedding and output head by llama-quantize's 3-bit mix unless ``pure``.
+
+    Args:
+        name: name in the checkpoint.
+        shape: numpy order, rows last.
+        qtype: type of the matrices.
+        pure: the embedding and the output head are in that type too.
+        tied: whether the embedding is the output head.
+    """
+    count = 1
+    for n in shape:
+        count *= n
+    if len(shape) < 2 or "norm" in name:
+        return 4 * count
+    if not pure and qtype != Type.F16:
+        is_output = name.endswith("lm_head.weight") or (tied and "embed_tokens" in name)
+        if is_output and qtype not in (Type.Q8_0,):
+            qtype = Type.Q6_K
+    for candidate in (qtype, Type.IQ4_NL if GGML_QUANT_SIZES[qtype][0] == 256 else Type.F16, Type.F16):
+        block, size = GGML_QUANT_SIZES[candidate]
+        if shape[-1] % block == 0:
+            return count // block * size
+    raise AssertionError("F16 has blocks of one")
+
+
+def layers_of(config: Mapping[str, Any]) -> list[Layer]:
+    """What each layer caches, from the config: grouped heads, sliding windows, multi-head latent attention.
+
+    Raises:
+        KeyError: the config does not say.
+    """
+    count = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    if not count:
+        raise KeyError("num_hidden_layers")
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 0)
+    if config.get("kv_lora_rank"):
+        # llama.cpp caches the compressed row once, as K; V is a view of it.
+        return [Layer(int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), 0)] * count
+    size = int(config.get("hidden_size") or config.get("n_embd") or 0)
+    head = int(config.get("head_dim") or size // heads)
+    values = int(config.get("num_key_value_heads") or heads) * head
+    full, window = Layer(values, values), config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if not kinds:
+        use_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+        return [Layer(values, values, int(window)) if window and use_window else full] * count
+    by_kind = {
+        "full_attention": full,
+        "sliding_attention": Layer(values, values, int(window) if window else None),
+        "linear_attention": Layer(0, 0),
+    }
+    return [by_kind.get(kind, full) for kind in kinds]
+
+
+def cache_bytes(layers: Sequence[Layer], context: int, qtype: Type) -> int:
+    """Bytes of the KV cache of one sequence in llama.cpp: a windowed layer keeps the window and a micro-batch."""
+    block, size = GGML_QUANT_SIZES[qtype]
+    total = 0
+    for layer in layers:
+        tokens = context
+        if layer.window is not None:
+            padded = -(-(layer.window + _MICRO_BATCH) // _CACHE_PADDING) * _CACHE_PADDING
+            tokens = min(context, padded)
+        for row in (layer.k, layer.v):
+            total += tokens * (-(-row // block) * size)
+    return total
+
+
+def compute_bytes(config: Mapping[str, Any]) -> int:
+    """An estimate of llama.cpp's compute buffer: logits and the widest activations of a micro-batch in F32."""
+    widest = max(int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "n_embd", "n_inner"))
+    return 4 * _MICRO_BATCH * (int(config.get("vocab_size") or 0) + 3 * widest)
+
+
+def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
+    """Sizes of everything.
+
+    Args:
+        folder: Hugging Face folder; ``config.json`` and an index are enough.
+        context: tokens of context.
+        memory: bytes there are, or None.
+
+    Returns:
+        ``weights`` (count), ``types`` (name -> ``bytes``, ``pure_bytes``, ``bits``), ``cache`` (name -> bytes),
+        ``compute`` (bytes), ``memory``, ``context``, and ``fits`` (type -> cache type -> bool) if memory is given.
+
+    Raises:
+        UserError: as :func:`read_config` and :func:`read_shapes`, or the config does not describe the cache.
+    """
+    config = read_config(folder)
+    shapes = read_shapes(folder)
+    tied = bool(config.get("tie_word_embeddings")) or not any(n.endswith("lm_head.weight") for n in shapes)
+    try:
+        layers = layers_of(config)
+    except (KeyError, ZeroDivisionError) as error:
+        raise UserError(
+            folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
+        ) from error
+    weights = sum(_count(shape) for shape in shapes.values())
+    types = {}
+    for qtype in WEIGHT_TYPES:
+        mixed, pure = (
+            sum(tensor_bytes(n, s, qtype, pure=p, tied=tied) for n, s in shapes.items()) for p in (False, True)
+        )
+        types[qtype.name] = {"bytes": mixed, "pure_bytes": pure, "bits": 8 * mixed / weights}
+    cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
+    result: dict[str, Any] = {
+        "weights": weights, "context": context, "memory": memory, "types": types, "cache": cache,
+        "compute": compute_bytes(config),
+    }  # fmt: skip
+    if memory is not None:
+        result["fits"] = {
+            name: {kind: entry["bytes"] + used + result["compute"] <= memory for kind, used in cache.items()}
+            for name, entry in types.items()
+        }
+    return result
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The plan as tables."""
+    cache = result["cache"]
+    lines = [
+        f"{report.count(result['weights'])} weights, {result['context']} tokens of context",
+        "KV cache: " + ", ".join(f"{name} {report.size(used)}" for name, used in cache.items())
+        + f"; compute buffer about {report.size(result['compute'])}",
+        "",
+    ]  # fmt: skip
+    header = ["type", "bits/w", "pure", "mix", *(f"+ KV {name}" for name in cache)]
+    rows = []
+    for name, entry in result["types"].items():
+        row = [name, f"{entry['bits']:.3f}", report.size(entry["pure_bytes"]), report.size(entry["bytes"])]
+        for kind, used in cache.items():
+            total = report.size(entry["bytes"] + used + result["compute"])
+            row.append(f"{total} {'fits' if result['fits'][name][kind] else 'no'}" if result["memory"] else total)
+        rows.append(row)
+    lines.append(report.table(header, rows))
+    if result["memory"]:
+        lines.append(f"\nfits: mix, KV cache and compute buffer within {report.size(result['memory'])}")
+    return "\n".join(lines)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``plan``."""
+    parser = subparsers.add_parser("plan", help="sizes by type, KV cache, and what fits", description=__doc__)
+    parser.add_argument("model", type=Path, help="Hugging Face folder; config.json and the index are enough")
+    parser.add_argument("--ctx", type=int, default=4096, help="tokens of context (default: %(default)s)")
+    parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def _size(argument: str) -> int:
+    try:
+        return parse_size(argument)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    result = plan(args.model, args.ctx, args.vram)
+    print(json.dumps(result, indent=1) if args.json else text(result))
+    return 0

@@ -1,0 +1,182 @@
+"""``gguf-itq3s verify``: the relative error of every tensor of a GGUF file against its checkpoint, worst first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from tqdm import tqdm
+
+from .. import report
+from ..checkpoint.fold import READERS
+from ..errors import UserError
+from .contents import open_gguf
+
+#: Weights compared at a time.
+_PART: Final = 1 << 22
+#: A tensor of the reference: GGUF name -> its shape (numpy order) and a function that yields its parts.
+Reference = dict[str, tuple[tuple[int, ...], Callable[[], Iterator[np.ndarray]]]]
+
+
+def reference_of(source: Path) -> Reference:
+    """The tensors to compare with, of a Hugging Face folder (through llama.cpp's conversion) or of a GGUF file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if source.is_file():
+        reader = open_gguf(source)
+        return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
+    from ..checkpoint.reader import open_checkpoint
+
+    return {t.name: (t.shape, t.load) for t in open_checkpoint(source).tensors}
+
+
+def _whole(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
+    yield _values(tensor, slice(None)).reshape(_shape(tensor))
+
+
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
+    """Rows of a tensor as float32 (rows, n)."""
+    data = tensor.data.reshape(-1, tensor.data.shape[-1])[rows]
+    if tensor.tensor_type in (Type.F32, Type.F16):
+        return data.astype(np.float32)
+    return gguf.quants.dequantize(data, tensor.tensor_type)
+
+
+def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
+    """The gain that norm folding multiplied into the columns of ``name``, or None: what the file's norm has lost."""
+    layer, _, kind = name.removesuffix(".weight").rpartition(".")
+    for norm, readers in READERS.items():
+        full = f"{layer}.{norm}.weight" if layer else ""
+        if kind in readers and full in reference and full in file:
+            return _lost_gain(full, reference, file)
+    if name == "output.weight" and "output_norm.weight" in reference and "output_norm.weight" in file:
+        return _lost_gain("output_norm.weight", reference, file)
+    return None
+
+
+def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
+    was = np.concatenate([np.asarray(p, dtype=np.float32).ravel() for p in reference[norm][1]()])
+    now = _values(file[norm], slice(None)).ravel()
+    if np.array_equal(was, now) or not (now == 1).all():
+        return None
+    return was
+
+
+def compare(path: Path, source: Path) -> list[dict[str, Any]]:
+    """Relative squared error of every tensor of a file, worst first.
+
+    A file whose norms were folded (gains of one, the old gains multiplied into the matrices that read them) is compared
+    with the folded checkpoint.
+
+    Args:
+        path: GGUF file.
+        source: Hugging Face folder or GGUF file.
+
+    Returns:
+        For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks),
+        ``max_error`` (largest difference over the RMS of the tensor) and ``note``.
+
+    Raises:
+        UserError: a file cannot be read, or a tensor has another shape.
+    """
+    file = {t.name: t for t in open_gguf(path).tensors}
+    reference = reference_of(source)
+    folded = {norm for norm in file if norm.endswith("_norm.weight") and norm in reference and norm.split(".")[-2] in
+              (*READERS, "output_norm") and _lost_gain(norm, reference, file) is not None}  # fmt: skip
+    results = []
+    for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
+        if name not in reference:
+            results.append(
+                {
+                    "name": name,
+                    "type": tensor.tensor_type.name,
+                    "error": None,
+                    "max_error": None,
+                    "note": "not in the checkpoint",
+                }
+            )
+            continue
+        shape, load = reference[name]
+        if shape != _shape(tensor):
+            raise UserError(
+                path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
+            )
+        if name in folded:
+            results.append(
+                {"name": name, "type": tensor.tensor_type.name, "error": 0.0, "max_error": 0.0, "note": "folded"}
+            )
+            continue
+        try:
+            result = _compare_tensor(tensor, load(), _gain(name, reference, file))
+        except NotImplementedError:
+            result = {"error": None, "max_error": None, "note": "gguf-py cannot decode this type"}
+        results.append({"name": name, "type": tensor.tensor_type.name, **result})
+    results += [
+        {"name": name, "type": "-", "error": None, "max_error": None, "note": "not in the file"}
+        for name in reference
+        if name not in file
+    ]
+    return sorted(results, key=lambda r: -(np.inf if r["error"] is None else r["error"]))
+
+
+def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain: np.ndarray | None) -> dict[str, Any]:
+    error = energy = largest = 0.0
+    row = count = 0
+    for part in parts:
+        matrix = np.asarray(part).reshape(-1, part.shape[-1]) if part.ndim > 1 else np.asarray(part).reshape(1, -1)
+        step = max(1, _PART // matrix.shape[1])
+        for start in range(0, matrix.shape[0], step):
+            expected = matrix[start : start + step].astype(np.float32)
+            if gain is not None:
+                expected = expected * gain
+            found = _values(tensor, slice(row, row + expected.shape[0])).reshape(expected.shape)
+            difference = found.astype(np.float64) - expected
+            error += float(np.square(difference).sum())
+            energy += float(np.square(expected, dtype=np.float64).sum())
+            largest = max(largest, float(np.abs(difference).max(initial=0)))
+            row += expected.shape[0]
+            count += expected.size
+    rms = np.sqrt(energy / max(count, 1))
+    relative = error / energy if energy else (0.0 if error == 0 else float("inf"))
+    note = "norm folded" if gain is not None else ""
+    return {"error": relative, "max_error": largest / rms if rms else largest, "note": note}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``verify``."""
+    parser = subparsers.add_parser("verify", help="error of a GGUF file against its checkpoint", description=__doc__)
+    parser.add_argument("file", type=Path, help="GGUF file")
+    parser.add_argument(
+        "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code: 1 if a tensor is missing on one side."""
+    results = compare(args.file, args.against)
+    if args.json:
+        print(json.dumps(results, indent=1))
+    else:
+        rows = [
+            [r["name"], r["type"], "-" if r["error"] is None else f"{r['error']:.4g}",
+             "-" if r["max_error"] is None else f"{r['max_error']:.3g}", r["note"]]
+            for r in results
+        ]  # fmt: skip
+        print(report.table(["tensor", "type", "rel. sq. error", "max error / RMS", "note"], rows))
+    return int(any(r["note"].startswith("not in") for r in results))

@@ -1,0 +1,199 @@
+"""The Hessian of a layer's rounding error in the rotated basis, and its factors.
+
+For a matrix W read by inputs x, rounding W by E costs ``E[|E x|^2] = tr(E H E^T)`` with the second moment
+``H = E[x x^T]`` (GPTQ, arXiv 2210.17323; QuIP, arXiv 2307.13304). ITQ3_S rounds ``W R`` with R the block-diagonal
+Walsh-Hadamard rotation, so the Hessian that counts is ``R H R``, the second moment of the rotated inputs. It is kept
+in full, (n, n), or as its diagonal blocks of 256, (n / 256, 256, 256).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec.transform import BLOCK, FloatArray
+
+#: Share of the mean diagonal added to the diagonal; measured in docs/calibration.md.
+DAMPING: Final = 0.003
+
+Hessian = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A damped Hessian as ``A diag(weight) A^T``, up to a positive factor that does not matter.
+
+    The cost of rounding errors e is then ``sum_k weight[k] * (e[k] + sum_{j<k} A[j, k] e[j])^2``: what the error of
+    column j adds to a later column k, and how much column k counts once it has been made up for.
+
+    Attributes:
+        feedback: float32 (n, n), or (n / 256, 256, 256) for the diagonal blocks alone: A, unit upper triangular.
+        weight: float32 (n,), positive, mean 1.
+    """
+
+    feedback: FloatArray
+    weight: FloatArray
+
+    @property
+    def columns(self) -> int:
+        return int(self.weight.size)
+
+    @property
+    def full(self) -> bool:
+        """Whether errors are fed across blocks."""
+        return self.feedback.ndim == 2
+
+
+def columns_of(hessian: Hessian) -> int:
+    """Number of columns n of a Hessian in either form.
+
+    Raises:
+        ValueError: neither (n, n) nor (n / 256, 256, 256) with n a multiple of 256.
+    """
+    shape = hessian.shape
+    if hessian.ndim == 2 and shape[0] == shape[1] and shape[0] % BLOCK == 0 and shape[0]:
+        return int(shape[0])
+    if hessian.ndim == 3 and shape[1:] == (BLOCK, BLOCK) and shape[0]:
+        return int(shape[0]) * BLOCK
+    raise ValueError(f"a Hessian has shape (n, n) or (n / {BLOCK}, {BLOCK}, {BLOCK}), not {shape}")
+
+
+def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
+    """Factor a rotated Hessian in float64.
+
+    Args:
+        hessian: (n, n) or (n / 256, 256, 256), symmetric, positive semidefinite.
+        damping: share of the mean diagonal that is added to the diagonal, more than 0. An all-zero Hessian is taken
+            as the identity.
+
+    Returns:
+        The factor.
+
+    Raises:
+        ValueError: wrong shape, a value that is not finite, damping that is not positive, or a Hessian so far from
+            positive semidefinite that the damping does not make up for it.
+    """
+    columns = columns_of(hessian)
+    if not damping > 0:
+        raise ValueError(f"the damping must be more than 0, not {damping}")
+    blocks = np.atleast_3d(hessian) if hessian.ndim == 3 else hessian[None]
+    diagonal = np.diagonal(blocks, axis1=1, axis2=2).astype(np.float64)
+    if not np.isfinite(blocks).all():
+        raise ValueError("a value of the Hessian is NaN or infinite")
+    mean = float(diagonal.mean()) or 1.0
+    feedback = np.empty(blocks.shape, dtype=np.float32)
+    weight = np.empty(diagonal.shape, dtype=np.float64)
+    for i, block in enumerate(blocks):
+        # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
+        reverse = block[::-1, ::-1].astype(np.float64)
+        reverse[np.diag_indices_from(reverse)] += damping * mean
+        try:
+            lower = np.linalg.cholesky(reverse)
+        except np.linalg.LinAlgError:
+            raise ValueError("the Hessian is not positive semidefinite; more damping may help") from None
+        scale = np.diagonal(lower).copy()
+        feedback[i] = (lower / scale)[::-1, ::-1]
+        weight[i] = scale[::-1] ** 2
+    weight /= weight.mean()
+    return Factor(
+        feedback[0] if hessian.ndim == 2 else feedback, np.ascontiguousarray(weight.reshape(columns), dtype=np.float32)
+    )
+
+
+def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
+    """``tr(E H E^T)`` in float64: the Hessian-weighted squared error of a matrix.
+
+    Args:
+        error: (m, n), rotated rows.
+        hessian: (n, n) or (n / 256, 256, 256), in the same basis.
+
+    Returns:
+        The sum over all rows.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    columns = columns_of(hessian)
+    if error.ndim != 2 or error.shape[1] != columns:
+        raise ValueError(f"errors of shape {error.shape} do not match a Hessian of {columns} columns")
+    e = error.astype(np.float64)
+    if hessian.ndim == 2:
+        return float(np.vdot(e @ hessian.astype(np.float64), e))
+    blocks = e.reshape(e.shape[0], -1, BLOCK)
+    return float(np.einsum("mbi,bij,mbj->", blocks, hessian.astype(np.float64), blocks, optimize=True))
+
+
+def rotate(hessian: Hessian) -> npt.NDArray[np.float64]:
+    """``R H R`` with R the block-diagonal Walsh-Hadamard matrix: to the rotated basis and back.
+
+    Args:
+        hessian: (n, n) or (n / 256, 256, 256).
+
+    Returns:
+        float64, the same shape.
+    """
+    columns_of(hessian)
+    result = hessian.astype(np.float64)
+    for _ in range(2):
+        result = _rotate_rows(result)
+        result = result.swapaxes(-1, -2)
+    return np.ascontiguousarray(result)
+
+
+def scale_columns(hessian: Hessian, factor: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """The rotated Hessian of inputs whose columns are multiplied by ``factor`` before the rotation.
+
+    Exact in both forms: a diagonal matrix does not couple blocks.
+
+    Args:
+        hessian: rotated, (n, n) or (n / 256, 256, 256).
+        factor: (n,).
+
+    Returns:
+        float64, rotated, the shape of ``hessian``.
+
+    Raises:
+        ValueError: ``factor`` does not have n elements.
+    """
+    columns = columns_of(hessian)
+    f = factor.astype(np.float64)
+    if f.shape != (columns,):
+        raise ValueError(f"{f.size} factors for {columns} columns")
+    if hessian.ndim == 3:
+        f = f.reshape(-1, BLOCK)
+        return rotate(rotate(hessian) * f[:, :, None] * f[:, None, :])
+    return rotate(rotate(hessian) * f[:, None] * f[None, :])
+
+
+def from_diagonal(diagonal: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """The rotated Hessian ``R D R`` of a diagonal one: block-diagonal, and not diagonal.
+
+    Args:
+        diagonal: (n,) second moments of unrotated inputs, n a multiple of 256.
+
+    Returns:
+        float64 (n / 256, 256, 256).
+
+    Raises:
+        ValueError: n is not a multiple of 256.
+    """
+    if diagonal.ndim != 1 or diagonal.size % BLOCK or not diagonal.size:
+        raise ValueError(f"{diagonal.size} values are not whole blocks of {BLOCK}")
+    blocks = np.zeros((diagonal.size // BLOCK, BLOCK, BLOCK))
+    blocks[:, np.arange(BLOCK), np.arange(BLOCK)] = diagonal.reshape(-1, BLOCK)
+    return rotate(blocks)
+
+
+def _rotate_rows(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """FWHT of every 256 elements of the last axis, in float64 (statistics need no fixed order of operations)."""
+    shape = x.shape
+    x = x.reshape(-1, BLOCK)
+    h = 1
+    while h < BLOCK:
+        pairs = x.reshape(-1, 2, h)
+        x = np.concatenate([pairs[:, :1] + pairs[:, 1:], pairs[:, :1] - pairs[:, 1:]], axis=1)
+        h *= 2
+    return x.reshape(shape) / 16

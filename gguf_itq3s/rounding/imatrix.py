@@ -1,0 +1,88 @@
+"""Importance matrices of llama-imatrix as diagonal Hessians.
+
+llama-imatrix writes, for every matrix, the sum of the squares of each input column: the diagonal of the second moment
+in the basis that is not rotated. Taken for the whole of it, the rotated Hessian is ``H D H`` in each block
+(:func:`gguf_itq3s.hessian.from_diagonal`), exact and not diagonal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+
+_SUMS: Final = ".in_sum2"
+_COUNTS: Final = ".counts"
+
+
+@dataclass(frozen=True)
+class ImportanceMatrix:
+    """Mean squares of the input columns.
+
+    Attributes:
+        path: the file.
+        moments: matrix -> float64 (experts, n), experts 1 for a plain matrix; a row of an expert without data is NaN.
+    """
+
+    path: Path
+    moments: dict[str, npt.NDArray[np.float64]]
+
+    def diagonal(self, name: str, columns: int, expert: int | None = None) -> npt.NDArray[np.float64] | None:
+        """Mean squares of the inputs of a matrix.
+
+        Args:
+            name: GGUF name.
+            columns: its row length.
+            expert: which matrix of a stack.
+
+        Returns:
+            float64 (columns,); None where the file has none.
+
+        Raises:
+            UserError: the file is of a model with other shapes.
+        """
+        rows = self.moments.get(name)
+        if rows is None:
+            return None
+        if rows.shape[1] != columns or (expert or 0) >= rows.shape[0]:
+            what = f"has {rows.shape[0]} x {rows.shape[1]} values for a matrix of {columns} columns"
+            raise UserError(self.path, what, "take the importance matrix of this model", name)
+        moments = rows[expert or 0]
+        return moments if np.isfinite(moments).all() and moments.any() else None
+
+
+def read(path: Path) -> ImportanceMatrix:
+    """Read an importance matrix in llama-imatrix's GGUF form.
+
+    Raises:
+        UserError: no such file, another format, or values that are not finite.
+    """
+    remedy = "give a file that llama-imatrix wrote (GGUF, its default)"
+    if not path.is_file():
+        raise UserError(path, "is not there", remedy)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, OSError, IndexError) as error:
+        raise UserError(path, f"is not a GGUF file: {error}", remedy) from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    moments: dict[str, npt.NDArray[np.float64]] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(_SUMS):
+            continue
+        matrix = name.removesuffix(_SUMS)
+        if (counts := tensors.get(matrix + _COUNTS)) is None:
+            raise UserError(path, "has sums without counts", remedy, matrix)
+        sums = np.atleast_2d(np.asarray(tensor.data, dtype=np.float64))
+        seen = np.asarray(counts.data, dtype=np.float64).reshape(-1, 1)
+        if sums.shape[0] != seen.size or not np.isfinite(sums).all() or (sums < 0).any():
+            raise UserError(path, "has sums that are not finite, negative or without a count", remedy, matrix)
+        moments[matrix] = np.divide(sums, seen, out=np.full_like(sums, np.nan), where=seen > 0)
+    if not moments:
+        raise UserError(path, "holds no importance matrix", remedy)
+    return ImportanceMatrix(path, moments)

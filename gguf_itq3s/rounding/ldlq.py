@@ -1,0 +1,254 @@
+"""Calibrated trellis quantization: LDLQ with one trellis search a block (the numpy reference of ggml-itq3s-ldlq.c).
+
+LDLQ (QuIP, arXiv 2307.13304; GPTQ, arXiv 2210.17323, is the same procedure) rounds columns left to right and lets
+each column make up for the errors of those before it: with the Hessian as ``A diag(weight) A^T``
+(:class:`gguf_itq3s.hessian.Factor`), the cost of a row is ``sum_k weight[k] * (e[k] + sum_{j<k} A[j, k] e[j])^2``.
+For the block that starts at column s, with the errors of the blocks before it fixed, that is ::
+
+    sum_k weight[k] * (d/32 * z[k] - y[k])^2
+    z[k] = L[k] + sum_{s<=j<k} A[j, k] L[j]                    the levels, through the feedback
+    y[k] = x[k] + sum_{s<=j<k} A[j, k] x[j] - sum_{j<s} A[j, k] e[j]
+
+A trellis code cannot be rounded a column at a time. Each survivor of the Viterbi search therefore carries the
+feedback of its own levels (per-survivor processing: Raheli, Polydoros and Tzou, IEEE Trans. Commun. 43(2), 1995).
+Whenever the search is ``lookahead`` columns past the end of a segment, the best survivor's levels of that segment are
+committed, survivors that went through another state there are dropped, and the committed levels reach the columns
+beyond by plain feedback, so a survivor's own feedback never spans more than ``segment + lookahead``. The scale is then
+refitted by least squares in the same metric, a few start scales are tried, and the one with the least cost wins.
+
+The arithmetic is float32 with one fixed order of operations (sums over columns run in ascending order, products are
+rounded before they are added), so the C quantizer reproduces every byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec.blocks import BLOCK_BYTES, MAGNITUDE_LIMIT, ByteArray, pack
+from ..codec.scale import F16_MAX, RMS_IN_LEVELS, block_rms, fold_sum
+from ..codec.transform import BLOCK, FloatArray, fwht_columns
+from ..codec.trellis import ITQ3_S_TRELLIS, LEVELS, UNREACHED, IndexArray
+from .hessian import Factor
+
+#: Limits of the C implementation: columns that a survivor's own feedback spans, and how far back its state is known.
+WINDOW: Final = 64
+LOOKAHEAD: Final = 25
+
+_STATES: Final = ITQ3_S_TRELLIS.states
+_HALF: Final = _STATES // 2
+# The state before, by where the survivor comes from (from k or k + 32), and the subset read on the way.
+_PREDECESSOR: Final = np.stack([np.arange(_STATES) >> 1, (np.arange(_STATES) >> 1) + _HALF])
+_BIT: Final = (np.arange(_STATES) & 1).astype(np.uint32)
+_SUBSET: Final = (
+    ITQ3_S_TRELLIS.butterfly_subsets[np.arange(_STATES) >> 1]
+    ^ ((np.arange(2)[:, None] ^ (np.arange(_STATES) & 1)) << 1)
+).astype(np.uint8)
+_GRIDS: Final = np.stack([LEVELS[subset::4].astype(np.float32) for subset in range(4)])
+_MIDDLES: Final = (_GRIDS[:, :-1] + _GRIDS[:, 1:]) * np.float32(0.5)
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far the search looks; measured in docs/calibration.md.
+
+    Attributes:
+        segment: columns committed at a time.
+        lookahead: columns searched past a segment before it is committed.
+        effort: start scales, a key of :data:`gguf_itq3s.scale.STARTS`.
+
+    Raises:
+        ValueError: a length is out of range, or the effort unknown.
+    """
+
+    segment: int = 8
+    lookahead: int = 16
+    effort: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.segment < 1 or not 0 <= self.lookahead <= LOOKAHEAD or self.segment + self.lookahead > WINDOW:
+            raise ValueError(
+                f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead "
+                f"0 to {LOOKAHEAD}, and both at most {WINDOW} in all"
+            )
+        if self.effort not in RMS_IN_LEVELS:
+            raise ValueError(f"unknown effort {self.effort!r}; use one of {', '.join(RMS_IN_LEVELS)}")
+
+
+def search(
+    target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search
+) -> tuple[IndexArray, IndexArray]:
+    """Search the path of one block with a small ``sum_k weight[k] * (z[k] - target[k])^2``, all columns at once.
+
+    Without feedback within the block this is the Viterbi search of :func:`gguf_itq3s.trellis.search`, and exact.
+
+    Args:
+        target: float32 (256, m), one block a column, in level units.
+        feedback: float32 (256, 256), unit upper triangular.
+        weight: float32 (256,).
+        options: segment and lookahead.
+
+    Returns:
+        uint8 (256, m) level indices ``4 * symbol + subset`` and uint8 (256, m) selector bits.
+    """
+    n, m = target.shape
+    columns = np.arange(m)
+    target = target.copy()
+    coupled = bool(np.triu(feedback, 1).any())
+    segment, lookahead = (options.segment, options.lookahead) if coupled else (n, 0)
+
+    metric = np.full((_STATES, m), UNREACHED, dtype=np.float32)
+    metric[0] = 0
+    # what a survivor's uncommitted levels add to the columns from t on, as far as they reach
+    pending = np.zeros((1, _STATES, m), dtype=np.float32)
+    history = np.zeros((_STATES, m), dtype=np.uint32)
+    survivor = np.empty((n, _STATES, m), dtype=np.bool_)
+    index = np.empty((n, _STATES, m), dtype=np.uint8)
+    indices = np.empty((n, m), dtype=np.uint8)
+    selectors = np.empty((n, m), dtype=np.uint8)
+    committed = 0
+
+    def commit(start: int, stop: int, last: int, state: npt.NDArray[np.int64]) -> None:
+        """Trace back from ``state`` after column ``last`` and keep the columns from ``start`` to ``stop``."""
+        for t in range(last, start - 1, -1):
+            if t < stop:
+                indices[t] = index[t, state, columns]
+                selectors[t] = state & 1
+            state = (state >> 1) + _HALF * survivor[t, state, columns]
+
+    for t in range(n):
+        wanted = target[t] - pending[0]
+        candidates, chosen = [], []
+        for origin in range(2):
+            subset = _SUBSET[origin]
+            y = wanted[_PREDECESSOR[origin]]
+            symbol = (y > _MIDDLES[subset, 0, None]).astype(np.uint8)
+            symbol += y > _MIDDLES[subset, 1, None]
+            symbol += y > _MIDDLES[subset, 2, None]
+            distance = y - _GRIDS[subset[:, None], symbol]
+            candidates.append(metric[_PREDECESSOR[origin]] + distance * distance * weight[t])
+            chosen.append(4 * symbol + subset[:, None])
+        high = candidates[1] < candidates[0]
+        metric = np.where(high, candidates[1], candidates[0])
+        survivor[t], index[t] = high, np.where(high, chosen[1], chosen[0])
+        history = np.where(high, history[_PREDECESSOR[1]], history[_PREDECESSOR[0]]) << np.uint32(1) | _BIT[:, None]
+
+        # the levels of a segment reach beyond its commitment only then
+        reach = min((t // segment + 1) * segment + lookahead, n) - (t + 1) if coupled else 0
+        following = np.zeros((max(reach, 1), _STATES, m), dtype=np.float32)
+        following[: len(pending) - 1] = np.where(high, pending[1:, _PREDECESSOR[1]], pending[1:, _PREDECESSOR[0]])
+        following[:reach] += feedback[t, t + 1 : t + 1 + reach, None, None] * LEVELS[index[t]].astype(np.float32)
+        pending = following
+
+        if t + 1 == committed + segment + lookahead and t + 1 < n:
+            best = metric.argmin(axis=0)
+            commit(committed, committed + segment, t, best)
+            through = history >> np.uint32(lookahead) & np.uint32(_STATES - 1)
+            metric = np.where(through == through[best, columns], metric, UNREACHED)
+            for j in range(committed, committed + segment):
+                target[t + 1 :] -= feedback[j, t + 1 :, None] * LEVELS[indices[j]].astype(np.float32)
+            committed += segment
+    commit(committed, n, n - 1, metric.argmin(axis=0))
+    return indices, selectors
+
+
+def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
+    """``x[k] + sum_{j<k} feedback[j, k] x[j]``, j ascending: float32 (256, m), (256, 256) -> (256, m)."""
+    result = x.copy()
+    for j in range(x.shape[0] - 1):
+        result[j + 1 :] += feedback[j, j + 1 :, None] * x[j]
+    return result
+
+
+def solve(
+    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search
+) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
+    """Path and scale of one block.
+
+    Args:
+        x: float32 (256, m) rotated weights; their RMS is where the start scales are taken from.
+        y: float32 (256, m), what the levels through the feedback should come to (see the module).
+        feedback: float32 (256, 256), unit upper triangular.
+        weight: float32 (256,).
+        options: segment, lookahead, effort.
+
+    Returns:
+        uint8 (256, m) level indices, uint8 (256, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
+        or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
+    """
+    rms = block_rms(x)
+    alive = rms > 0
+    safe_rms = np.where(alive, rms, np.float32(1))
+    column_weight = weight[:, None]
+    best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
+    for rms_in_levels in RMS_IN_LEVELS[options.effort]:
+        indices, selectors = search((y * (rms_in_levels / safe_rms)).astype(np.float32), feedback, weight, options)
+        z = through_feedback(LEVELS.astype(np.float32)[indices], feedback)
+        weighted = column_weight * z
+        fit = np.float32(32) * (fold_sum(weighted * y) / fold_sum(weighted * z))
+        d = np.clip(fit, -F16_MAX, F16_MAX).astype(np.float16)
+        residual = y - z * (d.astype(np.float32) * np.float32(1 / 32))
+        error = fold_sum(residual * residual * column_weight)
+        if best is None:
+            best = indices, selectors, d, error
+            continue
+        better = error < best[3]
+        pairs: list[tuple[np.ndarray, np.ndarray]] = list(zip(best, (indices, selectors, d, error), strict=True))
+        for kept, new in pairs:
+            np.copyto(kept, new, where=better)
+    assert best is not None
+    indices, selectors, d, _ = best
+    dead = ~alive | (d == 0)
+    indices[:, dead] = 0
+    selectors[:, dead] = 0
+    d[dead] = 0
+    return indices, selectors, d
+
+
+def quantize(array: npt.ArrayLike, factor: Factor, options: Search | None = None) -> ByteArray:
+    """Quantize the rows of a matrix to ITQ3_S with the Hessian of their inputs.
+
+    Args:
+        array: (m, n) weights, converted to float32.
+        factor: of the rotated Hessian, n columns.
+        options: how far to search.
+
+    Returns:
+        uint8 (m, n / 256 * 100), the layout of a GGUF tensor.
+
+    Raises:
+        ValueError: the shapes do not match, or a weight is NaN, infinite or beyond the range of the format.
+    """
+    options = options or Search()
+    weights = np.asarray(array, dtype=np.float32)
+    check_shape(weights, factor)
+    rows, n = weights.shape
+    blocks = np.empty((n // BLOCK, rows, BLOCK_BYTES), dtype=np.uint8)
+    error = np.zeros((n, rows), dtype=np.float32)
+    for number, start in enumerate(range(0, n, BLOCK)):
+        part = slice(start, start + BLOCK)
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = fwht_columns(weights[:, part].T.copy()) * np.float32(1 / 16)
+        if not np.abs(x).max(initial=0) < MAGNITUDE_LIMIT:
+            raise ValueError("a weight is NaN, infinite or larger than 2**56")
+        feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
+        y = through_feedback(x, feedback)
+        if factor.full:
+            for j in range(start):
+                y -= factor.feedback[j, part, None] * error[j]
+        with np.errstate(over="ignore", invalid="ignore"):
+            indices, selectors, d = solve(x, y, feedback, factor.weight[part], options)
+        if not np.isfinite(d).all():
+            raise ValueError("the errors fed forward grew beyond float32; use more damping")
+        error[part] = LEVELS.astype(np.float32)[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
+        blocks[number] = pack(indices, selectors, d, np.zeros_like(d))
+    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // BLOCK * BLOCK_BYTES)
+
+
+def check_shape(weights: FloatArray, factor: Factor) -> None:
+    """Raise ValueError unless ``weights`` is a matrix with the columns of ``factor``."""
+    if weights.ndim != 2 or weights.shape[1] != factor.columns:
+        raise ValueError(f"a matrix of shape {weights.shape} and a Hessian of {factor.columns} columns do not match")

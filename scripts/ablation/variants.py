@@ -1,0 +1,252 @@
+"""Variants of the ITQ3_S block for the ablations of arXiv 2603.27914: rotation, code, scale, zero-point, sub-blocks.
+
+Each variant is a function of weights to the weights that come back. Scales and zero-points are rounded to float16 as
+a file would hold them, so the error of a variant is the error of its bytes; only the bytes themselves are not made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import erf, exp, pi, sqrt
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_itq3s.codec import scale as itq3s_scale
+from gguf_itq3s.codec.transform import BLOCK, FloatArray, fwht_columns
+from gguf_itq3s.codec.trellis import LEVELS, UNGERBOECK, search
+
+#: Scale of the ternary code in units of sigma. The paper names three; the optimum of a Gaussian is the fourth.
+TERNARY_SCALES: Final = {"0.798": 0.798, "0.532": 0.532, "0.967": 0.967, "1.224": 1.224}
+
+_F16_TINY = np.float32(2.0**-24)
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to quantize.
+
+    Attributes:
+        rotation: FWHT length, a power of two, or 1 for none. Beyond a row, consecutive rows are joined.
+        code: ``ternary``, ``lloyd-max`` (8 levels) or ``trellis``.
+        states: states of the trellis (a key of ``UNGERBOECK``); 0 for the other codes.
+        scale: ``ternary``: a key of :data:`TERNARY_SCALES`, or ``searched`` (the least error of each block).
+            Others: ``sigma`` (in proportion to the RMS), ``refitted`` (then least squares), ``searched`` (3 starts).
+        zero_point: whether the block has a zero-point besides its scale.
+        sub_blocks: number of scales in a block: 1 (100 bytes), or 8 (116 bytes).
+    """
+
+    rotation: int = BLOCK
+    code: str = "trellis"
+    states: int = 64
+    scale: str = "searched"
+    zero_point: bool = False
+    sub_blocks: int = 1
+
+    @property
+    def bits_per_weight(self) -> float:
+        """3 bits, and float16 scale, zero-point and sub-block scales (the field is there whether or not it is used)."""
+        return 3 + 16 * (2 + (self.sub_blocks if self.sub_blocks > 1 else 0)) / BLOCK
+
+    @property
+    def key(self) -> str:
+        """A short unique name, also used in caches."""
+        code = f"{self.code}-{self.states}" if self.code == "trellis" else self.code
+        parts = [f"fwht{self.rotation}" if self.rotation > 1 else "none", code, self.scale]
+        return " ".join([*parts, *["z"] * self.zero_point, *[f"{self.sub_blocks}s"] * (self.sub_blocks > 1)])
+
+
+@cache
+def lloyd_max_levels(count: int) -> tuple[float, ...]:
+    """Levels of the Lloyd-Max quantizer of a standard Gaussian (Max 1960, Lloyd 1982), by Lloyd's iteration."""
+
+    def density(x: float) -> float:
+        return exp(-x * x / 2) / sqrt(2 * pi)
+
+    levels = np.linspace(-2, 2, count)
+    for _ in range(2000):
+        edges = [-40.0, *((levels[1:] + levels[:-1]) / 2), 40.0]
+        levels = np.array(
+            [(density(a) - density(b)) / ((erf(b / sqrt(2)) - erf(a / sqrt(2))) / 2) for a, b in pairwise(edges)]
+        )
+    return tuple(float(level) for level in levels)
+
+
+def rotate(flat: FloatArray, length: int) -> FloatArray:
+    """Normalised FWHT of consecutive runs of ``length`` weights: float32 (count,) -> (count,); its own inverse."""
+    if length <= 1:
+        return flat
+    columns = fwht_columns(np.ascontiguousarray(flat.reshape(-1, length).T)) * np.float32(1 / np.sqrt(length))
+    return np.ascontiguousarray(columns.T).ravel()
+
+
+def _round_f16(x: FloatArray) -> FloatArray:
+    return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32)
+
+
+def _group_sum(x: FloatArray, groups: int) -> FloatArray:
+    """Sums over the weights of each sub-block: (256, m) -> (groups, m)."""
+    return x.reshape(groups, BLOCK // groups, -1).sum(axis=1)
+
+
+def _spread(x: FloatArray, groups: int) -> FloatArray:
+    """A value of each sub-block for every weight: (groups, m) -> (256, m)."""
+    return x.repeat(BLOCK // groups, axis=0)
+
+
+def _scalar_code(y: FloatArray, levels: npt.NDArray[np.float32]) -> FloatArray:
+    middle = (levels[1:] + levels[:-1]) / 2
+    return levels[np.searchsorted(middle, y)]
+
+
+def _code(y: FloatArray, variant: Variant) -> FloatArray:
+    """Nearest levels of weights in units of sigma; levels in units of sigma too."""
+    if variant.code == "lloyd-max":
+        return _scalar_code(y, np.array(lloyd_max_levels(8), dtype=np.float32))
+    if variant.code == "trellis":
+        unit = np.float32(25.5)
+        indices, _ = search(y * unit, UNGERBOECK[variant.states])
+        return LEVELS.astype(np.float32)[indices] / unit
+    raise ValueError(f"unknown code {variant.code!r}; use ternary, lloyd-max or trellis")
+
+
+def _optimal_ternary_scale(x: FloatArray, groups: int) -> FloatArray:
+    """The error-minimising ternary scale of each sub-block, exactly (see ``ternary.optimal_scales``)."""
+    from gguf_itq3s.codec.ternary import optimal_scales
+
+    length = BLOCK // groups
+    return optimal_scales(x.reshape(groups, length, -1).transpose(0, 2, 1))
+
+
+def _fit(
+    x: FloatArray, levels: FloatArray, start: FloatArray, variant: Variant, refit: bool
+) -> tuple[FloatArray, FloatArray]:
+    """Reconstruction and squared error of the block with levels chosen: float32 (256, m), (m,)."""
+    groups = variant.sub_blocks
+    scales = start
+    offset = np.zeros((1, x.shape[1]), dtype=np.float32)
+    for _ in range(2 if variant.zero_point else 1):  # alternate scale and offset: both are least-squares steps
+        if refit:
+            power = _group_sum(levels * levels, groups)
+            fitted = _group_sum((x - offset) * levels, groups) / np.where(power > 0, power, np.float32(1))
+            scales = np.where(power > 0, fitted, start)
+        if variant.zero_point:
+            offset = (x - _spread(scales, groups) * levels).mean(axis=0, keepdims=True)
+    scales = _round_f16(scales)
+    if variant.zero_point:
+        # Stored in units of the block's scale, as ITQ3_S stores z.
+        unit = np.maximum(np.abs(scales).max(axis=0, keepdims=True), _F16_TINY)
+        offset = _round_f16(offset / unit) * unit
+    result = _spread(scales, groups) * levels + offset
+    return result, ((x - result) ** 2).sum(axis=0)
+
+
+def _quantize_columns(x: FloatArray, variant: Variant) -> FloatArray:
+    """Blocks of rotated weights to what comes back: float32 (256, m) -> (256, m)."""
+    groups = variant.sub_blocks
+    mean = x.mean(axis=0, keepdims=True) if variant.zero_point else np.float32(0)
+    centred = x - mean
+    sigma = np.sqrt(_group_sum(centred * centred, groups) / (BLOCK // groups))
+    safe = np.where(sigma > 0, sigma, np.float32(1))
+    if variant.code == "ternary":
+        if variant.scale == "searched":
+            alpha = _optimal_ternary_scale(centred, groups)
+        else:
+            alpha = sigma * np.float32(TERNARY_SCALES[variant.scale])
+        step = _spread(np.where(alpha > 0, alpha, np.float32(1)), groups)
+        levels = np.clip(np.rint(centred / step), -1, 1)
+        return _fit(x, levels, alpha, variant, refit=False)[0]
+    starts = itq3s_scale.STARTS["default" if variant.scale == "searched" else "fast"]
+    best: FloatArray | None = None
+    best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
+    for start in starts:
+        scales = safe * np.float32(start)
+        levels = _code((centred / _spread(scales, groups)).astype(np.float32, copy=False), variant)
+        result, error = _fit(x, levels, np.where(sigma > 0, scales, np.float32(0)), variant, variant.scale != "sigma")
+        better = error < best_error
+        best = result if best is None else np.where(better, result, best)
+        best_error = np.where(better, error, best_error)
+    assert best is not None
+    return best
+
+
+def apply(weights: npt.ArrayLike, variant: Variant) -> FloatArray:
+    """Quantize and dequantize a matrix.
+
+    Args:
+        weights: (rows, n), converted to float32; its size a multiple of 256 and of ``variant.rotation``.
+        variant: how.
+
+    Returns:
+        float32 (rows, n).
+
+    Raises:
+        ValueError: the size does not fit, or the variant names something unknown.
+    """
+    matrix = np.ascontiguousarray(weights, dtype=np.float32)
+    if matrix.size % max(BLOCK, variant.rotation):
+        raise ValueError(f"{matrix.size} weights are not whole runs of {max(BLOCK, variant.rotation)}")
+    if variant.code == "ternary" and variant.scale not in (*TERNARY_SCALES, "searched"):
+        raise ValueError(f"unknown ternary scale {variant.scale!r}; use {', '.join(TERNARY_SCALES)} or searched")
+    if variant.code != "ternary" and variant.scale not in ("sigma", "refitted", "searched"):
+        raise ValueError(f"unknown scale {variant.scale!r}; use sigma, refitted or searched")
+    blocks = rotate(matrix.ravel(), variant.rotation).reshape(-1, BLOCK)
+    out = np.empty_like(blocks)
+    for start in range(0, blocks.shape[0], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        out[part] = _quantize_columns(np.ascontiguousarray(blocks[part].T), variant).T
+    return rotate(out.ravel(), variant.rotation).reshape(matrix.shape)
+
+
+def relative_error(weights: npt.ArrayLike, restored: npt.ArrayLike) -> float:
+    """Relative squared error ``|W - W'|^2 / |W|^2`` in float64; 0 for a zero matrix."""
+    w = np.asarray(weights, dtype=np.float64)
+    power = float((w**2).sum())
+    return float(((w - np.asarray(restored, dtype=np.float64)) ** 2).sum()) / power if power else 0.0
+
+
+def excess_kurtosis(x: npt.ArrayLike) -> float:
+    """``E[(x - m)^4] / E[(x - m)^2]^2 - 3``; 0 for a Gaussian, and for a constant."""
+    centred = np.asarray(x, dtype=np.float64).ravel()
+    centred = centred - centred.mean()
+    variance = float((centred**2).mean())
+    return float((centred**4).mean()) / variance**2 - 3 if variance else 0.0
+
+
+#: The variants of each table of the study, title -> rows (label, variant).
+TABLES: Final[dict[str, tuple[tuple[str, Variant], ...]]] = {
+    "FWHT block, trellis code": tuple(
+        ("none" if n == 1 else str(n), Variant(rotation=n)) for n in (1, 32, 64, 128, 256, 512)
+    ),
+    "FWHT block, literal ternary code": tuple(
+        ("none" if n == 1 else str(n), Variant(n, "ternary", 0, "0.798")) for n in (1, 32, 64, 128, 256, 512)
+    ),
+    "Code": (
+        ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
+        ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
+        *((f"trellis, {n} states", Variant(states=n)) for n in (4, 8, 64, 256)),
+    ),
+    "Scale": (
+        *((f"ternary, {s} sigma", Variant(code="ternary", states=0, scale=s)) for s in ("0.532", "0.798", "0.967")),
+        ("ternary, 1.224 sigma (optimum of a Gaussian)", Variant(code="ternary", states=0, scale="1.224")),
+        ("ternary, searched for each block", Variant(code="ternary", states=0)),
+        ("trellis, in proportion to sigma", Variant(scale="sigma")),
+        ("trellis, refitted", Variant(scale="refitted")),
+        ("trellis, searched", Variant()),
+    ),
+    "Zero-point and sub-block scales": (
+        ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
+        ("literal ternary, zero-point", Variant(code="ternary", states=0, scale="0.798", zero_point=True)),
+        ("literal ternary, 8 sub-blocks", Variant(code="ternary", states=0, scale="0.798", sub_blocks=8)),
+        ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
+        ("8 Lloyd-Max levels, zero-point", Variant(code="lloyd-max", states=0, zero_point=True)),
+        ("8 Lloyd-Max levels, 8 sub-blocks", Variant(code="lloyd-max", states=0, sub_blocks=8)),
+        ("trellis", Variant()),
+        ("trellis, zero-point", Variant(zero_point=True)),
+        ("trellis, 8 sub-blocks", Variant(sub_blocks=8)),
+    ),
+}

@@ -1,0 +1,398 @@
+#!/usr/bin/env python3
+"""Benchmark the kernels: one run, one table, one JSON file, one plot.
+
+Compares ITQ3_S, TQ1_0 and TQ2_0 with the types of llama.cpp: vec_dot and tiled product, llama-bench on a random Llama
+of 0.6 billion weights, quantization. The builds under comparison (this one, the same llama.cpp without the patch, this
+one compiled for AVX2 only) and the types are timed in turn, round after round, and medians are taken, because machines
+drift. Only ratios inside one run mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import gguf  # noqa: E402
+
+from gguf_itq3s.codec import blocks  # noqa: E402
+from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
+from scripts.bench import model  # noqa: E402
+
+BIN = ROOT / "build" / "bin"
+OUT = ROOT / "build" / "bench"
+
+TYPES = {
+    "ITQ3_S": int(ITQ3_S), "TQ1_0": 34, "TQ2_0": 35, "Q3_K": 11, "IQ3_S": 21, "IQ3_XXS": 18, "Q4_K": 12, "IQ4_XS": 23,
+    "Q8_0": 8, "F16": 1,
+}  # fmt: skip
+STOCK_TYPES = ("TQ1_0", "TQ2_0")
+AVX2_TYPES = ("ITQ3_S", "Q3_K", "Q4_K", "IQ3_S")
+QUANTIZED = ("ITQ3_S", "Q3_K", "IQ3_S")
+AVX2_OPTIONS = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))]
+
+# What issue 3 asks for: ratio, numerator, denominator, at least.
+TARGETS = [
+    ("dot", "ITQ3_S", "Q3_K", 1.8),
+    ("dot", "ITQ3_S", "Q4_K", 1.3),
+    ("dot", "ITQ3_S", "IQ3_S", 4.0),
+    ("dot", "ITQ3_S (AVX2)", "Q3_K (AVX2)", 1.1),
+    ("generation", "ITQ3_S", "Q3_K", 1.3),
+    ("generation", "ITQ3_S", "IQ3_S", 3.5),
+    ("generation", "ITQ3_S", "Q4_K", 1.15),
+    ("prompt", "ITQ3_S", "IQ3_S", 1.1),
+    ("prompt", "ITQ3_S", "Q3_K", 1.1),
+    ("prompt", "ITQ3_S", "Q4_K", 1.6),
+    ("generation", "TQ2_0", "TQ2_0 (stock)", 1.05),
+    ("generation", "TQ1_0", "TQ1_0 (stock)", 1.5),
+    ("prompt", "TQ2_0", "TQ2_0 (stock)", 2.5),
+    ("prompt", "TQ1_0", "TQ1_0 (stock)", 4.0),
+    ("quantize", "ITQ3_S", "IQ3_S", 1.0),
+]
+# M weights/s
+ABSOLUTE_TARGETS = [("quantize", "ITQ3_S", 30.0), ("quantize", "ITQ3_S (numpy)", 0.8)]
+
+UNITS = {
+    "dot": "vec_dot, G weights/s",
+    "tiled": "matrix product, 512 columns, G products/s",
+    "prompt": "prompt of 512, tokens/s, one thread",
+    "generation": "generation, tokens/s, one thread",
+    "prompt_all": "prompt of 512, tokens/s, all cores",
+    "generation_all": "generation, tokens/s, all cores",
+    "quantize": "quantization, M weights/s, one thread",
+    "roofline": "limits: memory in GB/s by threads, 8-bit products on registers in G/s",
+    "instructions": "vec_dot, instructions per 256 weights",
+}
+
+Samples = dict[str, dict[str, list[float]]]
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on; the message says why and what to do."""
+
+
+def run(command: list[str | Path], *, library: Path | None = None, log: Path | None = None) -> str:
+    """Output of a command that must succeed; ``library``: a folder whose libraries come before its own."""
+    environment = dict(os.environ)
+    if library is not None:
+        environment["LD_LIBRARY_PATH"] = str(library)
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment, check=False)
+    if log is not None:
+        log.write_text(done.stdout + done.stderr)
+    if done.returncode:
+        where = f" (all of it: {log})" if log else ""
+        raise BenchError(f"{Path(command[0]).name} failed{where}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout
+
+
+#
+# builds
+#
+
+
+def build_library(name: str, source: Path, options: list[str]) -> Path:
+    """Folder with libggml-cpu built from ``source``, and nothing that would hide the other libraries."""
+    work = OUT / name
+    log = OUT / f"{name}.log"
+    generator = ["-G", "Ninja"] if shutil.which("ninja") and not (work / "CMakeCache.txt").exists() else []
+    print(f"building libggml-cpu ({name})", file=sys.stderr)
+    common = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF"]
+    common += ["-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+    common += ["-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_APP=OFF", "-DGIT_EXE=OFF"]
+    run(["cmake", "-S", source, "-B", work, *generator, *common, *options], log=log)
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+    run(["cmake", "--build", work, "--target", "ggml-cpu", "--parallel", jobs], log=log)
+    folder = OUT / f"{name}-lib"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file in (work / "bin").glob("libggml-cpu.so*"):
+        shutil.copy(file, folder, follow_symlinks=False)
+    return folder
+
+
+def build() -> dict[str, Path | None]:
+    """Library folder of every build under comparison: "" is build/bin itself."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    script = ROOT / "ggml-patch" / "bench" / "patched-source.cmake"
+    command = ["cmake", f"-DOUT={OUT}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"upstream (.*)", done.stdout + done.stderr)
+    if done.returncode or not found:
+        raise BenchError(f"the source of llama.cpp could not be prepared:\n{done.stdout}{done.stderr}")
+    libraries: dict[str, Path | None] = {"": None, "stock": build_library("stock", Path(found[1].strip()), [])}
+    if platform.machine() in ("x86_64", "AMD64"):
+        libraries["AVX2"] = build_library("avx2", OUT / "patched", AVX2_OPTIONS)
+    for name, flags in (("bench-kernels", ["-O3", "-march=native"]), ("count-instructions", ["-O1"])):
+        run([
+            os.environ.get("CC", "cc"), "-std=gnu11", *flags, f"-I{ROOT / 'build' / 'include'}",
+            ROOT / "ggml-patch" / "bench" / f"{name}.c", "-o", OUT / name, f"-L{BIN}", "-lggml-cpu", "-lggml-base",
+            "-lm", "-lpthread", f"-Wl,-rpath,{BIN}", "-Wl,--enable-new-dtags",
+        ])  # fmt: skip
+    return libraries
+
+
+def models(names: Iterable[str]) -> dict[str, Path]:
+    """The random Llama in every type, written where it is missing."""
+    library = ctypes.CDLL(str(BIN / "libggml-base.so"))
+    library.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p,
+    ]  # fmt: skip
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    folder = OUT / "models"
+    folder.mkdir(exist_ok=True)
+    paths = {name: folder / f"{name}.gguf" for name in names}
+    for name, path in paths.items():
+        if not path.exists():
+            print(f"writing {path.relative_to(ROOT)}", file=sys.stderr)
+            model.write(path, gguf.GGMLQuantizationType(TYPES[name]), library)
+    return paths
+
+
+#
+# rounds
+#
+
+
+def label(name: str, build: str) -> str:
+    return f"{name} ({build})" if build else name
+
+
+def names_of(build: str) -> Iterable[str]:
+    return {"": TYPES, "stock": STOCK_TYPES, "AVX2": AVX2_TYPES}[build]
+
+
+def pin() -> list[str]:
+    """Keeps a one-thread program on one core."""
+    return ["taskset", "-c", str(max(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
+
+
+def kernel_round(samples: Samples, libraries: dict[str, Path | None], mode: str) -> None:
+    for build, library in libraries.items():
+        if mode == "tiled" and build == "AVX2":
+            continue
+        arguments = [f"{name}={TYPES[name]}" for name in names_of(build)]
+        for line in run([*pin(), OUT / "bench-kernels", mode, *arguments], library=library).splitlines():
+            name, value = line.split()
+            samples[mode][label(name, build)].append(float(value))
+
+
+def llama_round(samples: Samples, libraries: dict[str, Path | None], paths: dict[str, Path], threads: int) -> None:
+    suffix = "" if threads == 1 else "_all"
+    for build in ("", "stock"):
+        names = list(names_of(build))
+        command: list[str | Path] = [*(pin() if threads == 1 else []), BIN / "llama-bench", "-o", "json", "-r", "1"]
+        command += ["-p", "512", "-n", "32", "-t", str(threads), "--no-warmup"]
+        for name in names:
+            command += ["-m", paths[name]]
+        results = json.loads(run(command, library=libraries[build]))
+        for result in results:
+            name = Path(result["model_filename"]).stem
+            test = "prompt" if result["n_prompt"] else "generation"
+            samples[test + suffix][label(name, build)].append(float(result["avg_ts"]))
+
+
+def quantize_round(samples: Samples) -> None:
+    arguments = [f"{name}={TYPES[name]}" for name in QUANTIZED]
+    for line in run([*pin(), OUT / "bench-kernels", "quantize", *arguments]).splitlines():
+        name, value = line.split()
+        samples["quantize"][name].append(float(value))
+    x = np.random.default_rng(1).standard_normal((1024, 256)).astype(np.float32)
+    start = time.perf_counter()
+    blocks.quantize(x)
+    samples["quantize"]["ITQ3_S (numpy)"].append(x.size / (time.perf_counter() - start) * 1e-6)
+
+
+def roofline_round(samples: Samples, cores: int) -> None:
+    arguments = [str(t) for t in dict.fromkeys((1, cores))]
+    for line in run([OUT / "bench-kernels", "roofline", *arguments]).splitlines():
+        name, value = line.split()
+        samples["roofline"][name].append(float(value))
+
+
+def count_instructions(libraries: dict[str, Path | None]) -> dict[str, float]:
+    counts = {}
+    for build, library in libraries.items():
+        arguments = [f"{name}={TYPES[name]}" for name in names_of(build)]
+        for line in run([OUT / "count-instructions", *arguments], library=library).splitlines():
+            name, value = line.split()
+            counts[label(name, build)] = float(value)
+    return counts
+
+
+#
+# results
+#
+
+
+def processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*: (.*)", text)
+    return found[1] if found else platform.processor()
+
+
+def bytes_per_weight(name: str) -> float:
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(TYPES[name.split()[0]])]
+    return size / block
+
+
+def check_targets(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    checks = []
+    for test, over, under, least in TARGETS:
+        if over in medians.get(test, {}) and under in medians[test]:
+            ratio = medians[test][over] / medians[test][under]
+            checks.append({"test": test, "what": f"{over} over {under}", "got": ratio, "least": least})
+    for test, name, least in ABSOLUTE_TARGETS:
+        if name in medians.get(test, {}):
+            checks.append({"test": test, "what": f"{name}, M weights/s", "got": medians[test][name], "least": least})
+    return checks
+
+
+def roofline_table(result: dict[str, Any]) -> list[str]:
+    """How far each type is from what one core can read and multiply."""
+    medians = result["medians"]
+    limits = medians["roofline"]
+    lines = [
+        "",
+        "Distance from the limits of one core. Weights/s the memory can feed: its GB/s by the bytes of a weight;"
+        " vec_dot has its data in the cache and may exceed it. Generation: GB/s of model read.",
+        "",
+        "| type | memory feeds, G weights/s | vec_dot, part of the products limit | tiled, part of the products limit |"
+        " generation, GB/s | part of the memory limit |",
+        "| --- " * 6 + "|",
+    ]
+    products = limits.get("products")
+    for name, dot in medians["dot"].items():
+        if "AVX2" in name:
+            continue  # the limit of the products is that of the full instruction set
+        tiled = medians["tiled"].get(name)
+        tokens = medians.get("generation", {}).get(name)
+        read = tokens * result["model_bytes"][name.split()[0]] * 1e-9 if tokens else None
+        cells = [
+            f"{limits['memory_1'] / bytes_per_weight(name):.1f}",
+            f"{dot / products:.0%}" if products else "",
+            f"{tiled / products:.0%}" if products and tiled else "",
+            f"{read:.1f}" if read else "",
+            f"{read / limits['memory_1']:.0%}" if read else "",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def table(result: dict[str, Any]) -> str:
+    medians = result["medians"]
+    tests = [t for t in ("dot", "tiled", "generation", "prompt", "generation_all", "prompt_all") if t in medians]
+    lines = [f"{result['processor']}, {result['cores']} cores, {result['rounds']} interleaved rounds, medians.", ""]
+    lines += ["- " + UNITS[test] for test in (*tests, "instructions")]
+    lines += ["", "| type | bytes/weight | instructions | " + " | ".join(tests) + " |"]
+    lines += ["| --- " * (len(tests) + 3) + "|"]
+    for name in dict.fromkeys(n for test in tests for n in medians[test]):
+        cells = [f"{medians[test][name]:.1f}" if name in medians[test] else "" for test in tests]
+        count = result["instructions"].get(name)
+        row = [name, f"{bytes_per_weight(name):.3f}", f"{count:.0f}" if count else "", *cells]
+        lines.append("| " + " | ".join(row) + " |")
+    for test in ("quantize", "roofline"):
+        if test in medians:
+            values = ", ".join(f"{name} {value:.1f}" for name, value in medians[test].items())
+            lines += ["", f"{UNITS[test]}: {values}."]
+    lines += roofline_table(result)
+    lines += ["", "| test | what | measured | asked |", "| --- | --- | --- | --- |"]
+    for check in result["targets"]:
+        mark = "" if check["got"] >= check["least"] else " (missed)"
+        lines.append(f"| {check['test']} | {check['what']} | {check['got']:.2f}{mark} | {check['least']} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tests = [test for test in ("dot", "tiled", "generation", "prompt") if test in result["medians"]]
+    figure, axes = plt.subplots(1, len(tests), figsize=(4.2 * len(tests), 4.6), squeeze=False)
+    for axis, test in zip(axes[0], tests, strict=True):
+        values = dict(sorted(result["medians"][test].items(), key=lambda item: item[1]))
+        colours = ["#d95f02" if name.startswith(("ITQ3_S", "TQ")) else "#7570b3" for name in values]
+        colours = ["#cccccc" if "stock" in name else c for name, c in zip(values, colours, strict=True)]
+        axis.barh(list(values), list(values.values()), color=colours)
+        axis.set_title(UNITS[test].replace(", one thread", ""), fontsize=9)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(f"one thread, {result['processor']}; grey: without the patch", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default %(default)s)")
+    parser.add_argument("--kernels-only", action="store_true", help="no model, no quantization")
+    parser.add_argument("--output", type=Path, default=OUT, help="folder of the results (default build/bench)")
+    parser.add_argument("--build-only", action="store_true", help="build and write the models, measure nothing")
+    arguments = parser.parse_args()
+    try:
+        if not (BIN / "llama-bench").exists():
+            raise BenchError("build/bin/llama-bench is missing; run make build")
+        libraries = build()
+        paths = {} if arguments.kernels_only else models(TYPES)
+        if arguments.build_only:
+            return 0
+
+        cores = os.cpu_count() or 1
+        samples: Samples = defaultdict(lambda: defaultdict(list))
+        for i in range(arguments.rounds):
+            print(f"round {i + 1} of {arguments.rounds}", file=sys.stderr)
+            roofline_round(samples, cores)
+            for mode in ("dot", "tiled"):
+                kernel_round(samples, libraries, mode)
+            if not arguments.kernels_only:
+                llama_round(samples, libraries, paths, 1)
+                if cores > 1:
+                    llama_round(samples, libraries, paths, cores)
+                quantize_round(samples)
+        medians = {t: {n: statistics.median(v) for n, v in names.items()} for t, names in samples.items()}
+        result = {
+            "processor": processor(),
+            "cores": cores,
+            "rounds": arguments.rounds,
+            "weights": model.WEIGHTS,
+            "model_bytes": {name: path.stat().st_size for name, path in paths.items()},
+            "medians": medians,
+            "samples": samples,
+            "instructions": count_instructions(libraries),
+            "targets": check_targets(medians),
+        }
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    (arguments.output / "bench.md").write_text(text)
+    plot(result, arguments.output / "bench.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

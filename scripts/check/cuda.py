@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""Compile the CUDA sources that ggml-patch adds or touches, for several architectures; no GPU is needed.
+
+A warning in one of our files is an error. Registers, stack and spills of our kernels are printed. What is compiled once
+is not compiled again while nothing changes, so an interrupted run goes on where it stopped.
+
+Needs nvcc. The headers of cuBLAS are taken from the CUDA toolkit, or else from the Python package ``nvidia-cublas``,
+which is downloaded once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PATCHES: Final = ROOT / "ggml-patch" / "patches"
+SOURCES: Final = ROOT / "ggml-patch" / "src" / "cuda"
+ARCHITECTURES: Final = ("80", "90", "120")
+
+#: As upstream's CMakeLists.txt sets them for a release build; flash attention has nothing of ours.
+FLAGS: Final = [
+    "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda", "-DNDEBUG", "-DGGML_CUDA_USE_GRAPHS",
+    "-DGGML_CUDA_NO_FA", "-DGGML_BACKEND_BUILD", "-DGGML_SHARED", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4",
+    "-DGGML_CUDA_PEER_MAX_BATCH_SIZE=128", "-Xptxas", "-v", "-Xcompiler", "-Wall,-Wextra,-Wno-pedantic",
+]  # fmt: skip
+
+TYPE_NAMES: Final = {"500": "ITQ3_S", "34": "TQ1_0", "35": "TQ2_0"}
+
+
+class CheckError(RuntimeError):
+    """The check could not be made, or found something; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas reports of one of our kernels: registers a thread, bytes of stack, bytes of spill stores and loads."""
+
+    name: str
+    registers: int
+    stack: int
+    spills: int
+
+
+def kernel_name(mangled: str) -> str | None:
+    """Our name of a mangled kernel, or None for a kernel that is upstream's alone."""
+    types = [TYPE_NAMES[t] for t in re.findall(r"L9ggml_type(\d+)E", mangled) if t in TYPE_NAMES]
+    base = re.match(r"_Z(?:N\d+_INTERNAL_\w+?)?(\d+)", mangled)
+    if base is None:
+        return None
+    start = base.end()
+    name = mangled[start : start + int(base.group(1))]
+    own = re.search(r"itq3_s|q8_1x4|dequantize_rows_256", name)
+    decoder = re.search(r"dequantize_(itq3_s|tq1_0|tq2_0)", mangled[start + len(name) :])
+    if types:
+        return f"{name} {types[0]}"
+    if decoder:
+        return f"{name} {decoder.group(1).upper()}"
+    return name if own else None
+
+
+def kernels_of(log: str) -> list[Kernel]:
+    """Our kernels in the output of ``nvcc -Xptxas -v``."""
+    found = []
+    for entry in re.split(r"ptxas info\s+: Compiling entry function '", log)[1:]:
+        name = kernel_name(entry.split("'", 1)[0])
+        used = re.search(r"Used (\d+) registers", entry)
+        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        if name and used and frame:
+            stack, stores, loads = (int(n) for n in frame.groups())
+            found.append(Kernel(name, int(used.group(1)), stack, stores + loads))
+    return found
+
+
+def warnings_of(log: str, ours: set[str]) -> list[str]:
+    """The warnings and errors in files whose name is in ``ours``; upstream's and the toolkit's are not our business."""
+    found = []
+    for line in log.splitlines():
+        place = re.match(r"(?P<file>[^\s:(]+)(?:\(\d+\)|:\d+(?::\d+)?)\s*:\s*(?:warning|error)", line)
+        if place and Path(place["file"]).name in ours and line not in found:
+            found.append(line)
+        if line.startswith("ptxas warning") and any(name in line for name in ("itq3_s", "tq1_0", "tq2_0", "q8_1x4")):
+            found.append(line)
+    return found
+
+
+def touched_files() -> list[str]:
+    """The .cu files that patches change or src/cuda adds, relative to ggml/src/ggml-cuda."""
+    names = {str(p.relative_to(SOURCES)) for p in SOURCES.rglob("*.cu")}
+    for patch in sorted(PATCHES.glob("*.patch")):
+        names.update(re.findall(r"^\+\+\+ b/ggml/src/ggml-cuda/(\S+\.cu)$", patch.read_text(), re.MULTILINE))
+    return sorted(names)
+
+
+def cache_dir() -> Path:
+    """The cache folder of gguf_itq3s.upstream; that file needs nothing that would have to be installed."""
+    spec = importlib.util.spec_from_file_location("upstream", ROOT / "gguf_itq3s" / "upstream.py")
+    assert spec is not None and spec.loader is not None
+    upstream = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(upstream)
+    return Path(upstream.cache_dir())
+
+
+def find_nvcc() -> tuple[str, str]:
+    """The compiler and its version ("13.0")."""
+    for candidate in (os.environ.get("CUDACXX"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
+        if candidate and Path(candidate).exists():
+            text = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=True).stdout
+            version = re.search(r"release (\d+\.\d+)", text)
+            if version:
+                return candidate, version.group(1)
+    raise CheckError("nvcc: not found; install the CUDA toolkit, or put nvcc on PATH")
+
+
+def cublas_headers(nvcc: str, version: str) -> Path | None:
+    """The folder of cublas_v2.h, or None when nvcc finds it by itself."""
+    probe = subprocess.run(
+        [nvcc, "-E", "-x", "cu", "-o", os.devnull, "-"],
+        input="#include <cublas_v2.h>\n",
+        text=True,
+        capture_output=True,
+    )
+    if probe.returncode == 0:
+        return None
+    major = version.split(".")[0]
+    target = cache_dir() / f"cublas-headers-{major}"
+    if (target / "cublas_v2.h").exists():
+        return target
+    package = f"nvidia-cublas=={major}.*" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
+    print(f"fetching the headers of {package} (some 400 MiB, once)", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            scratch,
+        ]
+        done = subprocess.run([*command, package], capture_output=True, text=True)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise CheckError(f"pip download {package}: {reason}; install the cuBLAS headers of the CUDA toolkit")
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for name in wheel.namelist():
+                if re.search(r"/include/[^/]+\.h$", name):
+                    (partial / Path(name).name).write_bytes(wheel.read(name))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    return target
+
+
+def prepare_tree(work: Path) -> Path:
+    """The patched source, made by the same CMake code as for the build."""
+    tree = work / "llama.cpp"
+    cmake = ROOT / "ggml-patch" / "cmake"
+    script = work / "prepare.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.21)\n"
+        f'include("{cmake}/settings.cmake")\ninclude("{cmake}/source.cmake")\n'
+        "itq3s_settings()\n"
+        'if (LLAMA_CPP_DIR STREQUAL "")\n  itq3s_fetch(upstream id)\n'
+        'else()\n  set(upstream "${LLAMA_CPP_DIR}")\n  itq3s_hash_source(id "${upstream}")\nendif()\n'
+        f'itq3s_prepare_source("${{upstream}}" "${{id}}" "{tree}")\n'
+    )
+    done = subprocess.run(["cmake", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)])
+    if done.returncode:
+        raise CheckError("the patched source could not be made; the reason stands above")
+    return tree
+
+
+def compile_file(
+    nvcc: str, tree: Path, work: Path, name: str, arch: str, flags: list[str], key: str
+) -> tuple[str, float]:
+    """The compiler's output and the seconds it took, 0 when nothing had changed."""
+    log = work / f"sm_{arch}" / (name.replace("/", "-") + ".log")
+    if log.exists() and log.read_text().startswith(key + "\n"):
+        return log.read_text(), 0.0
+    log.parent.mkdir(parents=True, exist_ok=True)
+    suffix = "a" if int(arch) >= 120 else ""  # upstream's build does the same
+    target = ["-gencode", f"arch=compute_{arch}{suffix},code=sm_{arch}{suffix}"]
+    start = time.monotonic()
+    with tempfile.NamedTemporaryFile(suffix=".o", dir=log.parent) as output:
+        command = [nvcc, *flags, *target, "-c", name, "-o", output.name]
+        done = subprocess.run(
+            command,
+            cwd=tree / "ggml" / "src" / "ggml-cuda",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    if done.returncode:
+        raise CheckError(f"{name} does not compile for sm_{arch}:\n{done.stdout}")
+    text = f"{key}\n{done.stdout}"
+    partial = log.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(log)
+    return text, time.monotonic() - start
+
+
+def source_key(tree: Path, flags: list[str], version: str) -> str:
+    """A hash over what every file may include; finer would need the compiler."""
+    digest = hashlib.sha256(" ".join([version, *flags]).encode())
+    for folder in ("ggml/include", "ggml/src", "ggml/src/ggml-cuda", "ggml/src/ggml-cuda/vendors"):
+        for path in sorted((tree / folder).iterdir()):
+            if path.suffix in (".h", ".cuh"):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def print_kernels(kernels: dict[str, list[Kernel]]) -> None:
+    """One line a kernel and architecture: instances, highest register count, stack, spills."""
+    print(f"\n{'kernel':52} {'':6} {'instances':>9} {'registers':>9} {'stack':>6} {'spilled':>8}")
+    for name in sorted({k.name for found in kernels.values() for k in found}):
+        for arch, found in kernels.items():
+            mine = [k for k in found if k.name == name]
+            if mine:
+                registers, stack, spills = (max(getattr(k, f) for k in mine) for f in ("registers", "stack", "spills"))
+                print(f"{name:52} sm_{arch:3} {len(mine):9} {registers:9} {stack:6} {spills:8}")
+    print("registers a thread, stack and spilled bytes: the largest of the instances")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--arch", nargs="+", default=list(ARCHITECTURES), metavar="N", help="compute capabilities times ten"
+    )
+    parser.add_argument("--file", nargs="+", metavar="NAME", help="only these .cu files")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="files compiled at a time")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "cuda-check", help="folder for the source and the logs"
+    )
+    args = parser.parse_args()
+    try:
+        nvcc, version = find_nvcc()
+        headers = cublas_headers(nvcc, version)
+        args.work.mkdir(parents=True, exist_ok=True)
+        tree = prepare_tree(args.work.resolve())
+        files = args.file or touched_files()
+        ours = {p.name for p in SOURCES.rglob("*") if p.is_file()}
+        flags = [*FLAGS, "-I.", "-I..", "-I../../include", *([f"-isystem={headers}"] if headers else [])]
+        key = source_key(tree, flags, version)
+
+        jobs = [(arch, name) for arch in args.arch for name in files]
+        kernels: dict[str, list[Kernel]] = {arch: [] for arch in args.arch}
+        found: list[str] = []
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            pending = {}
+            for arch, name in jobs:
+                own = hashlib.sha256((tree / "ggml/src/ggml-cuda" / name).read_bytes()).hexdigest()[:20]
+                task = pool.submit(compile_file, nvcc, tree, args.work.resolve(), name, arch, flags, f"{key} {own}")
+                pending[task] = (arch, name)
+            try:
+                for count, task in enumerate(concurrent.futures.as_completed(pending), 1):
+                    arch, name = pending[task]
+                    log, seconds = task.result()
+                    took = f"{seconds:.0f} s" if seconds else "unchanged"
+                    print(f"[{count}/{len(jobs)}] sm_{arch} {name}: {took}", flush=True)
+                    kernels[arch] += kernels_of(log)
+                    found += [w for w in warnings_of(log, ours) if w not in found]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        print_kernels(kernels)
+        if found:
+            raise CheckError(f"{len(found)} warnings in our files:\n" + "\n".join(found))
+    except CheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(files)} files compile for " + ", ".join(f"sm_{a}" for a in args.arch) + " without a warning in ours")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Relative squared error of 3-bit types on random rows, as a Markdown table.
+
+    scripts/tables/errors.py                     print it
+    scripts/tables/errors.py --update README.md  put it between the marks in the file
+
+Every type is coded by its own quantizer in the built library (``make build``), without an importance matrix, and
+decoded by gguf-py; the rows are one million weights of each distribution, the same for every type.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from gguf_itq3s.codec import blocks, native
+from gguf_itq3s.errors import UserError, report_errors
+
+ROWS, COLUMNS = 1024, 1024
+MARKS = ("<!-- error table -->", "<!-- end of error table -->")
+
+
+def distributions() -> dict[str, np.ndarray]:
+    """float32 (ROWS, COLUMNS) of each distribution, reproducible."""
+    rng = np.random.default_rng(0)
+    shape = (ROWS, COLUMNS)
+    return {
+        "Gaussian": rng.standard_normal(shape, dtype=np.float32),
+        "Laplace": rng.laplace(size=shape).astype(np.float32),
+        "Student-t, 4 d.o.f.": rng.standard_t(4, size=shape).astype(np.float32),
+    }
+
+
+def codings(library: native.NativeLibrary, threads: int) -> dict[str, tuple[float, Callable[[np.ndarray], np.ndarray]]]:
+    """Name -> (bits per weight, weights -> decoded weights)."""
+
+    def itq3_s(effort: str, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda w: blocks.dequantize(library.quantize(w, effort=effort, codec=name, threads=threads))
+
+    def other(qtype: Type) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda w: gguf.quants.dequantize(library.quantize_type(w, qtype, threads=threads), qtype)
+
+    table = {
+        "**ITQ3_S**": (blocks.BITS_PER_WEIGHT, itq3_s("default", "trellis")),
+        "ITQ3_S, effort fast": (blocks.BITS_PER_WEIGHT, itq3_s("fast", "trellis")),
+        "ITQ3_S, literal ternary code": (blocks.BITS_PER_WEIGHT, itq3_s("default", "ternary")),
+    }
+    for qtype in (Type.IQ3_XXS, Type.IQ3_S, Type.Q3_K, Type.IQ4_XS, Type.Q4_K):
+        block, size = gguf.GGML_QUANT_SIZES[qtype]
+        table[qtype.name] = (size * 8 / block, other(qtype))
+    return table
+
+
+def markdown(library: native.NativeLibrary, threads: int) -> str:
+    """The table."""
+    data = distributions()
+    lines = [f"| type | bits/weight | {' | '.join(data)} |", "| --- | --- |" + " --- |" * len(data)]
+    for name, (bits, code) in codings(library, threads).items():
+        errors = [
+            np.square(code(w) - w, dtype=np.float64).sum() / np.square(w, dtype=np.float64).sum() for w in data.values()
+        ]
+        cells = [f"**{e:.4f}**" if name.startswith("**") else f"{e:.4f}" for e in errors]
+        lines.append(f"| {name} | {bits:.4g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@report_errors
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Relative squared error of 3-bit types on random rows.")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="replace the table in this Markdown file")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    args = parser.parse_args()
+    library = native.load()
+    if library is None:
+        raise UserError(native.library_name(), "is not built", "run make build")
+    if args.update is None:
+        print(markdown(library, args.threads))
+        return 0
+    before, start, rest = args.update.read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not start or not end:
+        raise UserError(args.update, f"has no {MARKS[0]} ... {MARKS[1]}", "add the two lines where the table goes")
+    table = markdown(library, args.threads)
+    args.update.write_text(f"{before}{start}\n\n{table}\n\n{end}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Everything that `make eval` measures: all types on a model, quantized KV caches, and the two outlier twins.
+
+    scripts/tables/evaluation.py models/demo-llama                 # writes build/eval
+    scripts/tables/evaluation.py models/demo-llama --results docs  # and the sections of docs/results.md, docs/results/*
+
+Interrupt it at any time; the same command goes on from the rows that are done. One row:
+
+    gguf-itq3s eval models/demo-llama --rows iq3_s-pure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
+from gguf_itq3s.evaluate import command, markdown, plots  # noqa: E402
+from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
+
+#: Rows that the twins are measured on: what the rotation is for.
+TWIN_ROWS = (
+    "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "convert-pure",
+    "convert-pure-calibrated",
+)  # fmt: skip
+TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
+
+Rows = list[command.Result]
+
+
+def ratios(tables: dict[str, Rows]) -> str:
+    """Mean KLD over that of IQ3_S (pure, no importance matrix), for each model: what the project promises."""
+    keys = list(dict.fromkeys(r["key"] for rows in tables.values() for r in rows if r["key"] != "f16"))
+    lines = []
+    for key in keys:
+        cells = []
+        for rows in tables.values():
+            by_key = {r["key"]: r for r in rows}
+            known = key in by_key
+            cells.append(f"{by_key[key]['mean_kld'] / by_key['iq3_s-pure']['mean_kld']:.3f}" if known else "-")
+        lines.append([f"`{key}`", *cells])
+    return markdown.table(["mean KLD / IQ3_S (pure)", *tables], lines)
+
+
+@report_errors
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_arguments(parser)
+    parser.set_defaults(work_dir=ROOT / "build" / "eval")
+    parser.add_argument("--results", type=Path, help="folder of results.md to update (sections, results/*.json, *.png)")
+    args = parser.parse_args()
+    settings = command.settings_of(args)
+    twins_dir = args.work_dir / "twins"
+    make_twins = [sys.executable, ROOT / "scripts" / "train" / "twins.py", args.model, "--out", twins_dir]
+    if made := subprocess.run(make_twins, stdout=subprocess.DEVNULL, check=False).returncode:
+        return made
+
+    weights, caches = weight_rows(), kv_rows()
+    tables = command.evaluate(settings, {"weights": weights, "KV cache": caches})
+    twin_tables: dict[str, Rows] = {}
+    if not args.rows:
+        few = [row for row in weights if row.key in TWIN_ROWS]
+        twin_tables["model"] = [r for r in tables["weights"] if r["key"] in TWIN_ROWS]
+        for name, folder in TWINS.items():
+            twin = replace(settings, model=twins_dir / folder, work=args.work_dir / folder)
+            twin_tables[name] = command.evaluate(twin, {"weights": few})["weights"]
+
+    out = args.results / "results" if args.results else args.out or args.work_dir
+    out.mkdir(parents=True, exist_ok=True)
+    result = {"model": args.model.name, "context": settings.context, "tables": tables, "twins": twin_tables}
+    (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
+    sections = {f"eval {name}": command.results_table(rows) for name, rows in tables.items()}
+    if twin_tables:
+        parts = [
+            f"#### {name}\n\n{command.results_table(rows)}" for name, rows in twin_tables.items() if name != "model"
+        ]
+        sections["eval twins"] = "\n".join([ratios(twin_tables), *parts])
+    if tables.get("weights"):
+        plots.pareto(tables["weights"], "mean_kld", out / "eval_kld.png")
+        plots.pareto(tables["weights"], "perplexity", out / "eval_perplexity.png")
+    (args.work_dir / "eval.md").write_text("\n".join(f"### {name}\n\n{text}" for name, text in sections.items()))
+    for name, text in sections.items():
+        print(f"### {name}\n\n{text}")
+        if args.results and not args.rows:
+            try:
+                markdown.replace_section(args.results / "results.md", name, text)
+            except ValueError as error:
+                raise UserError(args.results / "results.md", str(error), "add the marks of the section") from error
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

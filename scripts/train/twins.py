@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Make outlier twins of a Hugging Face model: the same function, harder to quantize.
+
+    scripts/train/twins.py models/demo-llama --out twins
+
+Some channels of every RMSNorm gain are rescaled by powers of two from 4 to 32, and the columns of the matrices that
+read the norm are rescaled the other way, so that the function does not change:
+
+* ``weight-twin``: gain divided, columns multiplied: outlier weights;
+* ``activation-twin``: gain multiplied, columns divided: outlier activations, as large language models have.
+
+Powers of two only move exponents, so the twins' F16 tensors are exact (but for weights that become F16 denormals).
+The norm before the output head is rescaled too unless the head is tied to the embedding, which is read elsewhere.
+Handles models with Llama's names: Llama, Mistral, Qwen2 and Qwen3 without experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+TWINS = ("weight-twin", "activation-twin")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+FACTORS = (4.0, 8.0, 16.0, 32.0)
+
+#: Which matrices read a norm, by the name of the norm within a layer.
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TwinError(RuntimeError):
+    """The model cannot be rescaled; the message says why."""
+
+
+def norm_readers(tensors: Tensors, tied: bool) -> dict[str, list[str]]:
+    """Norm gain -> the weights that read it, by tensor name.
+
+    Raises:
+        TwinError: a reader is missing, or no norm was found.
+    """
+    readers: dict[str, list[str]] = {}
+    for name in sorted(tensors):
+        if match := re.fullmatch(r"(model\.layers\.\d+\.)(\w+)\.weight", name):
+            layer, norm = match.groups()
+            if norm in READERS:
+                readers[name] = [f"{layer}{reader}.weight" for reader in READERS[norm]]
+    if not readers:
+        raise TwinError("no model.layers.N.input_layernorm.weight: not a model with Llama's names")
+    if "lm_head.weight" in tensors and not tied:
+        readers["model.norm.weight"] = ["lm_head.weight"]
+    missing = [weight for weights in readers.values() for weight in weights if weight not in tensors]
+    if missing:
+        raise TwinError(f"{missing[0]} is missing; models with fused or expert matrices are not handled")
+    return readers
+
+
+def make_twin(tensors: Tensors, twin: str, channels: int, seed: int, tied: bool) -> Tensors:
+    """The tensors of a twin.
+
+    Args:
+        tensors: name -> tensor of the whole model.
+        twin: a name of :data:`TWINS`.
+        channels: how many channels of each norm are rescaled.
+        seed: of the choice of channels and factors.
+        tied: whether the output head is the embedding.
+
+    Returns:
+        A new dictionary; untouched tensors are shared with ``tensors``.
+
+    Raises:
+        TwinError: as :func:`norm_readers`, or a rescaled tensor overflows its dtype.
+    """
+    rng = np.random.default_rng(seed)
+    result = dict(tensors)
+    for norm, weights in norm_readers(tensors, tied).items():
+        gain = tensors[norm]
+        where = torch.from_numpy(rng.choice(gain.numel(), size=channels, replace=False))
+        factor = torch.ones(gain.numel(), dtype=torch.float32)
+        factor[where] = torch.from_numpy(rng.choice(FACTORS, size=channels).astype(np.float32))
+        if twin == "weight-twin":
+            factor = 1 / factor
+        result[norm] = (gain.float() * factor).to(gain.dtype)
+        for weight in weights:
+            result[weight] = (tensors[weight].float() / factor).to(tensors[weight].dtype)
+            if not torch.isfinite(result[weight]).all():
+                raise TwinError(f"{weight}: a rescaled weight does not fit {tensors[weight].dtype}")
+    return result
+
+
+def read_model(model_dir: Path) -> tuple[Tensors, bool]:
+    """All tensors of a model folder, and whether its output head is tied to the embedding.
+
+    Raises:
+        TwinError: no config, no weights, or a model type with other names.
+    """
+    config = model_dir / "config.json"
+    if not config.is_file():
+        raise TwinError(f"{config}: not found; give the folder of a Hugging Face model")
+    settings = json.loads(config.read_text())
+    if settings.get("model_type") not in MODEL_TYPES:
+        raise TwinError(f"{config}: model type {settings.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}")
+    tensors: Tensors = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    if not tensors:
+        raise TwinError(f"{model_dir}: no *.safetensors file")
+    return tensors, bool(settings.get("tie_word_embeddings", False))
+
+
+def write_model(tensors: Tensors, source: Path, out: Path) -> None:
+    """Write a model folder: the small files of ``source`` and one safetensors file."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copyfile(path, out / path.name)
+    partial = out / "model.safetensors.partial"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    partial.replace(out / "model.safetensors")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="folder of a Hugging Face model")
+    parser.add_argument("--out", type=Path, required=True, help=f"where {' and '.join(TWINS)} are written")
+    parser.add_argument("--channels", type=int, default=6, help="rescaled channels of a norm (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of channels (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        tensors, tied = read_model(args.model_dir)
+        for twin in TWINS:
+            write_model(make_twin(tensors, twin, args.channels, args.seed, tied), args.model_dir, args.out / twin)
+            print(args.out / twin)
+    except TwinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

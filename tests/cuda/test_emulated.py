@@ -1,0 +1,419 @@
+"""The CUDA kernels on the CPU: compiled as C++, every thread a fiber (tests/cuda/emulate), compared with numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gguf_itq3s.codec.blocks import decode_blocks, unpack
+from gguf_itq3s.codec.transform import fwht
+from gguf_itq3s.codec.trellis import LEVELS
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATE = ROOT / "tests" / "cuda" / "emulate"
+SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
+VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
+
+BLOCK = 256
+TYPES = {"itq3_s": 0, "tq1_0": 1, "tq2_0": 2}
+LAYOUTS = {"tensor-core": ["-DTURING_MMA_AVAILABLE"], "dp4a": []}
+
+FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Device:
+    """The emulated device: a shared library of the kernels for one tile layout."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulate_vec_dot.restype = ctypes.c_float
+
+    def __call__(self, name: str, *args: object) -> float:
+        converted = [
+            a.ctypes.data_as(ctypes.c_void_p)
+            if isinstance(a, np.ndarray)
+            else ctypes.c_int64(a)
+            if a is not None
+            else None  # type: ignore[arg-type]
+            for a in args
+        ]
+        return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)
+
+
+def build(layout: str, folder: Path) -> Device:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler is not None, "a C++ compiler is needed"
+    library = folder / f"emulated-{layout}.so"
+    command = [compiler, *LAYOUTS[layout], "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fno-strict-aliasing"]
+    command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]  # misaligned vector accesses end the test
+    command += [f"-I{EMULATE}", f"-I{SOURCES}", str(EMULATE / "kernels.cpp"), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return Device(library)
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return build("tensor-core", tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def layout_device(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A device for each layout of the tiles, which nothing but the products of tiles depends on."""
+    return device if request.param == "tensor-core" else build(request.param, tmp_path_factory.mktemp("cuda"))
+
+
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray:
+    """Zeros at an address that is ``offset`` bytes past a multiple of 256, as device memory is allocated."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 512, dtype=np.uint8)
+    start = -raw.ctypes.data % 256 + offset
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def random_blocks(name: str, count: int, seed: int = 1) -> ByteArray:
+    """Blocks of every kind of content, ITQ3_S with zero-points 0, 2 and others."""
+    rng = np.random.default_rng(seed)
+    if name == "itq3_s":
+        blocks = rng.integers(0, 256, (count, 100), dtype=np.uint8)
+        d = rng.uniform(-0.2, 0.2, count).astype("<f2")
+        z = rng.choice(np.array([0, 0, 0, 2, -1, 0.375, -70.25], "<f2"), count)
+        blocks[:, 96:98] = d.view(np.uint8).reshape(-1, 2)
+        blocks[:, 98:100] = z.view(np.uint8).reshape(-1, 2)
+        return blocks
+    weights = rng.integers(-1, 2, (count, BLOCK)).astype(np.float32) * rng.uniform(0.5, 2, (count, 1)).astype(
+        np.float32
+    )
+    return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name.upper()]).reshape(count, -1)
+
+
+def weights_of(name: str, blocks: ByteArray) -> FloatArray:
+    """float32 (count, 256) by the numpy codecs."""
+    if name == "itq3_s":
+        return decode_blocks(blocks).reshape(-1, BLOCK)
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name.upper()]).reshape(-1, BLOCK)
+
+
+def rotated(x: FloatArray) -> FloatArray:
+    return fwht(x)
+
+
+def decoded_offset(t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where weight t of a block is in decoded order, stated in words of the layout (itq3_s.cuh)."""
+    chunk, within = t // 32, t % 32
+    half, group = chunk % 2, chunk // 2
+    word, byte = within // 4, within % 4
+    return 128 * half + 32 * group + 8 * byte + word
+
+
+def quantize_chunks(x: FloatArray) -> tuple[npt.NDArray[np.int8], FloatArray]:
+    """Symmetric 8 bits per 32 values: int8 (..., 256) and scales float32 (..., 8)."""
+    chunks = x.reshape(*x.shape[:-1], 8, 32).astype(np.float32)
+    d = np.abs(chunks).max(axis=-1, keepdims=True) / np.float32(127)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        q = np.where(d == 0, np.float32(0), chunks / d)
+    q = np.copysign(np.floor(np.abs(q) + np.float32(0.5)), q)  # half away from zero, as roundf
+    return q.astype(np.int8).reshape(x.shape), d[..., 0]
+
+
+def test_levels_of_the_shared_vectors(device: Device) -> None:
+    blocks = np.load(VECTORS)["blocks"]
+    indices, _, _, _ = unpack(blocks)
+    expected = LEVELS[indices].astype(np.int8).T
+    for z in (0, 2, -64, 64):
+        for block, levels in zip(blocks, expected, strict=True):
+            block = np.ascontiguousarray(block)
+            halves, eights = np.empty(BLOCK, np.int8), np.empty(BLOCK, np.int8)
+            device("levels", block, z, halves, eights)
+            np.testing.assert_array_equal(halves, levels - z)
+            np.testing.assert_array_equal(eights, levels - z)
+
+
+def test_every_index_has_its_level(device: Device) -> None:
+    block = random_blocks("itq3_s", 1)[0]
+    seen = set()
+    for seed in range(8):
+        block[:96] = np.random.default_rng(seed).integers(0, 256, 96)
+        halves, eights = np.empty(BLOCK, np.int8), np.empty(BLOCK, np.int8)
+        device("levels", block, 0, halves, eights)
+        indices = unpack(block.reshape(1, 100))[0][:, 0]
+        np.testing.assert_array_equal(halves, LEVELS[indices])
+        np.testing.assert_array_equal(eights, LEVELS[indices])
+        seen.update(indices.tolist())
+    assert seen == set(range(16))
+
+
+def test_dequantize_of_the_shared_vectors(device: Device) -> None:
+    vectors = np.load(VECTORS)
+    blocks = aligned(vectors["blocks"].shape, np.uint8)
+    blocks[:] = vectors["blocks"]
+    out = aligned((64, BLOCK), np.float32)
+    device("dequantize", 0, 0, blocks, out, np.array([64 * BLOCK, 1, 1, 1]), np.array([0, 0, 0]), 65535)
+    np.testing.assert_allclose(out, vectors["weights"], rtol=1e-6)
+    np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"]).reshape(64, BLOCK))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("max_rows,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
+def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_rows: int, offset: int) -> None:
+    ne = np.array([11 * BLOCK, 3, 2, 2])  # 11 blocks: the last CUDA block of a row is not full
+    blocks = random_blocks(name, 400)
+    stored = aligned(blocks.shape, np.uint8, 100 if name == "itq3_s" else 2)
+    stored[:] = blocks
+    strides = np.array([13, 90, 195])  # in blocks: gaps between rows, channels and samples
+    codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
+    out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
+    device("dequantize", TYPES[name], codes[dtype][1], stored, out, ne, strides, max_rows)
+
+    first = (
+        strides[2] * np.arange(2)[:, None, None, None]
+        + strides[1] * np.arange(2)[:, None, None]
+        + strides[0] * np.arange(3)[:, None]
+        + np.arange(11)
+    )
+    expected = weights_of(name, blocks)[first].reshape(out.shape)
+    if dtype == "float16":
+        np.testing.assert_array_equal(out.view(np.float16), expected.astype(np.float16))
+    elif dtype == "bfloat16":
+        bits = expected.view(np.uint32)
+        np.testing.assert_array_equal(out, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16))
+    else:
+        np.testing.assert_array_equal(out, expected)
+
+
+def activations(shape: tuple[int, ...], offset: int = 0, seed: int = 2) -> FloatArray:
+    x = aligned(shape, np.float32, offset)
+    x[:] = np.random.default_rng(seed).standard_normal(shape)
+    x[..., :32] = 0  # a chunk without a scale
+    return x
+
+
+def unpack_mmvq(y: ByteArray) -> tuple[npt.NDArray[np.int8], FloatArray, npt.NDArray[np.int16]]:
+    """Groups of 144 bytes to values int8 (..., 2, 128), scales float32 and sums int16 (..., 2, 4)."""
+    groups = y.reshape(*y.shape[:-1], -1, 2, 144)
+    ds = np.ascontiguousarray(groups[..., :16]).view(np.int16).reshape(*groups.shape[:-1], 4, 2)
+    scales = np.ascontiguousarray(ds[..., 0]).view(np.float16).astype(np.float32)
+    return groups[..., 16:].view(np.int8), scales, ds[..., 1]
+
+
+@pytest.mark.parametrize("rotate", [1, 0])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
+    ne00, padded = 5 * BLOCK, 6 * BLOCK
+    x = activations((2, 3, 4, ne00 + 8), offset)  # rows of a view: 8 values of a row are not its own
+    y = aligned((2, 3, 4, padded // 128 * 144), np.uint8)
+    s01 = x.shape[-1]
+    device("quantize_mmvq", rotate, x, y, ne00, s01, 4 * s01, 12 * s01, padded, 4, 3, 2)
+
+    source = np.zeros((2, 3, 4, 6, BLOCK), np.float32)
+    source[..., :5, :] = x[..., :ne00].reshape(2, 3, 4, 5, BLOCK)
+    q, d = quantize_chunks(rotated(source) if rotate else source)
+    values, scales, sums = unpack_mmvq(y)
+    if rotate:
+        natural = values.reshape(*values.shape[:-2], BLOCK)[..., decoded_offset(np.arange(BLOCK))]
+        order = np.arange(8).reshape(4, 2).T  # half j holds the chunks j, j + 2, j + 4, j + 6
+    else:
+        natural = values.reshape(*values.shape[:-2], BLOCK)
+        order = np.arange(8).reshape(2, 4)
+    np.testing.assert_array_equal(natural, q)
+    np.testing.assert_array_equal(scales, d.astype(np.float16).astype(np.float32)[..., order])
+    np.testing.assert_array_equal(sums, q.reshape(*q.shape[:-1], 8, 32).sum(axis=-1, dtype=np.int64)[..., order])
+
+
+def unpack_mmq(y: ByteArray, columns: int) -> tuple[npt.NDArray[np.int8], FloatArray]:
+    """block_q8_1_mmq, a row of 128 values of all columns after the other, to (columns, blocks, 256) and (.., 2, 4)."""
+    rows = y.reshape(-1, 2, columns, 144).transpose(2, 0, 1, 3)
+    d = np.ascontiguousarray(rows[..., :16]).view(np.float32)
+    values = np.ascontiguousarray(rows[..., 16:]).view(np.int8).reshape(columns, -1, BLOCK)
+    return values[..., decoded_offset(np.arange(BLOCK))], d
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_quantize_for_mmq(device: Device, with_ids: bool) -> None:
+    ne00, padded, columns, channels = 3 * BLOCK, 4 * BLOCK, 5, 2
+    x = activations((channels, columns, ne00 + 4))
+    y = aligned((channels, padded // 128, columns, 144), np.uint8)
+    ids = np.array([4, 2, 2, 0, 1], np.int32) if with_ids else None
+    s01 = x.shape[-1]
+    device("quantize_mmq", x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
+    for channel in range(channels):
+        source = np.zeros((columns, 4, BLOCK), np.float32)
+        source[:, :3] = x[channel][ids if with_ids else slice(None), :ne00].reshape(columns, 3, BLOCK)
+        q, d = quantize_chunks(rotated(source))
+        values, scales = unpack_mmq(y[channel], columns)
+        np.testing.assert_array_equal(values, q)
+        np.testing.assert_array_equal(scales, d[..., np.arange(8).reshape(4, 2).T])
+
+
+def test_quantize_and_scatter_for_mmq(device: Device) -> None:
+    """Mixture of experts: a token is quantized once and copied to the rows of its experts."""
+    ne00, padded, tokens, used = 2 * BLOCK, 2 * BLOCK, 3, 2
+    x = activations((tokens, ne00))
+    slots = np.array([[5, 0], [1, 4], [2, 3]], np.int32)
+    y = aligned((padded // 128, tokens * used, 144), np.uint8)
+    device("quantize_scatter_mmq", x, slots, y, ne00, ne00, padded, tokens, tokens * used, used)
+    q, d = quantize_chunks(rotated(x.reshape(tokens, 2, BLOCK)))
+    values, scales = unpack_mmq(y, tokens * used)
+    for token in range(tokens):
+        for row in slots[token]:
+            np.testing.assert_array_equal(values[row], q[token])
+            np.testing.assert_array_equal(scales[row], d[token][..., np.arange(8).reshape(4, 2).T])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_vec_dot(device: Device, name: str) -> None:
+    nblocks = 6
+    blocks = random_blocks(name, 4 * nblocks, seed=3)
+    stored = aligned(blocks.shape, np.uint8)
+    stored[:] = blocks
+    x = activations((1, nblocks * BLOCK), seed=4)
+    y = aligned((nblocks * 288,), np.uint8)
+    rotate = int(name == "itq3_s")
+    device("quantize_mmvq", rotate, x, y, nblocks * BLOCK, 0, 0, 0, nblocks * BLOCK, 1, 1, 1)
+
+    # The product that the kernel owes: weights times the activation as it was rounded, in float64.
+    source = x.reshape(nblocks, BLOCK)
+    q, d = quantize_chunks(rotated(source) if rotate else source)
+    rounded = q.reshape(-1, 8, 32) * d.astype(np.float16).astype(np.float64)[..., None]
+    for row in range(4):
+        weights = weights_of(name, blocks[row * nblocks : (row + 1) * nblocks]).astype(np.float64)
+        if rotate:
+            weights = rotated(weights.astype(np.float32)).astype(np.float64)
+        products = weights * rounded.reshape(nblocks, BLOCK)
+        result = device("vec_dot", TYPES[name], stored, y, nblocks, row * nblocks)
+        assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
+
+
+@pytest.mark.parametrize("columns,rows", [(16, 128), (64, 37)])  # 16 and 32 rows a warp; a whole tile and a part of one
+@pytest.mark.parametrize(
+    "name,zero_point",
+    [("tq1_0", None), ("tq2_0", None), ("itq3_s", None), ("itq3_s", 0), ("itq3_s", 2), ("itq3_s", 0.375)],
+)
+def test_mmq_tile(layout_device: Device, name: str, columns: int, rows: int, zero_point: float | None) -> None:
+    nblocks, stride, first = 2, 3, 1
+    blocks = random_blocks(name, rows * stride + first, seed=5)
+    if zero_point is not None:
+        blocks[:, 98:100] = np.array([zero_point], "<f2").view(np.uint8)
+    stored = aligned(blocks.shape, np.uint8)
+    stored[:] = blocks
+    x = activations((columns, nblocks * BLOCK), seed=6)
+    y = aligned((nblocks * 2, columns, 144), np.uint8)
+    source = x.reshape(columns, nblocks, BLOCK)
+    if name == "itq3_s":
+        layout_device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
+        source = rotated(source)
+    q, d = quantize_chunks(source)
+    if name != "itq3_s":  # upstream's own kernel makes these: 128 values in natural order, scales first
+        y[..., :16] = d.reshape(columns, nblocks * 2, 4).transpose(1, 0, 2).astype(np.float32, order="C").view(np.uint8)
+        y[..., 16:] = q.reshape(columns, nblocks * 2, 128).transpose(1, 0, 2).view(np.uint8)
+    out = aligned((columns, 128), np.float32)
+    layout_device("mmq", TYPES[name], columns, stored, y, out, first, rows - 1, stride, nblocks)
+
+    index = first + stride * np.arange(rows)[:, None] + np.arange(nblocks)
+    weights = weights_of(name, blocks)[index].astype(np.float64)
+    if name == "itq3_s":
+        weights = rotated(weights.astype(np.float32)).astype(np.float64)
+    rounded = (q.reshape(columns, nblocks, 8, 32) * d[..., None].astype(np.float64)).reshape(columns, nblocks, BLOCK)
+    expected = np.einsum("cbt,rbt->cr", rounded, weights)
+    size = np.einsum("cbt,rbt->cr", np.abs(rounded), np.abs(weights))
+    assert np.abs(out[:, :rows] - expected).max() <= 2e-6 * size.max()
+
+
+def rounded_activations(x: FloatArray, rotate: bool) -> npt.NDArray[np.float64]:
+    """float64 (..., blocks, 256): the activations as MMVQ's 8 bits hold them, for ITQ3_S of the rotated ones."""
+    source = x.reshape(*x.shape[:-1], -1, BLOCK)
+    q, d = quantize_chunks(rotated(source) if rotate else source)
+    chunks = q.reshape(*q.shape[:-1], 8, 32) * d.astype(np.float16).astype(np.float64)[..., None]
+    return chunks.reshape(q.shape)
+
+
+def products(name: str, blocks: ByteArray, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rows of blocks (rows, n, bytes) times rounded activations (n, 256)."""
+    weights = weights_of(name, blocks.reshape(-1, blocks.shape[-1]))
+    if name == "itq3_s":
+        weights = rotated(weights)
+    return np.einsum("rnt,nt->r", weights.reshape(*blocks.shape[:-1], BLOCK).astype(np.float64), x)
+
+
+GLU: dict[str, tuple[int, Callable[[npt.NDArray], npt.NDArray]]] = {
+    "geglu": (1, lambda g: 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * g * (1 + 0.044715 * g * g)))),
+    "swiglu": (2, lambda g: g / (1 + np.exp(-g))),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "nblocks,rows,grid",
+    [(16, 21, 1), (2, 3, 1), (38, 19, 2)],  # a tile a row; a part of one; several and a rest. Rows a warp: 3, 1 or 0, 2
+)
+def test_mmvq_kernel(device: Device, name: str, nblocks: int, rows: int, grid: int) -> None:
+    """Channels broadcast over two activations, samples, and gaps between rows."""
+    row_stride, channel_stride = nblocks + 2, (nblocks + 2) * rows + 4
+    blocks = random_blocks(name, 2 * channel_stride, seed=7)
+    stored = aligned(blocks.shape, np.uint8)
+    stored[:] = blocks
+    x = activations((2, 2, nblocks * BLOCK), seed=8)  # samples, channels
+    padded = -(-nblocks // 2) * 2 * BLOCK
+    y = aligned((2, 2, padded // 128 * 144), np.uint8)
+    rotate = name == "itq3_s"
+    k = nblocks * BLOCK
+    device("quantize_mmvq", int(rotate), x, y, k, k, k, 2 * k, padded, 1, 2, 2)
+    out = aligned((2, 2, rows + 1), np.float32)
+    dims = np.array([nblocks, rows, 1, 2, 2, 2, 2, grid])
+    strides = np.array([row_stride, 0, channel_stride, padded // 32, padded // 32 * 2, rows + 1, (rows + 1) * 2])
+    device("mmvq", TYPES[name], stored, y, None, None, None, None, 0, out, dims, strides)
+
+    source = rounded_activations(x, rotate)
+    for sample in range(2):
+        index = sample * channel_stride + row_stride * np.arange(rows)[:, None] + np.arange(nblocks)
+        for channel in range(2):
+            expected = products(name, blocks[index], source[sample, channel])
+            np.testing.assert_allclose(out[sample, channel, :rows], expected, atol=2e-5 * np.abs(expected).max())
+            assert out[sample, channel, rows] == 0  # nothing is written past the rows
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("glu", GLU)
+def test_mmvq_kernel_with_experts_gate_and_bias(device: Device, name: str, glu: str) -> None:
+    nblocks, rows, experts, used = 18, 9, 4, 3
+    x = activations((1, nblocks * BLOCK), seed=9)  # one activation for all experts
+    y = aligned((nblocks // 2 * 576,), np.uint8)
+    rotate = name == "itq3_s"
+    k = nblocks * BLOCK
+    device("quantize_mmvq", int(rotate), x, y, k, k, k, k, k, 1, 1, 1)
+    matrices = []
+    for seed in (10, 11):
+        stored = aligned((experts, rows, nblocks, random_blocks(name, 1).shape[1]), np.uint8)
+        stored[:] = random_blocks(name, experts * rows * nblocks, seed).reshape(stored.shape)
+        if name != "itq3_s":  # gates of a size that is not all saturated
+            stored[..., -2:] = np.array([0.02], "<f2").view(np.uint8)
+        else:
+            stored[..., 96:98] = np.array([0.005], "<f2").view(np.uint8)
+            stored[..., 98:] = 0
+        matrices.append(stored)
+    ids = np.array([2, 0, 3], np.int32)
+    rng = np.random.default_rng(12)
+    biases = [aligned((experts, rows), np.float32) for _ in range(2)]
+    for bias in biases:
+        bias[:] = rng.standard_normal((experts, rows))
+    out = aligned((used, rows), np.float32)
+    dims = np.array([nblocks, rows, experts, 1, used, 1, 1, 1])
+    strides = np.array([nblocks, rows * nblocks, 0, k // 32, 0, rows, 0])
+    device("mmvq", TYPES[name], matrices[0], y, ids, matrices[1], *biases, GLU[glu][0], out, dims, strides)
+
+    source = rounded_activations(x, rotate)[0]
+    for slot, expert in enumerate(ids):
+        up, gate = (products(name, m[expert], source) + b[expert] for m, b in zip(matrices, biases, strict=True))
+        expected = up * GLU[glu][1](gate)
+        np.testing.assert_allclose(out[slot], expected, atol=2e-5 * np.abs(expected).max())

@@ -1,0 +1,140 @@
+"""The build of llama.cpp: the cache, the patches, the user's own checkout. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import llama
+from gguf_itq3s import upstream
+
+
+def clone(folder: Path) -> Path:
+    """What a build needs of this repository, in a folder of its own."""
+    shutil.copytree(llama.ROOT / "ggml-patch", folder / "ggml-patch")
+    (folder / "scripts").mkdir()
+    (folder / "gguf_itq3s").mkdir()
+    for file in ("scripts/fetch_llama_cpp.py", "gguf_itq3s/upstream.py"):
+        shutil.copy(llama.ROOT / file, folder / file)
+    return folder
+
+
+def build(folder: Path, **environment: str | Path) -> subprocess.CompletedProcess[str]:
+    """Configure and build as the README says; the outer project finds the compilers, then runs ours."""
+    env = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+    python = llama.ROOT / ".venv" / "bin" / "python"
+    configure = ["cmake", "-S", "ggml-patch", "-B", "build/cmake"]
+    if python.exists():
+        configure.append(f"-DPython3_EXECUTABLE={python}")
+    for command in (configure, ["cmake", "--build", "build/cmake"]):
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            break
+    return done
+
+
+def test_another_clone_takes_the_build_from_the_cache(tmp_path: Path) -> None:
+    assert llama.BIN.exists(), "make build first"
+    folder = clone(tmp_path / "clone")
+    start = time.monotonic()
+    done = build(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is up to date" in done.stdout, "the content of ggml-patch has changed since make build"
+    assert time.monotonic() - start < 60
+    assert not (folder / "build" / "tree" / "llama.cpp").exists()
+    for tool in ("llama-cli", "llama-quantize", "llama-perplexity"):
+        assert (folder / "build" / "bin" / tool).stat().st_ino == (llama.BIN / tool).stat().st_ino
+    version = subprocess.run([folder / "build" / "bin" / "llama-cli", "--version"], capture_output=True, text=True)
+    assert version.returncode == 0 and upstream.SOURCE in version.stdout + version.stderr
+
+
+def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
+    folder = clone(tmp_path / "clone")
+    (folder / "ggml-patch" / "patches" / "0099-wrong.patch").write_text(
+        "--- a/ggml/src/ggml.c\n+++ b/ggml/src/ggml.c\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+    )
+    done = build(folder)
+    assert done.returncode != 0
+    assert "0099-wrong.patch does not apply" in done.stderr and "ggml/src/ggml.c" in done.stderr
+    assert not (folder / "build" / "bin").exists()
+
+
+def test_our_files_never_overwrite_upstreams(tmp_path: Path) -> None:
+    folder = clone(tmp_path / "clone")
+    (folder / "ggml-patch" / "src" / "ggml.c").write_text("int x;\n")
+    done = build(folder)
+    assert done.returncode != 0
+    assert "would overwrite llama.cpp's own ggml/src/ggml.c" in done.stderr
+
+
+def test_a_checkout_of_the_users_own_is_not_changed(tmp_path: Path) -> None:
+    source = tmp_path / "llama.cpp"
+    (source / "ggml" / "src").mkdir(parents=True)
+    (source / "ggml" / "src" / "ggml.c").write_text("int other;\n")
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    done = build(clone(tmp_path / "clone"), LLAMA_CPP_DIR=source)
+    assert done.returncode != 0 and "0001-ggml-type.patch does not apply" in done.stderr
+    assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+def test_llama_cpp_dir_must_be_llama_cpp(tmp_path: Path) -> None:
+    done = build(clone(tmp_path / "clone"), LLAMA_CPP_DIR=tmp_path)
+    assert done.returncode != 0 and f"{tmp_path} is not a checkout of llama.cpp" in done.stderr
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> tuple[Path, Path]:
+    """A clone and a script that makes its patched source tree."""
+    folder = clone(tmp_path / "clone")
+    script = folder / "prepare.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.21)\n"
+        f'include("{folder}/ggml-patch/cmake/settings.cmake")\n'
+        f'include("{folder}/ggml-patch/cmake/source.cmake")\n'
+        f'itq3s_prepare_source("{upstream.fetch_source()}" id "{folder}/tree")\n'
+    )
+    return folder, script
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".itq3s")
+    }
+
+
+def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None:
+    folder, script = prepare
+    ours = folder / "ggml-patch"
+
+    def changed() -> set[str]:
+        before = stamps(folder / "tree")
+        subprocess.run(["cmake", "-P", script], check=True)
+        after = stamps(folder / "tree")
+        return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+    subprocess.run(["cmake", "-P", script], check=True)
+    assert "GGML_TYPE_ITQ3_S" in (folder / "tree" / "ggml" / "include" / "ggml.h").read_text()
+    assert changed() == set()
+
+    with (ours / "src" / "ggml-itq3s.c").open("a") as file:
+        file.write("// changed\n")
+    assert changed() == {"ggml/src/ggml-itq3s.c"}
+
+    (ours / "src" / "cpu" / "arch" / "x86").mkdir(parents=True, exist_ok=True)
+    (ours / "src" / "cpu" / "arch" / "x86" / "new.c").write_text("int x;\n")
+    assert changed() == {"ggml/src/ggml-cpu/itq3s/arch/x86/new.c"}
+    (ours / "src" / "cpu" / "arch" / "x86" / "new.c").unlink()
+    assert changed() == {"ggml/src/ggml-cpu/itq3s/arch/x86/new.c"}
+
+    # a patch that goes leaves the plain file behind
+    (ours / "patches" / "0004-quantize-tool.patch").unlink()
+    assert changed() == {"tools/quantize/quantize.cpp"}
+    plain = upstream.fetch_source() / "tools" / "quantize" / "quantize.cpp"
+    assert (folder / "tree" / "tools" / "quantize" / "quantize.cpp").read_bytes() == plain.read_bytes()

@@ -1,0 +1,216 @@
+"""The C side: decoder, kernels, type tables, the GGUF reader, and the sources under the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ggml_library as ggml
+import llama
+from checkpoints import DATA
+from distributions import all_rows, smooth
+from gguf_itq3s import upstream
+from gguf_itq3s.codec.blocks import CODECS, decode_blocks, quantize, unpack
+from gguf_itq3s.codec.transform import fwht
+from gguf_itq3s.codec.trellis import LEVELS
+
+VECTORS = DATA / "itq3_s_decode.npz"
+SOURCES = llama.ROOT / "ggml-patch" / "src"
+PROGRAM = llama.ROOT / "tests" / "c" / "test-itq3s.c"
+
+# block_q8_K of ggml-common.h
+Q8_K = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
+
+
+def test_shared_vectors_decode() -> None:
+    vectors = np.load(VECTORS)
+    weights = ggml.dequantize(ggml.ITQ3_S, vectors["blocks"], 256)
+    np.testing.assert_allclose(weights, vectors["weights"], rtol=1e-5)
+    np.testing.assert_array_equal(weights, decode_blocks(vectors["blocks"]))
+
+
+def test_type_tables() -> None:
+    itq3_s, activation = ggml.traits(ggml.ITQ3_S), ggml.traits(ggml.Q8_K_H)
+    assert (itq3_s.type_name, itq3_s.blck_size, itq3_s.type_size) == (b"itq3_s", 256, 100)
+    assert (activation.type_name, activation.blck_size, activation.type_size) == (b"q8_K_h", 256, Q8_K.itemsize)
+    assert itq3_s.is_quantized and itq3_s.to_float and itq3_s.from_float_ref
+    cpu = ggml.cpu_traits(ggml.ITQ3_S)
+    assert cpu.from_float and cpu.vec_dot and cpu.vec_dot_type == ggml.Q8_K_H
+    assert ggml.cpu_traits(ggml.Q8_K_H).from_float
+    # the numbers between upstream's types and ours belong to nobody
+    for kind in range(43, ggml.ITQ3_S):
+        assert ggml.traits(kind).type_name is None and ggml.traits(kind).blck_size == 0
+
+
+def test_every_way_to_quantize_gives_the_same_bytes() -> None:
+    rows = all_rows()["gaussian"]
+    expected = quantize(rows)
+    np.testing.assert_array_equal(ggml.quantize_chunk(ggml.ITQ3_S, rows), expected)
+    np.testing.assert_array_equal(ggml.from_float(ggml.ITQ3_S, rows), expected)
+
+
+def test_validate_row_data(capfd: pytest.CaptureFixture[str]) -> None:
+    good = quantize(all_rows()["gaussian"]).reshape(-1, 100)
+    validate = ggml.base().ggml_validate_row_data
+    assert validate(ggml.ITQ3_S, good.ctypes.data, good.size)
+    assert not validate(ggml.ITQ3_S, good.ctypes.data, good.size - 1)
+    for offset in (96, 98):  # d, z
+        for value in (np.nan, np.inf, -np.inf):
+            bad = good.copy()
+            bad[5, offset : offset + 2] = np.array([value], "<f2").view(np.uint8)
+            assert not validate(ggml.ITQ3_S, bad.ctypes.data, bad.size)
+    assert "at block 5" in capfd.readouterr().err
+    # what cannot be encoded
+    rows = np.ones((2, 256), dtype=np.float32)
+    rows[1, 7] = np.nan
+    bad = ggml.quantize_chunk(ggml.ITQ3_S, rows)
+    assert validate(ggml.ITQ3_S, bad.ctypes.data, 100) and not validate(ggml.ITQ3_S, bad.ctypes.data, 200)
+
+
+def activations(name: str, rows: int, n: int, seed: int = 11) -> np.ndarray:
+    """float32 (rows, n); "outliers" as in the residual stream of a language model: a few large columns."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, n))
+    if name == "outliers":
+        x[:, rng.choice(n, 8, replace=False)] *= 30
+    elif name == "zero-blocks":
+        x[:, 256:768] = 0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "outliers", "zero-blocks"])
+def test_rotated_activations(name: str) -> None:
+    """Q8_K_H is upstream's 8-bit code of the rotated row: at most half a step of error, exact block sums."""
+    x = activations(name, 8, 2048)
+    blocks = ggml.from_float(ggml.Q8_K_H, x).reshape(-1).view(Q8_K).reshape(8, 8)
+    rotated = fwht(x).reshape(8, 8, 256)
+    step = np.abs(blocks["d"])
+    np.testing.assert_allclose(step, np.abs(rotated).max(-1) / 127, rtol=1e-6)
+    error = np.abs(blocks["d"][..., None] * blocks["qs"] - rotated)
+    assert (error <= 0.501 * step[..., None]).all()
+    np.testing.assert_array_equal(blocks["bsums"], blocks["qs"].astype(int).reshape(8, 8, 16, 16).sum(-1))
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize("name", ["gaussian", "outliers", "zero-blocks"])
+def test_vec_dot_is_the_product_of_what_is_stored(kind: str, name: str) -> None:
+    """Against float64 over the stored levels and the stored 8-bit activations only float32 rounding remains."""
+    n = 4096
+    weights = quantize(smooth(64 * n)["laplace"], codec=kind)
+    rows = ggml.from_float(ggml.Q8_K_H, activations(name, 8, n))
+    blocks = rows.reshape(-1).view(Q8_K).reshape(8, n // 256)
+    stored = (blocks["d"][..., None].astype(np.float64) * blocks["qs"]).reshape(8, n)
+    indices, _, d, z = unpack(weights.reshape(-1, 100))
+    rotated = ((LEVELS[indices] - z.astype(np.float64)) * (d.astype(np.float64) / 32)).T.reshape(64, n)
+    exact = rotated @ stored.T
+    scale = np.linalg.norm(rotated, axis=1)[:, None] * np.linalg.norm(stored, axis=1)
+    assert np.abs(ggml.vec_dot(ggml.ITQ3_S, weights, rows, n) - exact).max() <= 1e-6 * scale.max()
+
+
+def dot_error(kind: int, weights: np.ndarray, x: np.ndarray) -> float:
+    """Error of vec_dot against float64 over the decoded weights and the exact activations, relative to |w| |x|."""
+    n = x.shape[1]
+    decoded = ggml.dequantize(kind, weights, n).astype(np.float64)
+    got = ggml.vec_dot(kind, weights, ggml.from_float(ggml.cpu_traits(kind).vec_dot_type, x), n)
+    scale = np.linalg.norm(decoded, axis=1)[:, None] * np.linalg.norm(x.astype(np.float64), axis=1)
+    return float(np.sqrt(np.mean(((got - decoded @ x.astype(np.float64).T) / scale) ** 2)))
+
+
+@pytest.mark.parametrize("name", ["gaussian", "outliers"])
+def test_vec_dot_error_is_that_of_8_bit_activations(name: str) -> None:
+    """As exact as upstream's Q3_K, whose activations have 8 bits too; more so where the rotation spreads outliers."""
+    n = 4096
+    w = smooth(96 * n)["gaussian"]
+    x = activations(name, 16, n)
+    itq3_s = dot_error(ggml.ITQ3_S, ggml.quantize_chunk(ggml.ITQ3_S, w), x)
+    q3_k = dot_error(ggml.Q3_K, ggml.quantize_chunk(ggml.Q3_K, w), x)
+    print(f"{name}: ITQ3_S {itq3_s:.2e}, Q3_K {q3_k:.2e}")
+    assert itq3_s <= 1.15 * q3_k
+
+
+def test_quantize_fns() -> None:
+    """Upstream's own test, with the new type in it."""
+    done = llama.run("test-quantize-fns", "-v")
+    lines = [line for line in done.stdout.splitlines() if line.lstrip().startswith("itq3_s")]
+    assert len(lines) == 3 and all("ok" in line for line in lines), done.stdout
+    assert "0 tests failed" in done.stdout
+
+
+def write_gguf(path: Path, tensors: list[tuple[str, int, int, int]], data: int) -> Path:
+    """A GGUF file by hand: (name, type, row length, offset) of 1-D tensors and ``data`` bytes of zeros."""
+    out = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 0)
+    for name, kind, length, offset in tensors:
+        out += struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IQIQ", 1, length, kind, offset)
+    out += bytes(-len(out) % 32)
+    path.write_bytes(out + bytes(data))
+    return path
+
+
+def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
+    # 512 weights are 200 bytes, padded to 224
+    path = write_gguf(tmp_path / "x.gguf", [("a", 500, 512, 0), ("b", 500, 256, 224)], 352)
+    assert ggml.gguf_opens(path, data=True)
+
+
+@pytest.mark.parametrize(
+    "tensors,data,message",
+    [
+        (
+            [("a", 500, 300, 0)],
+            128,
+            "'a' of type 500 (itq3_s) has 300 elements per row, not a multiple of block size (256)",
+        ),
+        ([("a", 500, 512, 0), ("b", 500, 256, 128)], 352, "'b' has offset 128, expected 224"),
+        ([("a", 500, 512, 0)], 100, "failed to read"),
+        ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
+        ([("a", 499, 256, 0)], 128, "'a' has invalid ggml type 499"),
+        ([("a", 502, 256, 0)], 128, "'a' has invalid ggml type 502"),
+    ],
+    ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond"],
+)
+def test_the_reader_refuses(
+    tensors: list[tuple[str, int, int, int]], data: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "x.gguf", tensors, data)
+    assert not ggml.gguf_opens(path, data=True)
+    assert message in capfd.readouterr().err
+
+
+def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
+    """Our C files, compiled with all warnings as errors, run under the address and undefined-behaviour sanitizers."""
+    compiler = os.environ.get("CC", "cc")
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    probe = tmp_path / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    if subprocess.run([compiler, *sanitize, probe, "-o", tmp_path / "probe"], capture_output=True).returncode:
+        pytest.skip(f"{compiler} has no sanitizers")
+
+    vectors = np.load(VECTORS)
+    blob = tmp_path / "vectors.bin"
+    blob.write_bytes(
+        b"".join(b.tobytes() + w.tobytes() for b, w in zip(vectors["blocks"], vectors["weights"], strict=True))
+    )
+
+    source = upstream.fetch_source()
+    includes = [ggml.headers(), SOURCES, SOURCES / "cpu"]
+    system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
+    files = [PROGRAM, *sorted(SOURCES.glob("*.c")), SOURCES / "cpu" / "quants-itq3s.c"]
+    library = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
+    subprocess.run(
+        [
+            compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
+            *sanitize,
+            "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
+            *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq3s",
+        ],
+        check=True, stderr=sys.stderr,
+    )  # fmt: skip
+    done = subprocess.run([tmp_path / "test-itq3s", blob], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all passed" in done.stdout

@@ -1,0 +1,376 @@
+"""The command line: bad input gives one line, exit code 1, and no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from gguf_itq3s import __version__, upstream
+from gguf_itq3s.cli import convert_main, main
+from gguf_itq3s.codec import native
+from gguf_itq3s.convert import output
+
+ROOT = Path(__file__).resolve().parents[2]
+Damage = Callable[[Path], None]
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps(content))
+
+
+def edit_tensor(folder: Path, name: str, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[7] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the checkpoint into three shards with an index."""
+    weights = list(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    paths, weight_map = [], {}
+    for number in range(3):
+        paths.append(folder / f"model-{number + 1:05d}-of-00003.safetensors")
+        part = dict(weights[number::3])
+        save_file(part, paths[-1], metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, paths[-1].name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return paths
+
+
+def truncate(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def remove_first_from_index(folder: Path) -> None:
+    paths = shard(folder)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in weight_map.items() if v != paths[0].name}}))
+
+
+def forget_a_tensor(folder: Path) -> None:
+    path = shard(folder)[1]
+    weights = load_file(path)
+    weights.pop(sorted(weights)[0])
+    save_file(weights, path)
+
+
+def rename_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mystery.weight"] = weights.pop("model.layers.0.self_attn.q_proj.weight")
+    save_file(weights, folder / "model.safetensors")
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04 not a checkpoint")
+
+
+#: what is done to a good checkpoint, and what the line says: file, tensor, fault.
+FAULTS: dict[str, tuple[Damage, str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"llama/config\.json: no such file; "),
+    "config not JSON": (lambda f: (f / "config.json").write_text("{"), r"llama/config\.json: is not valid JSON.*; "),
+    "unsupported architecture": (
+        lambda f: edit_json(f / "config.json", architectures=["FrobnicatorForCausalLM"]),
+        r"llama/config\.json: architecture FrobnicatorForCausalLM is not supported; ",
+    ),
+    "no architecture": (
+        lambda f: edit_json(f / "config.json", architectures=None), r"llama/config\.json: names no architecture; ",
+    ),
+    "no tokenizer": (remove_tokenizer, r"llama: has no tokenizer; "),
+    "damaged tokenizer": (lambda f: truncate(f / "tokenizer.model", 100), r"llama: the tokenizer cannot be read.*; "),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"llama: holds no model\*\.safetensors.*; "),
+    "truncated": (
+        lambda f: truncate(f / "model.safetensors", (f / "model.safetensors").stat().st_size // 2),
+        r"model\.safetensors: is truncated or corrupt .*; download it again",
+    ),
+    "empty": (lambda f: truncate(f / "model.safetensors", 0), r"model\.safetensors: is truncated or corrupt .*; "),
+    "corrupt header": (
+        lambda f: overwrite(f / "model.safetensors", 8, b"\xff" * 32), r"model\.safetensors: is truncated or corrupt",
+    ),
+    "absurd header length": (
+        lambda f: overwrite(f / "model.safetensors", 0, b"\xff" * 8), r"model\.safetensors: is truncated or corrupt",
+    ),
+    "truncated shard": (
+        lambda f: truncate(shard(f)[1], 100_000), r"model-00002-of-00003\.safetensors: is truncated or corrupt .*; ",
+    ),
+    "missing shard": (
+        lambda f: shard(f)[1].unlink(),
+        r"model-00002-of-00003\.safetensors: is named in model\.safetensors\.index\.json but not there; ",
+    ),
+    "missing shard, no index": (
+        lambda f: (shard(f)[2].unlink(), (f / "model.safetensors.index.json").unlink())[-1],
+        r"model-00003-of-00003\.safetensors: this shard is not there; ",
+    ),
+    "shard missing from the index": (
+        remove_first_from_index,
+        r"model-00001-of-00003\.safetensors: is not listed in model\.safetensors\.index\.json; ",
+    ),
+    "tensor missing from its shard": (
+        forget_a_tensor, r"model-00002-of-00003\.safetensors: \S+: is listed in the index but not in this shard; ",
+    ),
+    "damaged index": (
+        lambda f: (shard(f), (f / "model.safetensors.index.json").write_text("{}"))[0] and None,
+        r"model\.safetensors\.index\.json: has no weight_map; ",
+    ),
+    "damaged pickle": (pickle_only, r"pytorch_model\.bin: is truncated or corrupt .*; "),
+    "unknown tensor": (rename_tensor, r"llama: cannot be read: .*model\.layers\.0\.mystery\.weight.*; "),
+    "NaN": (
+        lambda f: edit_tensor(f, "model.layers.1.mlp.down_proj.weight", float("nan")),
+        r"llama: blk\.1\.ffn_down\.weight \(model\.layers\.1\.mlp\.down_proj\.weight\): 1 of its weights is NaN; ",
+    ),
+    "infinity": (
+        lambda f: edit_tensor(f, "model.layers.0.self_attn.q_proj.weight", float("-inf")),
+        r"llama: blk\.0\.attn_q\.weight \(model\.layers\.0\.self_attn\.q_proj\.weight\): 1 of its .* infinite; ",
+    ),
+    "NaN in a norm": (
+        lambda f: edit_tensor(f, "model.norm.weight", float("nan")),
+        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN or infinite; ",
+    ),
+}  # fmt: skip
+
+
+def one_error(message: str) -> str:
+    """The error line; the progress bar may stand before it, nothing else."""
+    lines = [line for line in re.split(r"[\r\n]+", message) if line and "weights/s" not in line]
+    assert len(lines) == 1, message
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_bad_checkpoint(name: str, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    damage, expected = FAULTS[name]
+    damage(llama_copy)
+    out = tmp_path / "out" / "model.gguf"
+    out.parent.mkdir()
+    capfd.readouterr()
+    assert convert_main([str(llama_copy), str(out), "--effort", "fast"]) == 1
+    captured = capfd.readouterr()
+    line = one_error(captured.err)
+    assert re.search(expected, line), line
+    assert line.removeprefix("error: ").startswith(str(tmp_path))
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "model,expected",
+    [
+        ("nothing", r"nothing: no such folder; "),
+        ("file", r"file: is a file, not a folder; "),
+        ("model.gguf", r"model\.gguf: is a file, not a folder; .*llama-quantize"),
+    ],
+)
+def test_not_a_folder(model: str, expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("file", "model.gguf"):
+        (tmp_path / name).touch()
+    assert convert_main([str(tmp_path / model), str(tmp_path / "out.gguf")]) == 1
+    assert re.search(expected, one_error(capfd.readouterr().err))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_f16_overflow_is_named(llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    edit_tensor(llama_copy, "lm_head.weight", 1e6)
+    assert convert_main([str(llama_copy), str(tmp_path / "out.gguf"), "--outtype", "f16"]) == 1
+    line = one_error(capfd.readouterr().err)
+    assert "output.weight (lm_head.weight): a weight is larger than F16 can hold; " in line
+
+
+# ----------------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize("place", ["missing/out.gguf", "file/out.gguf", "folder"])
+def test_unwritable_output(
+    place: str, checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert convert_main([str(checkpoint("llama")), str(tmp_path / place), "--effort", "fast"]) == 1
+    line = one_error(capfd.readouterr().err)
+    assert line.startswith(f"error: {tmp_path / place}: cannot be written: ")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_full_disk_is_found_before_the_work(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = output.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1
+    line = one_error(capfd.readouterr().err)
+    assert re.search(r"out\.gguf: needs [0-9.]+ KiB, 1000 B are free; free some space", line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_cannot_grow(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The real write fails half-way: a file size limit stands for the full disk."""
+    limit = 200_000
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    command = [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py", checkpoint("llama"), tmp_path / "out.gguf"]
+    done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True)
+    assert done.returncode == 1
+    line = one_error(done.stderr)
+    assert line.startswith(f"error: {tmp_path / 'out.gguf'}: cannot be written: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_survives_a_failed_conversion(llama_copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"before")
+    edit_tensor(llama_copy, "model.norm.weight", float("nan"))
+    assert convert_main([str(llama_copy), str(out), "--effort", "fast"]) == 1
+    assert out.read_bytes() == b"before"
+
+
+def test_two_conversions_to_one_file(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with (tmp_path / "out.gguf.partial").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1
+        assert "out.gguf.partial: another conversion is writing it; " in one_error(capfd.readouterr().err)
+    assert (tmp_path / "out.gguf.partial").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def test_script_command_and_subcommand_are_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    binaries = Path(sys.executable).parent
+    commands = {
+        "script": [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py"],
+        "command": [binaries / "convert-hf-to-itq3s"],
+        "subcommand": [binaries / "gguf-itq3s", "convert"],
+    }
+    for name, command in commands.items():
+        arguments = [checkpoint("llama"), tmp_path / f"{name}.gguf", "--effort", "fast"]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        (["--version"], __version__),
+        (["--help"], "convert"),
+        (["convert", "--help"], "--dry-run"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert done.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def test_wrong_usage_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["convert"], ["convert", "a", "b", "--outtype", "q9"], ["frobnicate"]):
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert done.value.code == 2
+        assert "usage: gguf-itq3s" in capsys.readouterr().err
+
+
+def test_native_without_a_build_says_how_to_build(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--native"]) == 1
+    assert "is not built; run make build" in one_error(capfd.readouterr().err)
+
+
+def test_model_name_is_recorded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    import gguf
+
+    out = tmp_path / "out.gguf"
+    assert convert_main([str(checkpoint("llama")), str(out), "--model-name", "Small Llama", "--effort", "fast"]) == 0
+    assert gguf.GGUFReader(out).fields["general.name"].contents() == "Small Llama"
+
+
+# ------------------------------------------------------------------------------------------- the pinned source
+
+
+def test_unreachable_source_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """With an empty cache and no package index, pip's failure becomes one line."""
+    environment = {
+        **os.environ, "GGUF_ITQ3S_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "",
+    }  # fmt: skip
+    environment.pop("LLAMA_CPP_DIR", None)
+    for command in (
+        [sys.executable, "-m", "gguf_itq3s.cli", "convert", checkpoint("llama"), tmp_path / "out.gguf"],
+        [sys.executable, ROOT / "scripts" / "fetch_llama_cpp.py"],
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1
+        lines = done.stderr.splitlines()
+        assert lines[0].startswith("fetching llama-cpp-python ") and len(lines) == 2
+        assert lines[1].startswith("error: pip download llama-cpp-python==") and lines[1].endswith("set LLAMA_CPP_DIR")
+    assert not (tmp_path / "out.gguf").exists()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_archive_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / f"{upstream.SOURCE}.tar.gz").write_bytes(b"something else")
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(upstream.subprocess, "run", download)
+    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
+    monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
+    with pytest.raises(upstream.FetchError, match=r"sha256 is [0-9a-f]{64}, expected"):
+        upstream.fetch_source()
+    assert upstream.find_source() is None
+
+
+def test_own_checkout_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = upstream.fetch_source()
+    monkeypatch.setenv("LLAMA_CPP_DIR", str(source))
+    assert upstream.fetch_source() == source
+    monkeypatch.setenv("LLAMA_CPP_DIR", str(tmp_path))
+    with pytest.raises(upstream.FetchError, match=r"not a llama\.cpp checkout; correct or unset LLAMA_CPP_DIR"):
+        upstream.fetch_source()
+
+
+def test_a_program_with_another_gguf_is_told_to_start_again(tmp_path: Path) -> None:
+    """gguf from elsewhere is in use already: the conversion package would not work with it."""
+    shutil.copytree(upstream.fetch_source() / "gguf-py" / "gguf", tmp_path / "gguf")
+    program = "import gguf; from gguf_itq3s import upstream; upstream.load_conversion()"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "StaleGgufError: gguf was imported before the llama.cpp source was there" in done.stderr

@@ -1,0 +1,227 @@
+"""The whole way: a Hugging Face folder, an ITQ3_S file, and the built llama.cpp that loads and runs it."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import llama
+from gguf_itq3s.cli import convert_main
+from gguf_itq3s.codec import blocks, native
+from gguf_itq3s.codec.types import ITQ3_S
+
+PROMPT = "The old house stood at the end of the lane, and"
+
+
+def convert(model: Path, out: Path, *options: str) -> Path:
+    with pytest.raises(SystemExit) as done:
+        raise SystemExit(convert_main([str(model), str(out), *options]))
+    assert not done.value.code
+    return out
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    made = {
+        kind: convert(llama.MODEL, folder / f"{kind}.gguf", "--outtype", kind) for kind in ("itq3_s", "f16", "tq2_0")
+    }
+    made["pure"] = convert(llama.MODEL, folder / "pure.gguf", "--pure")
+    return made
+
+
+def dequantized(source: Path, target: Path) -> Path:
+    """An F16 file that holds the weights of ``source``."""
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, arch)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, tensor.data)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_numpy_and_c_agree_on_every_matrix_of_the_bundled_model() -> None:
+    library = native.load()
+    assert library is not None, "make build first"
+    checked = 0
+    with safe_open(llama.MODEL / "model.safetensors", framework="np") as model:
+        for name in model.keys():  # noqa: SIM118
+            weights = model.get_tensor(name)
+            if weights.ndim < 2:
+                continue
+            for effort in blocks.EFFORTS:
+                ours, theirs = (
+                    blocks.quantize(weights, effort=effort),
+                    library.quantize(weights, effort=effort, threads=2),
+                )
+                np.testing.assert_array_equal(ours, theirs, err_msg=f"{name} {effort}")
+            checked += weights.size
+    assert checked > 4_000_000
+
+
+def test_numpy_and_c_write_the_same_file(files: dict[str, Path], tmp_path: Path) -> None:
+    by_numpy = convert(llama.MODEL, tmp_path / "numpy.gguf", "--pure", "--no-native")
+    by_c = convert(llama.MODEL, tmp_path / "c.gguf", "--pure", "--native")
+    assert by_numpy.read_bytes() == by_c.read_bytes()
+
+
+def test_llama_quantize_writes_the_same_blocks(files: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "quantized.gguf"
+    llama.run("llama-quantize", "--pure", files["f16"], out, "ITQ3_S", "2")
+    reader = gguf.GGUFReader(out)
+    assert reader.fields["general.file_type"].contents() == 500
+    assert reader.fields["itq3s.version"].contents() == 1
+    assert reader.fields["itq3s.codec"].contents() == "trellis"
+    theirs = {t.name: t for t in reader.tensors}
+    compared = 0
+    for tensor in gguf.GGUFReader(convert(llama.MODEL, tmp_path / "plain.gguf", "--pure", "--no-fold-norms")).tensors:
+        assert theirs[tensor.name].tensor_type == tensor.tensor_type, tensor.name
+        if tensor.tensor_type == ITQ3_S:
+            np.testing.assert_array_equal(theirs[tensor.name].data, tensor.data, err_msg=tensor.name)
+            compared += 1
+    assert compared >= 7 * 4
+
+
+def test_llama_quantize_default_mix_keeps_the_output_at_more_bits(files: dict[str, Path], tmp_path: Path) -> None:
+    """Both tools choose the same types for every tensor."""
+    out = tmp_path / "quantized.gguf"
+    llama.run("llama-quantize", files["f16"], out, "ITQ3_S", "2")
+    theirs = {t.name: t.tensor_type for t in gguf.GGUFReader(out).tensors}
+    ours = {t.name: t.tensor_type for t in gguf.GGUFReader(files["itq3_s"]).tensors}
+    assert theirs == ours
+    assert ours["token_embd.weight"] == gguf.GGMLQuantizationType.Q6_K
+
+
+@pytest.mark.parametrize("kind", ["itq3_s", "pure"])
+def test_perplexity_is_that_of_the_dequantized_weights(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    text = llama.evaluation_text(tmp_path)
+    expected = llama.perplexity(dequantized(files[kind], tmp_path / "f16.gguf"), text)
+    assert llama.perplexity(files[kind], text) == pytest.approx(expected, rel=0.005)
+
+
+def test_perplexity_is_near_the_original(files: dict[str, Path], tmp_path: Path) -> None:
+    text = llama.evaluation_text(tmp_path)
+    assert llama.perplexity(files["itq3_s"], text) < 1.1 * llama.perplexity(files["f16"], text)
+
+
+def test_greedy_text_repeats(files: dict[str, Path]) -> None:
+    """llama-cli and llama-completion, each twice with a fixed seed and no sampling."""
+    for tool, mode in (("llama-cli", "--single-turn"), ("llama-completion", "-no-cnv")):
+        options = ["-m", files["itq3_s"], "-p", PROMPT, "-n", "40", "--temp", "0", "--seed", "1", "-t", "1"]
+        texts = [llama.run(tool, *options, mode, "--no-warmup", "--simple-io").stdout for _ in range(2)]
+        first, second = (text[text.find(PROMPT) :].split("[ Prompt")[0] for text in texts)
+        assert len(first) > len(PROMPT) + 60
+        assert first == second
+
+
+def test_threads_do_not_change_the_text(files: dict[str, Path]) -> None:
+    options = ["-m", files["pure"], "-p", PROMPT, "-n", "32", "--temp", "0", "-no-cnv", "--no-warmup"]
+    one, two = (llama.run("llama-completion", *options, "-t", n).stdout for n in ("1", "2"))
+    assert one == two
+
+
+def test_mixture_of_experts_runs(tmp_path: Path) -> None:
+    """mul_mat_id: a Mixtral of random weights, beside the F16 file of the same dequantized weights."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.1,
+    )  # fmt: skip
+    folder = tmp_path / "mixtral"
+    MixtralForCausalLM(config).half().save_pretrained(folder)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copyfile(llama.MODEL / name, folder / name)
+    made = convert(folder, tmp_path / "moe.gguf", "--pure")
+    experts = [t for t in gguf.GGUFReader(made).tensors if "_exps" in t.name]
+    assert len(experts) == 6 and all(t.tensor_type == ITQ3_S for t in experts)
+    text = llama.evaluation_text(tmp_path)
+    expected = llama.perplexity(dequantized(made, tmp_path / "moe-f16.gguf"), text, chunks=4, context=256)
+    assert llama.perplexity(made, text, chunks=4, context=256) == pytest.approx(expected, rel=0.005)
+
+
+def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
+    data = source.read_bytes()
+    assert data.count(old) == 1 and len(old) == len(new)
+    target.write_bytes(data.replace(old, new))
+    return target
+
+
+def tensor_info(name: str, shape: tuple[int, int], kind: int) -> bytes:
+    """The bytes of a GGUF tensor info up to its offset."""
+    encoded = name.encode()
+    return struct.pack("<Q", len(encoded)) + encoded + struct.pack("<IQQI", 2, *shape, kind)
+
+
+@pytest.mark.parametrize(
+    "shape,kind,message",
+    [
+        ((255, 256), 500, "not a multiple of block size"),
+        ((128, 512), 500, "not a multiple of block size"),
+        ((256, 512), 500, "offset"),
+        ((512, 128), 500, None),  # a whole file, of another model
+        ((256, 256), 499, "invalid ggml type 499"),
+        ((256, 256), 501, "offset"),
+    ],
+    ids=["row length", "row of 128", "more rows", "longer rows", "type in a gap", "activation type"],
+)
+def test_the_loader_refuses_a_broken_file(
+    files: dict[str, Path], tmp_path: Path, shape: tuple[int, int], kind: int, message: str | None
+) -> None:
+    name = "blk.0.attn_q.weight"
+    assert {t.name: t.shape.tolist() for t in gguf.GGUFReader(files["pure"]).tensors}[name] == [256, 256]
+    broken = patched(
+        files["pure"], tmp_path / "broken.gguf", tensor_info(name, (256, 256), 500), tensor_info(name, shape, kind)
+    )
+    done = llama.run("llama-completion", "-m", broken, "-p", "x", "-n", "1", "-no-cnv", check=False)
+    assert done.returncode == 1
+    if message is None:
+        return
+    # The message from llama-quantize: the other tools log from a thread that may not get to print before the exit.
+    done = llama.run("llama-quantize", "--allow-requantize", broken, tmp_path / "out.gguf", "Q8_0", check=False)
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+
+
+def test_a_truncated_file_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    short = tmp_path / "short.gguf"
+    short.write_bytes(files["pure"].read_bytes()[:-5000])
+    done = llama.run("llama-completion", "-m", short, "-p", "x", "-n", "1", "-no-cnv", check=False)
+    assert done.returncode == 1
+    done = llama.run("llama-quantize", "--allow-requantize", short, tmp_path / "out.gguf", "Q8_0", check=False)
+    assert done.returncode == 1
+    assert "corrupted or incomplete" in done.stdout + done.stderr
+
+
+def test_invalid_scales_are_found(files: dict[str, Path], tmp_path: Path) -> None:
+    """ggml_validate_row_data covers the type: a NaN scale stops --check-tensors."""
+    tensor = next(t for t in gguf.GGUFReader(files["pure"]).tensors if t.tensor_type == ITQ3_S)
+    data = bytearray(files["pure"].read_bytes())
+    data[tensor.data_offset + 96 : tensor.data_offset + 98] = b"\x00\x7e"
+    broken = tmp_path / "nan.gguf"
+    broken.write_bytes(data)
+    options = ["-p", "x", "-n", "1", "-no-cnv", "--check-tensors"]
+    assert llama.run("llama-completion", "-m", broken, *options, check=False).returncode == 1
+    assert llama.run("llama-completion", "-m", files["pure"], *options, check=False).returncode == 0

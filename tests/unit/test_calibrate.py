@@ -1,0 +1,234 @@
+"""Calibration: statistics against a direct computation, resuming, and conversion with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from checkpoints import NOVEL
+from gguf_itq3s.calibration import collect, store
+from gguf_itq3s.calibration.store import open_calibration, read_manifest
+from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.transform import fwht, hadamard_matrix
+from gguf_itq3s.convert.pipeline import Options as ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.rounding import hessian
+
+Make = Callable[[str], Path]
+
+
+def options(model: Path, out: Path, **changes: object) -> collect.Options:
+    values: dict[str, object] = {"tokens": 640, "context": 64, "batch": 4, **changes}
+    return collect.Options(model, [NOVEL], out, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory, uneven: Make) -> Callable[[str], tuple[Path, Path]]:
+    """``calibrated(name)``: a model and its statistics."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            out = tmp_path_factory.mktemp("hessians") / name
+            collect.calibrate(options(uneven(name), out))
+            made[name] = uneven(name), out
+        return made[name]
+
+    return make
+
+
+def inputs_of(model: Path, windows: np.ndarray) -> dict[str, list[torch.Tensor]]:
+    """Inputs of every module of the whole model in float32, by module name."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in whole.named_modules():
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].detach()) if args else None
+        )
+    with torch.no_grad():
+        whole(input_ids=torch.from_numpy(windows))
+    return seen
+
+
+def second_moment(x: torch.Tensor) -> np.ndarray:
+    flat = x.reshape(-1, x.shape[-1]).double().numpy()
+    rotated = flat @ np.kron(np.eye(flat.shape[1] // 256), hadamard_matrix(256))
+    return np.asarray(rotated.T @ rotated / len(rotated))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[str], tuple[Path, Path]]) -> None:
+    model, out = calibrated(name)
+    manifest = read_manifest(out)
+    opened = store.Calibration(out, manifest)
+    windows = collect._windows(options(model, out), 256)
+    assert windows.shape == (10, 64) and manifest.tokens == 640
+    seen = inputs_of(model, windows)
+    for layer in range(2):
+        modules = f"model.layers.{layer}"
+        for norm, readers in (
+            ("input_layernorm", ("attn_q", "attn_k", "attn_v")),
+            ("post_attention_layernorm", ("ffn_gate", "ffn_up")),
+        ):
+            (x,) = seen[f"{modules}.{norm}"]
+            plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            for reader in readers:
+                found = opened.hessian(f"blk.{layer}.{reader}.weight")
+                np.testing.assert_allclose(found, second_moment(plain), rtol=2e-3, atol=2e-4)
+                assert manifest.entries[f"blk.{layer}.{reader}.weight"].norm is not None
+        for module, reader in (("self_attn.o_proj", "attn_output"), ("mlp.down_proj", "ffn_down")):
+            found, expected = (
+                opened.hessian(f"blk.{layer}.{reader}.weight"),
+                second_moment(seen[f"{modules}.{module}"][0]),
+            )
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
+    files = load_file(out / "layer-0000.safetensors")
+    assert len(files) == 4, "matrices that read the same input share statistics"
+
+
+def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
+    model, out = calibrated("mixtral")
+    manifest = read_manifest(out)
+    opened = store.Calibration(out, manifest)
+    windows = collect._windows(options(model, out), 256)
+    seen = inputs_of(model, windows)
+    (x,) = seen["model.layers.0.post_attention_layernorm"]
+    plain = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).reshape(-1, 256)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    norm, block = whole.model.layers[0].post_attention_layernorm, whole.model.layers[0].mlp
+    with torch.no_grad():
+        chosen = torch.topk((norm.weight * plain) @ block.gate.weight.T, 2, dim=-1).indices
+    total = 0
+    for expert in range(8):
+        rows = (chosen == expert).any(-1)
+        entry = manifest.entries[f"blk.0.ffn_gate_exps.weight[{expert}]"]
+        assert abs(entry.tokens - int(rows.sum())) <= 1
+        total += entry.tokens
+        if entry.tokens == int(rows.sum()):
+            found = opened.hessian("blk.0.ffn_up_exps.weight", expert)
+            np.testing.assert_allclose(found, second_moment(plain[rows]), rtol=1e-2, atol=2e-2)
+        down = manifest.entries[f"blk.0.ffn_down_exps.weight[{expert}]"]
+        assert down.tokens == entry.tokens and down.norm is None
+    assert total == 2 * 640
+
+
+def test_block_form_is_the_diagonal_of_the_full_one(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, out = calibrated("llama")
+    collect.calibrate(options(model, tmp_path / "block", hessian="block"))
+    full = store.Calibration(out, read_manifest(out)).hessian("blk.1.ffn_down.weight")
+    block = store.Calibration(tmp_path / "block", read_manifest(tmp_path / "block")).hessian("blk.1.ffn_down.weight")
+    assert full is not None and block is not None and block.shape == (2, 256, 256)
+    for i in range(2):
+        part = slice(256 * i, 256 * i + 256)
+        np.testing.assert_allclose(block[i], full[part, part], rtol=1e-4, atol=1e-6 * full.max())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = calibrated("llama")
+    step, calls = collect._LayeredModel.step, []
+
+    def interrupted(self: object, *args: object) -> object:
+        calls.append(1)
+        if len(calls) == 5:  # three batches a layer: in the middle of the second
+            raise KeyboardInterrupt
+        return step(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collect._LayeredModel, "step", interrupted)
+    resumed = tmp_path / "resumed"
+    with pytest.raises(KeyboardInterrupt, match="same command continues"):
+        collect.calibrate(options(model, resumed))
+    assert not read_manifest(resumed).complete
+    with pytest.raises(UserError, match="did not finish"):
+        open_calibration(resumed, sorted(model.glob("*.safetensors")))
+    calls.clear()
+    calls.extend([1] * 100)
+    collect.calibrate(options(model, resumed))
+    assert len(calls) == 103, "the first layer is not run again"
+    assert sorted(path.name for path in resumed.iterdir()) == sorted(path.name for path in out.iterdir())
+    for path in out.iterdir():
+        assert (resumed / path.name).read_bytes() == path.read_bytes(), path.name
+    assert not list(resumed.glob("activations*"))
+
+
+def test_conversion_with_statistics(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """Less Hessian-weighted error than without, folded or not; the statistics are turned to fit."""
+    import gguf
+
+    model, out = calibrated("llama")
+    opened = store.Calibration(out, read_manifest(out))
+    reader = {}
+    for folded in (False, True):
+        convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16", fold_norms=folded))
+        weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
+        for statistics in (None, out):
+            path = tmp_path / "out.gguf"
+            convert(ConvertOptions(model, path, pure=True, fold_norms=folded, calibration=statistics))
+            reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
+            for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+                h = opened.hessian(name)
+                assert h is not None
+                entry = opened.entries[name]
+                if entry.norm and not folded:
+                    h = hessian.scale_columns(h, weights[entry.norm])
+                error = fwht(blocks.dequantize(np.array(reader[name].data)) - weights[name].astype(np.float32))
+                key = f"{name} {folded}"
+                cost = hessian.cost(error, h)
+                if statistics is None:
+                    plain = {**locals().get("plain", {}), key: cost}
+                else:
+                    assert cost < 0.7 * plain[key], key
+            if statistics is not None:
+                fields = gguf.GGUFReader(path).fields
+                assert fields["itq3s.calibrated"].contents() is True
+                assert fields["itq3s.norms_folded"].contents() is folded
+
+
+def test_a_manifest_of_another_model_is_refused(
+    calibrated: Callable[[str], tuple[Path, Path]], uneven: Make, tmp_path: Path
+) -> None:
+    _, out = calibrated("llama")
+    with pytest.raises(UserError, match="another model"):
+        convert(ConvertOptions(uneven("llama-tied"), tmp_path / "x.gguf", calibration=out))
+    with pytest.raises(UserError, match="another folder"):
+        collect.calibrate(options(uneven("llama-tied"), out))
+    with pytest.raises(UserError, match="is not there"):
+        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", calibration=tmp_path))
+
+
+def test_tensors_without_statistics_are_named(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = calibrated("llama")
+    thin = tmp_path / "thin"
+    thin.mkdir()
+    for path in out.iterdir():
+        (thin / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((thin / "manifest.json").read_text())
+    del manifest["entries"]["blk.1.attn_k.weight"]
+    (thin / "manifest.json").write_text(json.dumps(manifest))
+    convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=thin, effort="fast"))
+    warning = next(line for line in capsys.readouterr().err.split("warning: ") if "has nothing on" in line)
+    assert "1 tensors" in warning and "blk.1.attn_k.weight" in warning
+
+
+def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("A few words.")
+    with pytest.raises(UserError, match="too short"):
+        collect.calibrate(collect.Options(uneven("llama"), [short], tmp_path / "out", tokens=640, context=64))
+    with pytest.raises(UserError, match="cannot be read as text"):
+        collect.calibrate(collect.Options(uneven("llama"), [tmp_path / "none.txt"], tmp_path / "out", context=64))
+    with pytest.raises(UserError, match="context"):
+        collect.calibrate(options(uneven("llama"), tmp_path / "out", context=100000))

@@ -1,0 +1,97 @@
+"""Rotated Hessians and their factors against explicit matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gguf_itq3s.codec.transform import fwht, hadamard_matrix
+from gguf_itq3s.rounding import hessian
+
+
+def second_moment(columns: int, rank: int, seed: int = 0) -> np.ndarray:
+    """A random positive semidefinite matrix with uneven columns."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((rank, columns)) @ np.diag(np.exp(rng.standard_normal(columns)))
+    return inputs.T @ inputs / rank
+
+
+def blocks_of(matrix: np.ndarray) -> np.ndarray:
+    return np.stack([matrix[i : i + 256, i : i + 256] for i in range(0, len(matrix), 256)])
+
+
+def rotation(columns: int) -> np.ndarray:
+    return np.kron(np.eye(columns // 256), hadamard_matrix(256))
+
+
+@pytest.mark.parametrize("form", [lambda matrix: matrix, blocks_of], ids=["full", "block"])
+@pytest.mark.parametrize("damping", [0.003, 0.3])
+def test_factor_multiplies_back(form: object, damping: float) -> None:
+    h = form(second_moment(512, 300))  # type: ignore[operator]
+    factor = hessian.factorize(h, damping)
+    dense = h if h.ndim == 2 else np.block([[h[0], np.zeros_like(h[0])], [np.zeros_like(h[0]), h[1]]])
+    dense = dense + damping * np.mean(np.diag(dense)) * np.eye(512)
+    a = factor.feedback.astype(np.float64)
+    if a.ndim == 3:
+        a = np.block([[a[0], np.zeros_like(a[0])], [np.zeros_like(a[0]), a[1]]])
+    np.testing.assert_array_equal(np.tril(a, -1), 0)
+    np.testing.assert_array_equal(np.diag(a), 1)
+    back = a @ np.diag(factor.weight.astype(np.float64)) @ a.T
+    np.testing.assert_allclose(back / back.max(), dense / dense.max(), atol=1e-6)
+    assert factor.weight.mean() == pytest.approx(1, rel=1e-5)
+    assert factor.weight.min() > 0
+
+
+def test_identity_and_zero_have_no_feedback() -> None:
+    for h in (np.eye(512), np.zeros((512, 512)), np.zeros((2, 256, 256))):
+        factor = hessian.factorize(h)
+        np.testing.assert_array_equal(
+            np.triu(np.atleast_3d(factor.feedback.reshape(-1, *factor.feedback.shape[-2:])), 1), 0
+        )
+        np.testing.assert_array_equal(factor.weight, 1)
+
+
+def test_rotation_and_cost_are_those_of_explicit_matrices() -> None:
+    h, r = second_moment(512, 600), rotation(512)
+    np.testing.assert_allclose(hessian.rotate(h), r @ h @ r, atol=1e-9 * h.max())
+    np.testing.assert_allclose(hessian.rotate(blocks_of(h)), blocks_of(r @ h @ r), atol=1e-9 * h.max())
+    np.testing.assert_allclose(hessian.rotate(hessian.rotate(h)), h, atol=1e-9 * h.max())
+    e = np.random.default_rng(1).standard_normal((7, 512)).astype(np.float32)
+    expected = np.trace(e.astype(np.float64) @ h @ e.T.astype(np.float64))
+    assert hessian.cost(e, h) == pytest.approx(expected)
+    assert hessian.cost(fwht(e), hessian.rotate(h)) == pytest.approx(expected, rel=1e-5)
+    only_blocks = np.block([[h[:256, :256], np.zeros((256, 256))], [np.zeros((256, 256)), h[256:, 256:]]])
+    assert hessian.cost(e, blocks_of(h)) == pytest.approx(hessian.cost(e, only_blocks))
+
+
+def test_scaled_inputs_have_the_scaled_hessian() -> None:
+    rng = np.random.default_rng(2)
+    x, factor = rng.standard_normal((2000, 512)), np.exp(rng.standard_normal(512))
+    r = rotation(512)
+    before, after = (x @ r).T @ (x @ r), (x * factor @ r).T @ (x * factor @ r)
+    np.testing.assert_allclose(hessian.scale_columns(before, factor), after, atol=1e-9 * after.max())
+    expected = blocks_of(after)
+    np.testing.assert_allclose(hessian.scale_columns(blocks_of(before), factor), expected, atol=1e-9 * after.max())
+
+
+def test_diagonal_becomes_h_d_h() -> None:
+    diagonal = np.exp(np.random.default_rng(3).standard_normal(512))
+    r = rotation(512)
+    np.testing.assert_allclose(hessian.from_diagonal(diagonal), blocks_of(r @ np.diag(diagonal) @ r), atol=1e-12 * 512)
+
+
+def test_bad_hessians_are_refused() -> None:
+    with pytest.raises(ValueError, match="has shape"):
+        hessian.factorize(np.eye(255))
+    with pytest.raises(ValueError, match="damping"):
+        hessian.factorize(np.eye(256), 0)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        hessian.factorize(np.full((256, 256), np.nan))
+    with pytest.raises(ValueError, match="positive semidefinite"):
+        hessian.factorize(np.eye(256) - 2 * np.diag(np.arange(256) == 7))
+    with pytest.raises(ValueError, match="whole blocks"):
+        hessian.from_diagonal(np.ones(100))
+    with pytest.raises(ValueError, match="factors for"):
+        hessian.scale_columns(np.eye(256), np.ones(512))
+    with pytest.raises(ValueError, match="do not match"):
+        hessian.cost(np.ones((2, 512)), np.eye(256))

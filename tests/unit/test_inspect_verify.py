@@ -1,0 +1,130 @@
+"""``inspect`` and ``verify``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from gguf_itq3s.cli import convert_main, main
+from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.inspect import contents, verify
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("files") / "model.gguf"
+    assert convert_main([str(model), str(out)]) == 0
+    return out
+
+
+def test_inspect_facts(file: Path) -> None:
+    facts = contents.inspect_file(file)
+    assert facts["bytes"] == file.stat().st_size
+    assert facts["metadata"]["itq3s.codec"] == "trellis"
+    tensor = next(t for t in facts["tensors"] if t["name"] == "blk.0.ffn_up.weight")
+    assert (tensor["type"], tensor["shape"], tensor["bits_per_weight"]) == ("ITQ3_S", [256, 512], 3.125)
+    assert sum(tensor["levels"].values()) == pytest.approx(1)
+    assert list(tensor["levels"]) == [str(v) for v in blocks.LEVELS]
+    data = next(t for t in gguf.GGUFReader(file).tensors if t.name == tensor["name"]).data
+    _, _, d, _ = blocks.unpack(np.asarray(data).reshape(-1, 100))
+    assert tensor["scales"] == [float(d.min()), float(d.max())]
+
+
+def test_inspect_counts_levels(tmp_path: Path) -> None:
+    """A file of known blocks: TQ2_0 with a quarter zeros, and ITQ3_S blocks that are all zero."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    weights = np.tile(np.array([0, 0.5, -0.5, 0.5], dtype=np.float32), (2, 64))
+    q = gguf.GGMLQuantizationType
+    writer.add_tensor("t", gguf.quants.quantize(weights, q.TQ2_0), raw_dtype=q.TQ2_0)
+    writer.add_tensor("z", blocks.quantize(np.zeros((2, 256))), raw_dtype=ITQ3_S)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ternary, zero = contents.inspect_file(tmp_path / "x.gguf")["tensors"]
+    assert ternary["levels"] == {"-1": 0.25, "0": 0.25, "1": 0.5}
+    assert ternary["scales"] == [0.5, 0.5] and ternary["zero_blocks"] == 0
+    assert zero["scales"] == [0, 0] and zero["zero_blocks"] == 2
+
+
+def test_inspect_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(file)]) == 0
+    assert "blk.1.attn_output.weight" in capsys.readouterr().out
+    assert main(["inspect", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == len(gguf.GGUFReader(file).tensors)
+
+
+def test_verify_against_checkpoint_and_f16(file: Path, model: Path, tmp_path: Path) -> None:
+    f16 = tmp_path / "f16.gguf"
+    assert convert_main([str(model), str(f16), "--outtype", "f16"]) == 0
+    results = verify.compare(file, model)
+    assert results == sorted(results, key=lambda r: -r["error"])
+    by_name = {r["name"]: r for r in results}
+    tensors = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    exact = {t.name: t for t in gguf.GGUFReader(f16).tensors}
+    for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+        w = exact[name].data.astype(np.float64)  # random BF16 weights are exact in F16
+        error = ((blocks.dequantize(tensors[name].data) - w) ** 2).sum() / (w**2).sum()
+        assert by_name[name]["error"] == pytest.approx(error, rel=1e-6)
+        assert 0.015 < error < 0.025
+    assert by_name["blk.0.attn_norm.weight"]["error"] == 0
+    same = {r["name"]: r["error"] for r in verify.compare(file, f16)}
+    assert same == pytest.approx({r["name"]: r["error"] for r in results}, rel=1e-6)
+
+
+def test_verify_finds_a_damaged_tensor(
+    file: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(file.read_bytes())
+    tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.attn_v.weight")
+    with damaged.open("r+b") as out:
+        out.seek(int(tensor.data_offset))
+        out.write(b"\xa5" * 64)
+    assert main(["verify", str(damaged), "--against", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "blk.1.attn_v.weight"
+
+
+def test_verify_undoes_norm_folding(model: Path, tmp_path: Path) -> None:
+    """A file with gains of one and the old gains in the columns is compared with the folded checkpoint."""
+    f16 = tmp_path / "f16.gguf"
+    assert convert_main([str(model), str(f16), "--outtype", "f16"]) == 0
+    reader = gguf.GGUFReader(f16)
+    source, folded = tmp_path / "source.gguf", tmp_path / "folded.gguf"
+    gain = np.random.default_rng(0).uniform(0.5, 2, 256).astype(np.float32)
+    for path in (source, folded):
+        writer = gguf.GGUFWriter(path, "llama")
+        for t in reader.tensors:
+            data = np.asarray(t.data, dtype=np.float32)
+            if t.name == "blk.0.attn_norm.weight":
+                data = gain if path == source else np.ones_like(gain)
+            elif t.name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight") and path == folded:
+                data = data * gain
+            writer.add_tensor(t.name, data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    results = {r["name"]: r for r in verify.compare(folded, source)}
+    assert all(r["error"] == 0 for r in results.values())
+    assert results["blk.0.attn_q.weight"]["note"] == "norm folded"
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify", "--against", "x"]])
+def test_bad_files(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, str(tmp_path / "none.gguf")]) == 1
+    assert "none.gguf: no such file; give a GGUF file" in capsys.readouterr().err
+    (tmp_path / "bad.gguf").write_bytes(b"not gguf at all, only some text" * 10)
+    assert main([*command, str(tmp_path / "bad.gguf")]) == 1
+    assert "is not a complete GGUF file" in capsys.readouterr().err

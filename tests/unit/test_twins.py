@@ -1,0 +1,44 @@
+"""Outlier twins are the same function with other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from scripts.train import twins
+
+
+def predictions(folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.log_softmax(model(input_ids=torch.arange(3, 131)[None]).logits, dim=-1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("twin", twins.TWINS)
+def test_the_function_is_the_same(name: str, twin: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    model = uneven(name)
+    tensors, tied = twins.read_model(model)
+    changed = twins.make_twin(tensors, twin, 6, 0, tied)
+    twins.write_model(changed, model, tmp_path / twin)
+    before, after = predictions(model), predictions(tmp_path / twin)
+    assert float((before.exp() * (before - after)).sum(-1).mean()) < 1e-6
+    gain, weight = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+    ratio = (changed[gain].float() / tensors[gain].float()).abs()
+    assert int((ratio != 1).sum()) == 6
+    assert set(ratio[ratio != 1].log2().round(decimals=3).abs().tolist()) <= {2.0, 3.0, 4.0, 5.0}
+    assert bool((ratio.max() > 1) == (twin == "activation-twin"))
+    assert float(changed[weight].abs().max()) > 3 * float(tensors[weight].abs().max()) or twin == "activation-twin"
+
+
+def test_other_models_are_refused(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(twins.TwinError, match="not one of"):
+        twins.read_model(uneven("gemma"))
+    with pytest.raises(twins.TwinError, match="not found"):
+        twins.read_model(tmp_path)
+    with pytest.raises(twins.TwinError, match="Llama's names"):
+        twins.norm_readers({"x": torch.zeros(1)}, False)
