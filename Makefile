@@ -36,7 +36,7 @@ demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with 
 	$(PY) scripts/demo.py
 
 test: build ## run all tests
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest --slow $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
 	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)

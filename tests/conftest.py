@@ -1,7 +1,10 @@
-"""Fixtures that several test files share: small checkpoints in Hugging Face form."""
+"""Which tests run, and fixtures that several test files share: small checkpoints in Hugging Face form."""
 
 from __future__ import annotations
 
+import pinned_source  # noqa: F401
+
+# isort: split
 import gguf_itq3s  # noqa: F401  (before anything imports gguf)
 
 # isort: split
@@ -10,15 +13,35 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import sentencepiece
 import torch
 import transformers
 
+from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, NOVEL, SIZES, save_model
-from gguf_itq3s.codec import native
+from gguf_itq3s import upstream
+from gguf_itq3s.calibration import collect
 
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too, as make test does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests by their folder, and leave the slow ones out unless they are asked for in some way."""
+    for item in items:
+        tier = item.path.relative_to(Path(__file__).parent).parts[0]
+        if tier in ("native", "cuda"):
+            item.add_marker(tier)
+    asked = config.getoption("--slow") or config.getoption("-m") or any("::" in arg for arg in config.args)
+    slow = [] if asked else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")
@@ -72,15 +95,44 @@ def uneven(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Callabl
     return make
 
 
+@pytest.fixture(scope="session")
+def calibrated(
+    tmp_path_factory: pytest.TempPathFactory, uneven: Callable[[str], Path]
+) -> Callable[[str], tuple[Path, Path]]:
+    """``calibrated(name)``: a model with uneven gains and its statistics."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            out = tmp_path_factory.mktemp("hessians") / name
+            collect.calibrate(options(uneven(name), out))
+            made[name] = uneven(name), out
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def f16(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``f16(name)``: the F16 file that upstream's converter writes."""
+    folder = tmp_path_factory.mktemp("upstream")
+    conversion = upstream.load_conversion()
+
+    def make(name: str) -> Path:
+        out = folder / f"{name}.gguf"
+        if not out.exists():
+            # The lines of convert_hf_to_gguf.py that do the work.
+            hparams = conversion.ModelBase.load_hparams(checkpoint(name), False)
+            architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+            with torch.inference_mode():
+                reader = conversion.get_model_class(architecture)
+                reader(checkpoint(name), gguf.LlamaFileType.MOSTLY_F16, out).write()
+        return out
+
+    return make
+
+
 @pytest.fixture
 def llama_copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of the small Llama that a test may damage."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
-
-
-@pytest.fixture(scope="session")
-def library() -> native.NativeLibrary:
-    """The built C library."""
-    loaded = native.load()
-    assert loaded is not None, "make build first"
-    return loaded

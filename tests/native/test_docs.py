@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gguf_itq3s.codec import native
-from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,29 +54,6 @@ def test_error_table_needs_its_marks(library: native.NativeLibrary, tmp_path: Pa
     done = script("tables/errors.py", "--update", page)
     assert done.returncode == 1 and re.match(r"error: .*page\.md: has no <!-- error table -->", done.stderr)
     assert page.read_text() == "no marks"
-
-
-def test_levels_in_the_format_description() -> None:
-    rows = re.findall(r"^\| ([0-3]) \| (-[0-9 -]+) \|$", (ROOT / "docs" / "format.md").read_text(), re.MULTILINE)
-    assert {int(grid): [int(n) for n in levels.split()] for grid, levels in rows} == {
-        grid: LEVELS[grid::4].tolist() for grid in range(4)
-    }
-
-
-def test_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("first.svg", "second.svg"):
-        done = script("tables/format_picture.py", "--out", tmp_path / name)
-        assert done.returncode == 0, done.stderr
-    first = (tmp_path / "first.svg").read_text()
-    assert first == (tmp_path / "second.svg").read_text()
-    assert "100 bytes for 256 weights" in first
-
-
-def test_make_without_a_target_lists_the_targets() -> None:
-    done = subprocess.run(["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, check=True)
-    for target in ("demo", "test", "build", "lint", "clean"):
-        assert re.search(rf"^ +make {target} ", done.stdout, re.MULTILINE)
 
 
 def test_demo(library: native.NativeLibrary) -> None:

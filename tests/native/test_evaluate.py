@@ -6,93 +6,11 @@ import json
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 
 import llama
 from gguf_itq3s.cli import main
-from gguf_itq3s.errors import UserError
-from gguf_itq3s.evaluate import command, markdown, plots, tools, wikitext
-from gguf_itq3s.evaluate.rows import kv_rows, weight_rows
-
-PRINTED = """
-====== Perplexity statistics ======
-Mean PPL(Q)                   : 135.788740 ±   4.830178
-Mean PPL(base)                : 128.882474 ±   4.616139
-
-====== KL divergence statistics ======
-Mean    KLD:   0.072599 ±   0.000671
-Maximum KLD:   1.032125
-99.9%   KLD:   0.510132
-99.0%   KLD:   0.303486
-95.0%   KLD:   0.186819
-
-====== Token probability statistics ======
-Same top p: 78.591 ± 0.454 %
-"""
-
-
-def test_parse_divergence() -> None:
-    found = tools.parse_divergence(PRINTED, 8160)
-    assert found["perplexity"] == 135.78874 and found["perplexity_error"] == 4.830178
-    assert found["mean_kld"] == 0.072599 and found["mean_kld_error"] == 0.000671
-    assert found["kld_99"] == 0.303486
-    assert found["same_top"] == pytest.approx(0.78591) and found["same_top_error"] == pytest.approx(0.00454)
-    # sqrt(0.99 * 0.01 / 8160) / f, f = 0.01 / ((0.510132 - 0.186819) / ln 50)
-    assert found["kld_99_error"] == pytest.approx(0.00910, abs=1e-4)
-
-
-@pytest.mark.parametrize("line", ["Mean    KLD", "Same top p", "99.0%   KLD", "Mean PPL(Q)"])
-def test_missing_figures_are_errors(line: str) -> None:
-    text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith(line))
-    with pytest.raises(ValueError, match="printed no"):
-        tools.parse_divergence(text, 100)
-
-
-def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = ["[1]91.3,", PRINTED]
-    monkeypatch.setattr(tools.Tools, "run", lambda *_: answers.pop(0))
-    found = tools.Tools(tmp_path, 1)
-    assert found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    answers = [""] * 5
-    with pytest.raises(UserError, match="printed no perplexity"):
-        found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
-
-
-def test_incomplete_log_probabilities(tmp_path: Path) -> None:
-    path = tmp_path / "base.kld"
-    head = b"_logits_" + np.array([512, 5, 2], dtype="<i4").tobytes()
-    path.write_bytes(head + bytes(4 * 2 * 512 + 2 * 255 * 2 * (6 + 4)))
-    assert tools.base_chunks(path) == 2
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="no complete file"):
-        tools.base_chunks(path)
-
-
-def test_rows_are_distinct_and_complete() -> None:
-    weights, caches = weight_rows(), kv_rows()
-    rows = [*weights, *caches]
-    assert len({row.key for row in rows}) == len(rows)
-    types = {row.label for row in weights}
-    assert types >= {
-        "F16",
-        "Q8_0",
-        "Q4_K_M",
-        "IQ4_XS",
-        "Q3_K_S",
-        "Q3_K_M",
-        "IQ3_S",
-        "IQ3_XXS",
-        "ITQ3_S",
-        "TQ1_0",
-        "TQ2_0",
-    }
-    for name in ("q4_k_m", "iq4_xs", "q3_k_s", "q3_k_m", "iq3_s"):
-        assert {name, f"{name}-imatrix"} <= {row.key for row in weights}
-    keys = {row.key for row in weights}
-    assert {"iq3_s-pure", "iq3_xxs-imatrix", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
-    assert {"convert", "convert-pure-fast", "convert-pure-ternary", "convert-calibrated"} <= keys
-    assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
+from gguf_itq3s.evaluate import command, tools
 
 
 def test_pure_by_ggml_is_what_llama_quantize_writes(tmp_path: Path) -> None:
@@ -101,61 +19,6 @@ def test_pure_by_ggml_is_what_llama_quantize_writes(tmp_path: Path) -> None:
     command.quantize_pure(f16, ours, gguf.GGMLQuantizationType.IQ3_S, 2)
     llama.run("llama-quantize", "--pure", f16, theirs, "IQ3_S", "2")
     assert command.describe(ours)["content"] == command.describe(theirs)["content"]
-
-
-def test_pareto_front() -> None:
-    points = [(3.0, 5.0), (2.0, 9.0), (4.0, 5.5), (3.5, 4.0), (2.0, 10.0)]
-    assert plots.pareto_front(points) == [(2.0, 9.0), (3.0, 5.0), (3.5, 4.0)]
-
-
-def test_sections_are_replaced_in_place(tmp_path: Path) -> None:
-    page = tmp_path / "results.md"
-    page.write_text("head\n<!-- begin a -->\nold\n<!-- end a -->\ntail\n")
-    markdown.replace_section(page, "a", "new\n")
-    markdown.replace_section(page, "a", "newer\n")
-    assert page.read_text() == "head\n<!-- begin a -->\nnewer\n<!-- end a -->\ntail\n"
-    with pytest.raises(ValueError, match="begin b"):
-        markdown.replace_section(page, "b", "x")
-
-
-def test_text_by_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "wiki.test.raw"
-    path.write_bytes(b" = A = \r\n some <unk> text\r\n")
-    monkeypatch.setenv("WIKITEXT2", str(path))
-    assert wikitext.read(wikitext.test_path()) == " = A = \n some text\n"
-    monkeypatch.setenv("WIKITEXT2", str(tmp_path))
-    assert wikitext.test_path() == path
-    monkeypatch.setenv("WIKITEXT2", str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"no such file.*give WIKITEXT2 the path"):
-        wikitext.test_path()
-
-
-def test_no_text_names_the_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WIKITEXT2", raising=False)
-    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
-    monkeypatch.setattr(wikitext, "_shared_folder", lambda: tmp_path / "none")
-
-    def offline(*_: object, **__: object) -> str:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(UserError, match=r"no route.*set WIKITEXT2.*shared/data.*Hugging Face Hub"):
-        wikitext.test_path()
-
-
-def test_download_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WIKITEXT2", raising=False)
-    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
-    monkeypatch.setattr(wikitext, "_shared_folder", lambda: tmp_path / "none")
-    (tmp_path / "other.zip").write_bytes(b"not the archive")
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "other.zip"))
-    with pytest.raises(UserError, match="sha256"):
-        wikitext.test_path()
-
-
-def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(llama.MODEL), "--rows", "q9_z"]) == 1
-    assert "no row is called q9_z; take some of: f16" in capsys.readouterr().err
 
 
 def test_evaluation_of_the_bundled_model(

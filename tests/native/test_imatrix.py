@@ -14,44 +14,7 @@ from checkpoints import NOVEL
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.convert.pipeline import Options, convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian, imatrix
-
-
-def write(path: Path, moments: dict[str, np.ndarray], counts: float = 10.0) -> Path:
-    """A file as llama-imatrix writes it, for mean squares (experts, n)."""
-    writer = gguf.GGUFWriter(path, "", use_temp_file=False)
-    writer.add_string("general.type", "imatrix")
-    for name, value in moments.items():
-        writer.add_tensor(f"{name}.in_sum2", (value * counts).astype(np.float32))
-        writer.add_tensor(f"{name}.counts", np.full((len(value), 1), counts, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_mean_squares_are_read(tmp_path: Path) -> None:
-    values = {"a.weight": np.arange(1.0, 257)[None], "e.weight": np.random.default_rng(0).random((3, 512))}
-    read = imatrix.read(write(tmp_path / "i.gguf", values))
-    np.testing.assert_allclose(read.diagonal("a.weight", 256), values["a.weight"][0], rtol=1e-6)
-    np.testing.assert_allclose(read.diagonal("e.weight", 512, 2), values["e.weight"][2], rtol=1e-6)
-    assert read.diagonal("b.weight", 256) is None
-    with pytest.raises(UserError, match="512 values for a matrix of 256"):
-        read.diagonal("e.weight", 256, 0)
-
-
-def test_bad_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there"):
-        imatrix.read(tmp_path / "none.gguf")
-    (tmp_path / "text.gguf").write_text("no")
-    with pytest.raises(UserError, match="not a GGUF file"):
-        imatrix.read(tmp_path / "text.gguf")
-    with pytest.raises(UserError, match="negative"):
-        imatrix.read(write(tmp_path / "negative.gguf", {"a.weight": -np.ones((1, 256))}))
-    with pytest.raises(UserError, match="holds no importance matrix"):
-        imatrix.read(write(tmp_path / "empty.gguf", {}))
 
 
 def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Path) -> None:
@@ -84,35 +47,3 @@ def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Pa
         assert cost["theirs"] == pytest.approx(cost["ours"], rel=0.01), name
         compared += 1
     assert compared == 14
-
-
-def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    model = uneven("llama")
-    convert(Options(model, tmp_path / "f16.gguf", outtype="f16"))
-    convert(Options(model, tmp_path / "folded.gguf", outtype="f16", fold_norms=True))
-    plain = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
-    folded = {t.name: np.array(t.data).astype(np.float32) for t in gguf.GGUFReader(tmp_path / "folded.gguf").tensors}
-    gain = plain["blk.0.attn_norm.weight"].astype(np.float64)
-    normalised = np.exp(np.random.default_rng(1).standard_normal(256))
-    matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": (normalised * gain**2)[None]})
-    for statistics in (None, matrix):
-        convert(Options(model, tmp_path / "out.gguf", pure=True, imatrix=statistics))
-        data = next(t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.0.attn_q.weight").data
-        error = fwht(blocks.dequantize(np.array(data)) - folded["blk.0.attn_q.weight"])
-        cost = hessian.cost(error, hessian.from_diagonal(normalised))
-        if statistics is None:
-            before = cost
-    assert cost < 0.9 * before
-
-
-def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    matrix = write(tmp_path / "i.gguf", {"a.weight": np.ones((1, 256))})
-    out = tmp_path / "x.gguf"
-    with pytest.raises(UserError, match="not both"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
-    with pytest.raises(UserError, match="trellis code"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, codec="ternary"))
-    with pytest.raises(UserError, match="damping"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, damping=0.0))
-    with pytest.raises(UserError, match="lookahead"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, lookahead=99))

@@ -2,184 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-import torch
-from gguf import quants
-from safetensors.torch import load_file, save_file
 
 import llama
 from checkpoints import NOVEL
-from gguf_itq3s.cli import convert_main, main
-from gguf_itq3s.codec import ternary
+from gguf_files import tensors, values
+from gguf_itq3s.cli import convert_main
 from gguf_itq3s.evaluate.tools import Tools
 
 Q = gguf.GGMLQuantizationType
 
 
-def is_layer_matrix(name: str, tensor: torch.Tensor) -> bool:
-    return ".layers." in name and tensor.ndim == 2
-
-
-def edit(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of a checkpoint with its layer matrices changed."""
-    shutil.copytree(source, target)
-    path = target / "model.safetensors"
-    tensors = load_file(path)
-    save_file(
-        {n: change(n, t.float()).contiguous() if is_layer_matrix(n, t) else t for n, t in tensors.items()},
-        path, metadata={"format": "pt"},
-    )  # fmt: skip
-    return target
-
-
-def ternary_of(weight: torch.Tensor) -> torch.Tensor:
-    found = ternary.ternarize(weight.numpy())
-    # A scale that float16 holds, so that the F16 file is exact as well.
-    return torch.from_numpy(found.trits.astype(np.float32) * np.float32(np.float16(found.scales[0, 0])))
-
-
-@pytest.fixture
-def ternary_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    return edit(checkpoint("llama"), tmp_path / "ternary", lambda _, w: ternary_of(w))
-
-
 def convert(model: Path, out: Path, *options: str) -> dict[str, gguf.ReaderTensor]:
     assert convert_main([str(model), str(out), *options]) == 0
-    return {t.name: t for t in gguf.GGUFReader(out).tensors}
-
-
-def values(tensor: gguf.ReaderTensor) -> np.ndarray:
-    return quants.dequantize(tensor.data, tensor.tensor_type)
-
-
-@pytest.mark.parametrize("qtype", ["tq2_0", "tq1_0"])
-def test_auto_is_exact(ternary_model: Path, tmp_path: Path, qtype: str) -> None:
-    f16 = convert(ternary_model, tmp_path / "f16.gguf", "--outtype", "f16")
-    found = convert(ternary_model, tmp_path / "t.gguf", "--ternary-type", qtype)
-    layers = [n for n in found if n.startswith("blk.") and "norm" not in n]
-    assert len(layers) == 14
-    for name in layers:
-        assert found[name].tensor_type == Q[qtype.upper()]
-        assert (values(found[name]) == values(f16[name])).all()
-    assert found["token_embd.weight"].tensor_type not in (Q.TQ1_0, Q.TQ2_0)
-    fields = gguf.GGUFReader(tmp_path / "t.gguf").fields
-    assert fields["itq3s.ternary"].contents() == "auto"
-    assert fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{qtype.upper()}"]
-
-
-@pytest.mark.parametrize("granularity", ["row", "block"])
-def test_finer_scales_are_exact(checkpoint: Callable[[str], Path], tmp_path: Path, granularity: str) -> None:
-    def change(_: str, weight: torch.Tensor) -> torch.Tensor:
-        rows, columns = weight.shape
-        step = columns if granularity == "row" else 256
-        scales = 2.0 ** -(1 + torch.arange(rows * columns // step) % 7)
-        return (torch.sign(weight) * scales.repeat_interleave(step).reshape(rows, columns)).float()
-
-    model = edit(checkpoint("llama"), tmp_path / "model", change)
-    f16 = convert(model, tmp_path / "f16.gguf", "--outtype", "f16")
-    found = convert(model, tmp_path / "t.gguf")
-    assert found["blk.0.ffn_down.weight"].tensor_type == Q.TQ2_0
-    assert (values(found["blk.0.ffn_down.weight"]) == values(f16["blk.0.ffn_down.weight"])).all()
-
-
-def test_one_ordinary_matrix_keeps_its_type(ternary_model: Path, tmp_path: Path) -> None:
-    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
-        if "layers.1.mlp.up" in name:
-            weight[3, 5] += 0.01
-        return weight
-
-    model = edit(ternary_model, tmp_path / "mixed", change)
-    found = convert(model, tmp_path / "t.gguf")
-    assert found["blk.1.ffn_up.weight"].tensor_type.name == "ITQ3_S"
-    assert found["blk.0.ffn_up.weight"].tensor_type == Q.TQ2_0
-
-
-def test_off_and_ordinary_models_are_left_alone(
-    checkpoint: Callable[[str], Path], ternary_model: Path, tmp_path: Path
-) -> None:
-    off = convert(ternary_model, tmp_path / "off.gguf", "--ternary", "off")
-    assert not any(t.tensor_type in (Q.TQ1_0, Q.TQ2_0) for t in off.values())
-    plain = convert(checkpoint("llama"), tmp_path / "plain.gguf")
-    assert not any(t.tensor_type in (Q.TQ1_0, Q.TQ2_0) for t in plain.values())
-    assert "itq3s.ternary" not in gguf.GGUFReader(tmp_path / "plain.gguf").fields
-
-
-@pytest.mark.parametrize("scale", ["absmean", "optimal", "maxabs"])
-def test_force_ternarizes_latent_weights(checkpoint: Callable[[str], Path], tmp_path: Path, scale: str) -> None:
-    f16 = convert(checkpoint("llama"), tmp_path / "f16.gguf", "--outtype", "f16")
-    found = convert(checkpoint("llama"), tmp_path / "t.gguf", "--ternary", "force", "--ternary-scale", scale)
-    for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
-        assert found[name].tensor_type == Q.TQ2_0
-        expected = ternary.ternarize(values(f16[name]), scale).weights()
-        np.testing.assert_allclose(values(found[name]), expected, rtol=2.0**-10, atol=0)
-    assert gguf.GGUFReader(tmp_path / "t.gguf").fields["itq3s.ternary"].contents() == f"force {scale}"
-
-
-@pytest.mark.parametrize("linear_class", ["bitlinear", "autobitlinear"])
-def test_packed_bitnet_weights(ternary_model: Path, tmp_path: Path, linear_class: str) -> None:
-    """The uint8 form of BitNet b1.58: four trits a byte down the rows, a scale or its inverse beside it."""
-    model = Path(shutil.copytree(ternary_model, tmp_path / "packed"))
-    tensors, packed = load_file(model / "model.safetensors"), {}
-    for name, tensor in tensors.items():
-        if not is_layer_matrix(name, tensor):
-            packed[name] = tensor
-            continue
-        found = ternary.recognise(tensor.numpy())
-        assert found is not None
-        digits = torch.from_numpy(found.trits.astype(np.uint8) + np.uint8(1)).reshape(4, -1, tensor.shape[1])
-        packed[name] = digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6
-        scale = torch.tensor([found.scales.max()])
-        packed[f"{name}_scale"] = scale if linear_class == "autobitlinear" else 1 / scale
-    save_file(packed, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitnet", "linear_class": linear_class}
-    (model / "config.json").write_text(json.dumps(config))
-    found_packed = convert(model, tmp_path / "packed.gguf")
-    found_plain = convert(ternary_model, tmp_path / "plain.gguf")
-    for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.1.ffn_gate.weight"):
-        assert found_packed[name].tensor_type == Q.TQ2_0
-        np.testing.assert_allclose(values(found_packed[name]), values(found_plain[name]), rtol=2.0**-10, atol=0)
-
-
-def test_scale_that_float16_cannot_hold_is_reported(
-    ternary_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = edit(ternary_model, tmp_path / "tiny", lambda n, w: w * 1.1e-6 if "layers.0.mlp.up" in n else w)
-    found = convert(model, tmp_path / "t.gguf")
-    assert found["blk.0.ffn_up.weight"].tensor_type.name == "ITQ3_S"
-    assert "float16 cannot hold" in capsys.readouterr().err
-
-
-def test_rows_that_are_not_whole_blocks_become_f16(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = edit(checkpoint("llama-odd"), tmp_path / "odd", lambda _, w: ternary_of(w))
-    found = convert(model, tmp_path / "t.gguf")
-    assert found["blk.0.ffn_down.weight"].tensor_type == Q.F16
-    assert found["blk.0.ffn_up.weight"].tensor_type == Q.TQ2_0
-
-
-def test_experts_have_a_scale_each(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    found = convert(checkpoint("mixtral"), tmp_path / "t.gguf", "--ternary", "force")
-    experts = values(found["blk.0.ffn_up_exps.weight"])
-    scales = [float(np.abs(expert).max()) for expert in experts]
-    assert len(set(scales)) > 1
-    assert all(len(np.unique(np.abs(expert))) == 2 for expert in experts)
-
-
-def test_report_command(ternary_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ternary", str(ternary_model), "--json"]) == 0
-    facts = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
-    assert facts["blk.0.attn_q.weight"]["ternary"] == "tensor" and facts["blk.0.attn_q.weight"]["exact"]
-    assert facts["blk.0.attn_q.weight"]["errors"]["optimal"] == 0
-    assert facts["token_embd.weight"]["ternary"] is None
+    return tensors(out)
 
 
 def test_trained_ternary_model_from_checkpoint_to_perplexity(tokenizer: Path, tmp_path: Path) -> None:

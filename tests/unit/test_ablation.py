@@ -92,6 +92,7 @@ def test_bad_variants(variant: Variant, message: str) -> None:
         apply(np.ones((1, 768), dtype=np.float32), variant)
 
 
+@pytest.mark.slow
 def test_study_resumes_and_reports(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,17 +7,7 @@ import pytest
 
 from gguf_itq3s.codec.transform import fwht, hadamard_matrix
 from gguf_itq3s.rounding import hessian
-
-
-def second_moment(columns: int, rank: int, seed: int = 0) -> np.ndarray:
-    """A random positive semidefinite matrix with uneven columns."""
-    rng = np.random.default_rng(seed)
-    inputs = rng.standard_normal((rank, columns)) @ np.diag(np.exp(rng.standard_normal(columns)))
-    return inputs.T @ inputs / rank
-
-
-def blocks_of(matrix: np.ndarray) -> np.ndarray:
-    return np.stack([matrix[i : i + 256, i : i + 256] for i in range(0, len(matrix), 256)])
+from hessians import blocks_of, second_moment
 
 
 def rotation(columns: int) -> np.ndarray:

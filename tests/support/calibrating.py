@@ -1,0 +1,14 @@
+"""A short calibration on the fixed prose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpoints import NOVEL
+from gguf_itq3s.calibration import collect
+
+
+def options(model: Path, out: Path, **changes: object) -> collect.Options:
+    """Ten windows of 64 tokens, and what differs."""
+    values: dict[str, object] = {"tokens": 640, "context": 64, "batch": 4, **changes}
+    return collect.Options(model, [NOVEL], out, **values)  # type: ignore[arg-type]

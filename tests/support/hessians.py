@@ -1,0 +1,34 @@
+"""Second moments and weights that the tests of calibrated rounding share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gguf_itq3s.rounding import ldlq
+
+#: Searches of every kind: default, short segments, the longest sight, none.
+SEARCHES = [
+    ldlq.Search(),
+    ldlq.Search(4, 16, "fast"),
+    ldlq.Search(39, 25, "fast"),
+    ldlq.Search(1, 0, "fast"),
+    ldlq.Search(64, 0, "fast"),
+    ldlq.Search(3, 7),
+]
+
+
+def second_moment(columns: int, rank: int, seed: int = 0) -> np.ndarray:
+    """A random positive semidefinite matrix with uneven columns."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((rank, columns)) @ np.diag(np.exp(rng.standard_normal(columns)))
+    return inputs.T @ inputs / rank
+
+
+def blocks_of(matrix: np.ndarray) -> np.ndarray:
+    """The diagonal blocks: (n, n) -> (n / 256, 256, 256)."""
+    return np.stack([matrix[i : i + 256, i : i + 256] for i in range(0, len(matrix), 256)])
+
+
+def rows(count: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Gaussian weights, float32 (count, columns)."""
+    return np.random.default_rng(seed).standard_normal((count, columns)).astype(np.float32) * np.float32(0.02)

@@ -1,0 +1,37 @@
+"""The benchmark's model is one that llama.cpp runs, and its table says what was measured. Nothing is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from scripts.bench import kernels
+
+
+def result() -> dict[str, Any]:
+    names = ["ITQ3_S", "Q3_K", "Q4_K", "IQ3_S", "TQ1_0", "TQ1_0 (stock)", "ITQ3_S (AVX2)", "Q3_K (AVX2)"]
+    speeds = {name: float(10 * (i + 1)) for i, name in enumerate(names)}
+    tokens = {name: speeds[name] for name in names if "AVX2" not in name}
+    medians = {
+        "dot": speeds, "tiled": tokens, "generation": tokens, "prompt": tokens,
+        "quantize": {"ITQ3_S": 29.0, "IQ3_S": 1.0}, "roofline": {"memory_1": 20.0, "products": 500.0},
+    }  # fmt: skip
+    return {
+        "processor": "a processor", "cores": 2, "rounds": 3, "medians": medians, "instructions": {"ITQ3_S": 49.1},
+        "model_bytes": {name.split()[0]: 10**9 for name in names}, "targets": kernels.check_targets(medians),
+    }  # fmt: skip
+
+
+def test_table_and_targets(tmp_path: Path) -> None:
+    measured = result()
+    got = {(c["test"], c["what"]): c["got"] for c in measured["targets"]}
+    assert got["dot", "ITQ3_S over Q3_K"] == 0.5
+    assert got["dot", "ITQ3_S (AVX2) over Q3_K (AVX2)"] == 70 / 80
+    assert got["quantize", "ITQ3_S, M weights/s"] == 29
+    text = kernels.table(measured)
+    assert "| ITQ3_S | 0.391 | 49 | 10.0 |" in text
+    assert "| dot | ITQ3_S over Q3_K | 0.50 (missed) | 1.8 |" in text
+    # 20 GB/s of 100-byte blocks; 10 tokens/s of a model of 1 GB
+    assert "| ITQ3_S | 51.2 | 2% | 2% | 10.0 | 50% |" in text
+    kernels.plot(measured, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -1,0 +1,422 @@
+"""The converter on small checkpoints of several architectures: types, bytes, metadata, memory, resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, MixtralForCausalLM
+
+from checkpoints import ARCHITECTURES, save_model
+from gguf_files import metadata, tensors, types
+from gguf_itq3s import report
+from gguf_itq3s.checkpoint import policy
+from gguf_itq3s.checkpoint import reader as checkpoint_module
+from gguf_itq3s.codec import native
+from gguf_itq3s.codec.blocks import dequantize, quantize
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.convert.pipeline import Options, convert
+
+Make = Callable[[str], Path]
+OWN_KEYS = {
+    "general.file_type", "itq3s.version", "itq3s.codec", "itq3s.effort", "itq3s.calibrated", "itq3s.norms_folded",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    convert(Options(checkpoint(name), out, outtype="f16"))
+    assert out.read_bytes() == f16(name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
+    """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
+    out = tmp_path / "out.gguf"
+    effort = "default" if name == "llama" else "fast"  # what differs between architectures does not depend on it
+    convert(Options(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
+    made, stored = tensors(out), tensors(f16(name))
+    assert list(made) == list(stored)
+    coded = 0
+    for tensor_name, tensor in made.items():
+        assert tensor.shape.tolist() == stored[tensor_name].shape.tolist()
+        if tensor.tensor_type == ITQ3_S:
+            # The weights are bfloat16 of magnitude 0.1: exact in float16 but for a few subnormal ones.
+            weights = stored[tensor_name].data.astype(np.float32)
+            error = np.square(dequantize(tensor.data) - weights).sum() / np.square(weights).sum()
+            assert error < 0.0235, tensor_name
+            np.testing.assert_array_equal(tensor.data, quantize(weights, effort=effort), err_msg=tensor_name)
+            coded += 1
+        elif tensor.tensor_type == stored[tensor_name].tensor_type:
+            np.testing.assert_array_equal(tensor.data, stored[tensor_name].data)
+    assert coded >= 8
+    ours, theirs = metadata(out), metadata(f16(name))
+    assert {key: value for key, value in ours.items() if key not in OWN_KEYS} == {
+        key: value for key, value in theirs.items() if key not in OWN_KEYS
+    }
+    assert ours["general.file_type"] == 500
+    assert ours["general.quantization_version"] == gguf.GGML_QUANT_VERSION
+    assert (ours["itq3s.version"], ours["itq3s.codec"], ours["itq3s.effort"]) == (1, "trellis", effort)
+    assert ours["itq3s.calibrated"] is False
+    field = gguf.GGUFReader(out).fields["itq3s.version"]
+    assert field.types == [gguf.GGUFValueType.UINT32]
+
+
+@pytest.mark.parametrize("outtype", ["tq1_0", "tq2_0"])
+def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
+    convert(Options(checkpoint("llama"), tmp_path / "out.gguf", outtype=outtype, pure=True))
+    stored, qtype = tensors(f16("llama")), Type[outtype.upper()]
+    made = tensors(tmp_path / "out.gguf")
+    assert metadata(tmp_path / "out.gguf")["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{outtype.upper()}"]
+    for name, tensor in made.items():
+        if tensor.n_elements >= 256 and len(tensor.shape) > 1:
+            assert tensor.tensor_type == qtype
+            expected = gguf.quants.quantize(stored[name].data.astype(np.float32), qtype)
+            np.testing.assert_array_equal(tensor.data, expected, err_msg=name)
+
+
+def test_ternary_codec_and_effort_reach_the_file(checkpoint: Make, tmp_path: Path) -> None:
+    for name, options in {"ternary": {"codec": "ternary"}, "fast": {"effort": "fast"}}.items():
+        convert(Options(checkpoint("llama"), tmp_path / f"{name}.gguf", native=False, **options))
+    stored = {name: t.data for name, t in tensors(tmp_path / "ternary.gguf").items() if t.tensor_type == ITQ3_S}
+    assert all((blocks.reshape(-1, 100)[:, 64:96] == 0).all() for blocks in stored.values())
+    assert metadata(tmp_path / "ternary.gguf")["itq3s.codec"] == "ternary"
+    assert metadata(tmp_path / "fast.gguf")["itq3s.effort"] == "fast"
+    assert (tmp_path / "fast.gguf").read_bytes() != (tmp_path / "ternary.gguf").read_bytes()
+
+
+def test_without_the_library_other_types_become_q8_0(
+    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    convert(Options(checkpoint("llama-odd"), tmp_path / "out.gguf"))
+    made = types(tmp_path / "out.gguf")
+    assert made["output.weight"] == made["blk.0.ffn_down.weight"] == Type.Q8_0
+    assert made["blk.0.attn_q.weight"] == ITQ3_S
+    message = capsys.readouterr().err
+    assert message.count("note: without the built library: IQ4_NL -> Q8_0, Q6_K -> Q8_0") == 1
+    assert message.count("warning") == 1
+    assert "blk.1.ffn_down.weight: 320 columns, ITQ3_S -> Q8_0" in message
+
+
+def test_dry_run_tells_types_and_size_and_writes_nothing(
+    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = convert(Options(checkpoint("mixtral"), tmp_path / "out.gguf", dry_run=True, effort="fast"))
+    text = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    made = convert(Options(checkpoint("mixtral"), tmp_path / "out.gguf", effort="fast"))
+    assert [(row.name, row.type, row.bytes) for row in planned] == [(row.name, row.type, row.bytes) for row in made]
+    for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
+        shape = "x".join(map(str, tensor.shape.tolist()))
+        assert re.search(rf"^{re.escape(tensor.name)} +{shape} +{tensor.tensor_type.name} ", text, re.MULTILINE)
+    assert report.size((tmp_path / "out.gguf").stat().st_size) in text
+
+
+def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = convert(Options(checkpoint("llama"), tmp_path / "out.gguf", native=False))
+    text = capsys.readouterr().out
+    coded = [row for row in rows if row.type == "ITQ3_S"]
+    line = next(line for line in text.splitlines() if line.startswith("ITQ3_S")).split()
+    assert line[1] == str(len(coded))
+    assert "3.125" in line
+    error = sum(row.weights * (row.error or 0) for row in coded) / sum(row.weights for row in coded)
+    assert float(line[-1]) == pytest.approx(error, rel=0.01) == pytest.approx(0.022, rel=0.05)
+    size = report.size((tmp_path / "out.gguf").stat().st_size)
+    assert re.search(rf"wrote .*out\.gguf: {re.escape(size)}, [0-9.]+ s", text)
+
+
+def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_path: Path) -> None:
+    rows = convert(Options(checkpoint("llama"), tmp_path / "out.gguf", native=False))
+    stored = tensors(f16("llama"))
+    for row, tensor in zip(rows, gguf.GGUFReader(tmp_path / "out.gguf").tensors, strict=True):
+        weights = stored[tensor.name].data.astype(np.float32)
+        decoded = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(weights.shape)
+        expected = np.square(decoded - weights).sum() / np.square(weights).sum()
+        assert row.error == pytest.approx(expected, rel=1e-3, abs=1e-6), tensor.name
+
+
+def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="auto")
+    sharded = save_model(model, tmp_path / "a" / "llama", tokenizer, max_shard_size="1MB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    pickled = Path(tmp_path / "b" / "llama")
+    pickled.mkdir(parents=True)
+    for name in ("config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"):
+        (pickled / name).write_bytes((checkpoint("llama") / name).read_bytes())
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    contents = []
+    for number, folder in enumerate((checkpoint("llama"), sharded, pickled)):
+        out = tmp_path / f"{number}.gguf"
+        convert(Options(folder, out, effort="fast"))
+        contents.append({name: (t.tensor_type, t.data.tobytes()) for name, t in tensors(out).items()})
+    assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.slow
+def test_hub_names_are_taken_from_the_cache(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real download code, offline, on a model that lies in the cache of huggingface_hub."""
+    cache = tmp_path / "hub" / "models--someone--small"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(checkpoint("llama"))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    command = [
+        sys.executable,
+        "-m",
+        "gguf_itq3s.cli",
+        "convert",
+        "hf:someone/small",
+        tmp_path / "{ftype}.gguf",
+        "--dry-run",
+    ]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ITQ3_S.gguf" in done.stdout
+    missing = [*command[:4], "hf:someone/other", *command[5:]]
+    done = subprocess.run(missing, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: hf:someone/other: ") and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ policy alone
+
+
+def small_model(**changes: object) -> policy.Model:
+    facts = {"arch": "llama", "layers": 32, "heads": 32, "kv_heads": 32, "experts": 0, "tied": False}
+    return policy.Model(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "columns,target,expected",
+    [
+        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, Type.IQ4_NL), (300, ITQ3_S, Type.F16),
+        (320, Type.TQ2_0, Type.Q8_0), (300, Type.TQ1_0, Type.F16),
+    ],
+)  # fmt: skip
+def test_fallbacks(columns: int, target: Type, expected: Type) -> None:
+    choice = policy.choose("blk.0.ffn_up.weight", (64, columns), Type.F16, target, small_model())
+    assert choice == policy.Choice(expected, target)
+
+
+def test_models_of_70b_get_more_bits_for_attn_v() -> None:
+    name, shape = "blk.0.attn_v.weight", (1024, 8192)
+    big = small_model(layers=80, heads=64, kv_heads=8)
+    assert policy.choose(name, shape, Type.F16, ITQ3_S, big).type == Type.Q5_K
+    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(heads=64, kv_heads=8)).type == Type.Q4_K
+    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model()).type == ITQ3_S
+
+
+@pytest.mark.parametrize(
+    "name,shape",
+    [
+        ("blk.0.attn_norm.weight", (4096,)), ("blk.0.attn_q.bias", (4096,)), ("blk.0.ffn_gate_inp.weight", (8, 4096)),
+        ("blk.0.ffn_gate_inp_shexp.weight", (1, 4096)), ("position_embd.weight", (512, 4096)),
+        ("blk.0.ssm_conv1d.weight", (4096, 4)),
+    ],
+)  # fmt: skip
+def test_what_is_never_quantized(name: str, shape: tuple[int, ...]) -> None:
+    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(), pure=True).type == Type.F16
+
+
+def test_types_upstream_insists_on_stay() -> None:
+    assert policy.choose("blk.0.attn_q.weight", (256, 256), Type.F32, ITQ3_S, small_model()).type == Type.F32
+    assert (
+        policy.choose("blk.0.ffn_up_exps.weight", (8, 256, 256), Type.MXFP4, ITQ3_S, small_model()).type == Type.MXFP4
+    )
+
+
+# ------------------------------------------------------------------------------------------------ lazy tensors
+
+
+def test_lazy_evaluation_reads_shared_values_once_and_keeps_nothing() -> None:
+    calls: list[str] = []
+
+    def load(name: str) -> np.ndarray:
+        calls.append(name)
+        return np.full((4, 4), 2.0, dtype=np.float32)
+
+    meta = gguf.LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, (4, 4))
+    source = gguf.LazyNumpyTensor(meta=meta, args=("w",), func=load)
+    product = source * source + source
+    from gguf_itq3s.checkpoint.lazy import evaluate
+
+    np.testing.assert_array_equal(evaluate(product), np.full((4, 4), 6.0))
+    assert calls == ["w"]
+    assert source._data is None and product._data is None
+    evaluate(product)
+    assert calls == ["w", "w"]
+
+
+# ------------------------------------------------------------------------------------- memory, stopping, resuming
+
+
+def wide_checkpoint(folder: Path, tokenizer: Path) -> Path:
+    """A Mixtral whose stacked experts are its largest tensors: 64 MiB each in F32, 960 MiB altogether."""
+    config = MixtralConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=8, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+        bos_token_id=1, eos_token_id=2, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in MixtralForCausalLM(config).state_dict().items()}
+    weights = {}
+    for name, shape in shapes.items():
+        if match := re.fullmatch(r"(.*)\.mlp\.experts\.(gate_up|down)_proj", name):
+            # transformers stacks the experts; checkpoints have them one by one.
+            parts = ["w1", "w3"] if match[2] == "gate_up" else ["w2"]
+            for expert, part in itertools.product(range(shape[0]), parts):
+                size = (shape[1] // len(parts), shape[2])
+                weights[f"{match[1]}.block_sparse_moe.experts.{expert}.{part}.weight"] = torch.ones(
+                    size, dtype=torch.bfloat16
+                )
+        else:
+            weights[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = torch.ones(shape, dtype=torch.bfloat16)
+    save_file(weights, folder / "model.safetensors")
+    shutil.copyfile(tokenizer / "tokenizer.model", folder / "tokenizer.model")
+    return folder
+
+
+def peak(model: Path, out: Path, outtype: str = "f16") -> int:
+    """Peak resident memory of a conversion in bytes (VmHWM: ru_maxrss would count the parent's pages at the fork)."""
+    program = (
+        "import sys; from pathlib import Path; from gguf_itq3s.cli import convert_main as main; "
+        "code = main(sys.argv[1:]); status = Path('/proc/self/status').read_text(); "
+        "print(status.split('VmHWM:')[1].split()[0]); raise SystemExit(code)"
+    )
+    command = [sys.executable, "-c", program, model, out, "--outtype", outtype, "--threads", "1"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_stays_within_the_two_largest_tensors(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
+    """Over the memory of a tiny conversion: at most two F32 copies of the largest tensor, and pieces."""
+    base = peak(checkpoint("mixtral"), tmp_path / "out.gguf")
+    model = wide_checkpoint(tmp_path / "wide", tokenizer)
+    largest = 4 * 4 * 4096 * 1024
+    assert base < 2**30
+    for outtype in ("f16", "tq2_0"):
+        assert peak(model, tmp_path / "out.gguf", outtype) - base < 2 * largest + 192 * 2**20
+
+
+def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gguf_itq3s.cli", "convert", model, out, "--no-native", "--threads", "1", *options]
+    return subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def interrupt(process: subprocess.Popen[str], journal: Path, number: int) -> str:
+    """Send a signal once the first tensors are in the journal; returns what was printed on stderr."""
+    end = time.monotonic() + 120
+    while not journal.exists() or journal.read_text().count("\n") < 4:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(number)
+    return process.communicate(timeout=60)[1]
+
+
+@pytest.fixture(scope="module")
+def slow_model(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 8 million weights: seconds of work in numpy."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("slow") / "model"
+    return save_model(AutoModelForCausalLM.from_config(config).half(), folder, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    out = tmp_path_factory.mktemp("whole") / "out.gguf"
+    convert(Options(slow_model, out, native=False))
+    return out.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_interrupted_conversion_leaves_no_output_and_continues(
+    number: int, slow_model: Path, uninterrupted: bytes, tmp_path: Path
+) -> None:
+    out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
+    process = start(slow_model, out)
+    message = interrupt(process, journal, number)
+    assert process.returncode == 1
+    assert not out.exists()
+    assert re.search(
+        r"^error: .*out\.gguf: interrupted after \d+ of \d+ tensors; the same command continues", message, re.M
+    )
+    assert "Traceback" not in message
+    finished = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
+    again = start(slow_model, out)
+    output, message = again.communicate(timeout=300)
+    assert again.returncode == 0
+    assert f"continuing after {len(finished)} of" in message
+    assert out.read_bytes() == uninterrupted
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+    assert float(next(line for line in output.splitlines() if line.startswith("ITQ3_S")).split()[-1]) < 0.023
+
+
+@pytest.mark.slow
+def test_killed_conversion_continues(slow_model: Path, uninterrupted: bytes, tmp_path: Path) -> None:
+    out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
+    interrupt(start(slow_model, out), journal, signal.SIGKILL)
+    assert not out.exists()
+    # A tensor that did not reach the disk whole, and a torn last line.
+    finished = len(journal.read_text().splitlines()) - 1
+    with (tmp_path / "out.gguf.partial").open("r+b") as partial:
+        partial.seek(-64, os.SEEK_END)
+        partial.write(b"\xff" * 64)
+    with journal.open("a") as lines:
+        lines.write('{"name": "torn')
+    again = start(slow_model, out)
+    message = again.communicate(timeout=300)[1]
+    assert again.returncode == 0
+    continued = re.search(r"continuing after (\d+) of", message)
+    assert continued is None or int(continued[1]) <= finished
+    assert out.read_bytes() == uninterrupted
+
+
+@pytest.mark.slow
+def test_other_options_do_not_continue_a_partial_file(slow_model: Path, uninterrupted: bytes, tmp_path: Path) -> None:
+    out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
+    interrupt(start(slow_model, out, "--effort", "fast"), journal, signal.SIGINT)
+    process = start(slow_model, out)
+    message = process.communicate(timeout=300)[1]
+    assert process.returncode == 0 and "continuing" not in message
+    assert out.read_bytes() == uninterrupted
+
+
+def test_open_checkpoint_reads_no_weights(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning is quick whatever the size: nothing is read before the first tensor is written."""
+
+    def refuse(*_: object, **__: object) -> np.ndarray:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(np, "fromfile", refuse)
+    opened = checkpoint_module.open_checkpoint(checkpoint("mixtral"))
+    assert opened.model == policy.Model("llama", 2, 4, 2, 8, False)
+    with pytest.raises(AssertionError, match="weights were read"):
+        next(opened.tensors[0].load())
