@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor of a file.
 
     Attributes:
@@ -53,9 +53,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def by_type(rows: Sequence[Row]) -> str:
+def by_type(rows: Sequence[TensorRow]) -> str:
     """The table by type: tensors, weights, bits per weight, size, mean relative squared error (weighted by size)."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[TensorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.weights):
         groups.setdefault(row.type, []).append(row)
     lines = [_line(name, group) for name, group in groups.items()]
@@ -64,7 +64,7 @@ def by_type(rows: Sequence[Row]) -> str:
     )
 
 
-def _line(name: str, rows: Sequence[Row]) -> list[str]:
+def _line(name: str, rows: Sequence[TensorRow]) -> list[str]:
     weights = sum(row.weights for row in rows)
     total = sum(row.bytes for row in rows)
     measured = [row for row in rows if row.error is not None]

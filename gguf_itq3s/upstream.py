@@ -30,6 +30,8 @@ from typing import Final
 PACKAGE: Final = "llama-cpp-python"
 VERSION: Final = "0.3.36"
 SHA256: Final = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+#: Set in the environment of a command that was started again with the gguf of a source just fetched.
+RESTARTED: Final = "GGUF_ITQ3S_RESTARTED"
 SOURCE: Final = f"llama_cpp_python-{VERSION}"
 
 

@@ -23,10 +23,12 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import upstream
-from ..calibration import collect
+from ..calibration.options import CalibrationOptions
+from ..calibration.pipeline import calibrate
 from ..checkpoint import policy
 from ..codec import native
-from ..convert import pipeline
+from ..convert.options import ConvertOptions
+from ..convert.pipeline import convert
 from ..errors import UserError
 from . import markdown, wikitext
 from .rows import Row, kv_rows, weight_rows
@@ -124,21 +126,13 @@ class Evaluation:
         files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(model.iterdir()) if p.is_file()]
         path = self.work / f"f16-{_digest(str(model.resolve()), files, _package_digest())}.gguf"
         if not path.is_file():
-            self._convert(("--outtype", "f16"), path)
+            self._convert(path, outtype="f16")
         return path
 
-    def _convert(self, arguments: Sequence[str], out: Path) -> None:
-        """Run the converter quietly; its errors come through."""
-        parser = argparse.ArgumentParser()
-        pipeline.add_arguments(parser)
-        words = [str(self.settings.model), str(out), *arguments, "--threads", str(self.settings.threads)]
+    def _convert(self, out: Path, **options: Any) -> None:
+        """Run the converter with its messages in a log; its errors come through."""
         with (self.work / "logs" / "convert.log").open("w") as log:
-            printed, sys.stdout = sys.stdout, log
-            shown, sys.stderr = sys.stderr, log
-            try:
-                pipeline.run(parser.parse_args(words))
-            finally:
-                sys.stdout, sys.stderr = printed, shown
+            convert(ConvertOptions(self.settings.model, out, threads=self.settings.threads, **options), log)
 
     def imatrix(self) -> Path:
         """The importance matrix of the F16 model on a training split, made if it is not there."""
@@ -158,10 +152,10 @@ class Evaluation:
         """Second moments of the model's activations on a training split, collected if they are not there."""
         text = wikitext.training_path()
         path = self.work / f"calibration-{_digest(self.common, _file_digest(text), CALIBRATION_TOKENS)}"
-        options = collect.Options(
+        options = CalibrationOptions(
             self.settings.model, [text], path, tokens=CALIBRATION_TOKENS, context=self.settings.context
         )
-        collect.calibrate(options)  # returns at once if the folder is complete
+        calibrate(options)  # returns at once if the folder is complete
         return path
 
     def _row_path(self, row: Row) -> Path:
@@ -210,8 +204,8 @@ class Evaluation:
             elif row.maker == "ggml":
                 quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
             elif row.maker == "package":
-                calibration = ["--calibration", str(self.calibration())] if row.calibrated else []
-                self._convert([*row.arguments, *calibration], file)
+                statistics = {"calibration": self.calibration()} if row.calibrated else {}
+                self._convert(file, **dict(row.options), **statistics)
             result = describe(file)
             # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.
             same = (
@@ -240,7 +234,15 @@ class Evaluation:
             for row in possible:
                 bar.set_postfix_str(row.key)
                 facts = {"key": row.key, "type": row.label, "how": row.how, "maker": row.maker}
-                results.append({**facts, "arguments": row.arguments, "runtime": row.runtime, **self.measure(row)})
+                results.append(
+                    {
+                        **facts,
+                        "arguments": row.arguments,
+                        "options": dict(row.options),
+                        "runtime": row.runtime,
+                        **self.measure(row),
+                    }
+                )
                 bar.update()
         return results
 
@@ -363,7 +365,7 @@ def add_parser(subparsers: Any) -> None:
         "eval", help="compare quantization types on WikiText-2", description=(__doc__ or "").partition("\n\n")[2]
     )
     add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs_source=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ class Tools:
 
     @classmethod
     def find(cls, threads: int) -> Tools:
-        """The tools beside the library that :mod:`gguf_itq3s.native` loads.
+        """The tools beside the library that :mod:`gguf_itq3s.codec.native` loads.
 
         Raises:
             UserError: they are not built.

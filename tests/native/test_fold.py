@@ -62,7 +62,7 @@ def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str],
         f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
     }
     for name, value in before.items():
-        norm = plan.gain_of(name)
+        norm = plan.norm_of(name)
         if name in plan.norms:
             np.testing.assert_array_equal(after[name], 1)
         elif norm:
