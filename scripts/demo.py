@@ -17,7 +17,9 @@ import subprocess
 from pathlib import Path
 
 from gguf_itq3s import report
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.command import describe
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +85,7 @@ def main() -> int:
     files = {outtype: OUT / f"{args.model.resolve().name}-{outtype.upper()}.gguf" for outtype in ("f16", "itq3_s")}
     for outtype, path in files.items():
         print(f"\n$ convert-hf-to-itq3s {shown(args.model)} {shown(path)} --outtype {outtype}")
-        convert(Options(args.model, path, outtype=outtype, threads=args.threads))
+        print(describe(convert(ConvertOptions(args.model, path, outtype=outtype, threads=args.threads))))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
     text, speed = single_turn(files["itq3_s"], args.prompt or PROMPTS[0], sampling)

@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 from tqdm import tqdm
 
-from .. import upstream
+from .. import report, upstream
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import calibrate
 from ..checkpoint import policy
@@ -30,7 +30,7 @@ from ..codec import native
 from ..convert.options import ConvertOptions
 from ..convert.pipeline import convert
 from ..errors import UserError
-from . import markdown, wikitext
+from . import wikitext
 from .rows import Row, kv_rows, weight_rows
 from .tools import Tools
 
@@ -353,7 +353,7 @@ def results_table(results: Sequence[Result]) -> str:
          f"{100 * r['same_top']:.2f} ± {100 * r['same_top_error']:.2f}", f"`{r['key']}`"]
         for r in sorted(results, key=lambda r: (-r["file_bits"], r["mean_kld"]))
     ]  # fmt: skip
-    return markdown.table(columns, lines, left=2)
+    return report.markdown(columns, lines, left=2)
 
 
 # ------------------------------------------------------------------------------------------------ command line

@@ -21,8 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
-from gguf_itq3s.evaluate import command, markdown, plots  # noqa: E402
+from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.errors import report_errors  # noqa: E402
+from gguf_itq3s.evaluate import command, plots  # noqa: E402
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
 
 #: Rows that the twins are measured on: what the rotation is for.
@@ -46,7 +47,7 @@ def ratios(tables: dict[str, Rows]) -> str:
             known = key in by_key
             cells.append(f"{by_key[key]['mean_kld'] / by_key['iq3_s-pure']['mean_kld']:.3f}" if known else "-")
         lines.append([f"`{key}`", *cells])
-    return markdown.table(["mean KLD / IQ3_S (pure)", *tables], lines)
+    return report.markdown(["mean KLD / IQ3_S (pure)", *tables], lines)
 
 
 @report_errors
@@ -89,10 +90,7 @@ def main() -> int:
     for name, text in sections.items():
         print(f"### {name}\n\n{text}")
         if args.results and not args.rows:
-            try:
-                markdown.replace_section(args.results / "results.md", name, text)
-            except ValueError as error:
-                raise UserError(args.results / "results.md", str(error), "add the marks of the section") from error
+            report.replace_section(args.results / "results.md", name, text)
     return 0
 
 
