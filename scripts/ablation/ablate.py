@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.errors import UserError  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from scripts.ablation import plots, study  # noqa: E402
+from scripts.train.twins import make_twins  # noqa: E402
 
 
 def main() -> int:
@@ -33,11 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         twins = args.work_dir / "twins"
-        made = subprocess.run(
-            [sys.executable, ROOT / "scripts" / "train" / "twins.py", args.model_dir, "--out", twins], check=False
-        )
-        if made.returncode:
-            return 1
+        make_twins(args.model_dir, twins)
         names = ("model", "weight twin", "activation twin")
         models = dict(zip(names, (args.model_dir, twins / "weight-twin", twins / "activation-twin"), strict=True))
         text = wikitext.read(wikitext.test_path())

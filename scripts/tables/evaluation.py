@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,8 @@ from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate import command, plots  # noqa: E402
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
+from gguf_itq3s.evaluate.runner import Result, evaluate  # noqa: E402
+from scripts.train.twins import make_twins  # noqa: E402
 
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
@@ -33,7 +34,7 @@ TWIN_ROWS = (
 )  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
-Rows = list[command.Result]
+Rows = list[Result]
 
 
 def ratios(tables: dict[str, Rows]) -> str:
@@ -57,21 +58,20 @@ def main() -> int:
     parser.set_defaults(work_dir=ROOT / "build" / "eval")
     parser.add_argument("--results", type=Path, help="folder of results.md to update (sections, results/*.json, *.png)")
     args = parser.parse_args()
+    plots.require()
     settings = command.settings_of(args)
     twins_dir = args.work_dir / "twins"
-    make_twins = [sys.executable, ROOT / "scripts" / "train" / "twins.py", args.model, "--out", twins_dir]
-    if made := subprocess.run(make_twins, stdout=subprocess.DEVNULL, check=False).returncode:
-        return made
+    make_twins(args.model, twins_dir)
 
     weights, caches = weight_rows(), kv_rows()
-    tables = command.evaluate(settings, {"weights": weights, "KV cache": caches})
+    tables = evaluate(settings, {"weights": weights, "KV cache": caches})
     twin_tables: dict[str, Rows] = {}
     if not args.rows:
         few = [row for row in weights if row.key in TWIN_ROWS]
         twin_tables["model"] = [r for r in tables["weights"] if r["key"] in TWIN_ROWS]
         for name, folder in TWINS.items():
             twin = replace(settings, model=twins_dir / folder, work=args.work_dir / folder)
-            twin_tables[name] = command.evaluate(twin, {"weights": few})["weights"]
+            twin_tables[name] = evaluate(twin, {"weights": few})["weights"]
 
     out = args.results / "results" if args.results else args.out or args.work_dir
     out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,8 @@ from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.errors import report_errors  # noqa: E402
-from gguf_itq3s.evaluate import command, wikitext  # noqa: E402
+from gguf_itq3s.evaluate import wikitext  # noqa: E402
+from gguf_itq3s.evaluate.runner import describe  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402
 
 #: Name, folder, options of the converter.
@@ -59,7 +60,7 @@ def main() -> int:
             tools.log_probabilities(path, text, base, args.chunks, 512, log)
         figures = tools.divergence(path, base, args.chunks * 255, 512, log)
         reference = reference or figures["perplexity"]
-        facts = command.describe(path)
+        facts = describe(path)
         change = 100 * (figures["perplexity"] / reference - 1)
         rows.append([name, f"{facts['file_bits']:.2f}", f"{figures['perplexity']:.3f}", f"{change:+.3f}%",
                      f"{figures['mean_kld']:.6f}", f"{100 * figures['same_top']:.2f}"])  # fmt: skip

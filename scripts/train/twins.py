@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gguf_itq3s.checkpoint import fold  # noqa: E402
+from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.errors import UserError, report_errors
 
 TWINS = ("weight-twin", "activation-twin")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -125,6 +126,22 @@ def write_model(tensors: Tensors, source: Path, out: Path) -> None:
     partial.replace(out / "model.safetensors")
 
 
+def make_twins(model_dir: Path, out: Path, channels: int = 6, seed: int = 0) -> list[Path]:
+    """Write every twin of a model into a folder of its own below ``out``; returns the folders, as :data:`TWINS`.
+
+    Raises:
+        UserError: the model cannot be rescaled.
+    """
+    try:
+        tensors, tied = read_model(model_dir)
+        for twin in TWINS:
+            write_model(make_twin(tensors, twin, channels, seed, tied), model_dir, out / twin)
+    except TwinError as error:
+        raise UserError(model_dir, str(error), "give a model with Llama's names") from error
+    return [out / twin for twin in TWINS]
+
+
+@report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="folder of a Hugging Face model")
@@ -132,14 +149,8 @@ def main() -> int:
     parser.add_argument("--channels", type=int, default=6, help="rescaled channels of a norm (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of channels (default: %(default)s)")
     args = parser.parse_args()
-    try:
-        tensors, tied = read_model(args.model_dir)
-        for twin in TWINS:
-            write_model(make_twin(tensors, twin, args.channels, args.seed, tied), args.model_dir, args.out / twin)
-            print(args.out / twin)
-    except TwinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for folder in make_twins(args.model_dir, args.out, args.channels, args.seed):
+        print(folder)
     return 0
 
 
