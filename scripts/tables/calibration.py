@@ -5,9 +5,9 @@
     ... --results docs    # and the section of docs/calibration.md, docs/results/calibration.json
 
 For each model: mean KL divergence of each quantized file's predictions from those of its F16 file, every matrix of a
-layer in the named type, the token embedding in F16. Importance matrix and calibration come from the same text, half from
-the novels and half from the validation split; the test split is only evaluated on. A second text, the reference topics
-in Python's own library (technical prose, another domain than the calibration text), is a held-out check.
+layer in the named type, the token embedding in F16. Importance matrix and calibration come from the same text, half
+from the novels and half from the validation split; the test split is only evaluated on. A second text, the reference
+topics in Python's own library (technical prose, another domain than the calibration text), is a held-out check.
 
 Interrupt it at any time; the same command goes on from the rows that are done.
 """
