@@ -100,7 +100,7 @@ def warnings_of(log: str, ours: set[str]) -> list[str]:
 def touched_files() -> list[str]:
     """The .cu files that patches change or src/cuda adds, relative to ggml/src/ggml-cuda."""
     names = {str(p.relative_to(SOURCES)) for p in SOURCES.rglob("*.cu")}
-    for patch in sorted(PATCHES.glob("*.patch")):
+    for patch in sorted(PATCHES.rglob("*.patch")):
         names.update(re.findall(r"^\+\+\+ b/ggml/src/ggml-cuda/(\S+\.cu)$", patch.read_text(), re.MULTILINE))
     return sorted(names)
 
