@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +24,8 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Final
+
+from gguf_itq3s import upstream
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PATCHES: Final = ROOT / "ggml-patch" / "patches"
@@ -105,15 +106,6 @@ def touched_files() -> list[str]:
     return sorted(names)
 
 
-def cache_dir() -> Path:
-    """The cache folder of gguf_itq3s.upstream; that file needs nothing that would have to be installed."""
-    spec = importlib.util.spec_from_file_location("upstream", ROOT / "gguf_itq3s" / "upstream.py")
-    assert spec is not None and spec.loader is not None
-    upstream = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upstream)
-    return Path(upstream.cache_dir())
-
-
 def find_nvcc() -> tuple[str, str]:
     """The compiler and its version ("13.0")."""
     for candidate in (os.environ.get("CUDACXX"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -136,7 +128,7 @@ def cublas_headers(nvcc: str, version: str) -> Path | None:
     if probe.returncode == 0:
         return None
     major = version.split(".")[0]
-    target = cache_dir() / f"cublas-headers-{major}"
+    target = upstream.cache_dir() / f"cublas-headers-{major}"
     if (target / "cublas_v2.h").exists():
         return target
     package = f"nvidia-cublas=={major}.*" if int(major) >= 13 else f"nvidia-cublas-cu{major}"

@@ -9,13 +9,14 @@ prose). Copy the repository with this folder to the machine with the GPU and run
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 from typing import Final
+
+from gguf_itq3s import upstream
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 LIMIT: Final = 60 * 2**20
@@ -48,12 +49,8 @@ def wanted(name: str) -> bool:
 
 def source_folder() -> Path:
     """The pinned source, fetched if it is not there."""
-    spec = importlib.util.spec_from_file_location("upstream", ROOT / "gguf_itq3s" / "upstream.py")
-    assert spec is not None and spec.loader is not None
-    upstream = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upstream)
     try:
-        return Path(upstream.fetch_source())
+        return upstream.fetch_source()
     except upstream.FetchError as error:
         raise PackError(str(error)) from error
 

@@ -2,14 +2,11 @@
 
 #include "log.h"
 
-#include <fcntl.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,8 +22,10 @@ static bool is(const char * name) {
 // Destroyed after the handlers of atexit that main registers.
 static struct late {
     ~late() {
-        if (is("destructor") || is("paused")) {
+        if (is("destructor")) {
             common_log_flush(common_log_main());
+        }
+        if (is("destructor") || is("paused")) {
             LOG("from a destructor\n");
         }
     }
