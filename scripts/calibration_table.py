@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 BIN = Path(__file__).resolve().parents[1] / "build" / "bin"
 EMBEDDING = "f16"
-# Windows evaluated past the ones that count: llama-perplexity takes up to four at a time.
-_MARGIN = 4
 TEXTS = {"wikitext": "WikiText-2 test", "topics": "Python reference topics (held out)"}
 
 
@@ -134,7 +132,7 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
         base = folder / f"{name}.kld"
         if not base.exists():
             partial = base.with_suffix(".partial")
-            tool("llama-perplexity", "-m", f16, "-f", path, "-c", "512", "--chunks", str(args.chunks + _MARGIN),
+            tool("llama-perplexity", "-m", f16, "-f", path, "-c", "512", "--chunks", str(args.chunks),
                  "--kl-divergence-base", partial, *threads)  # fmt: skip
             partial.replace(base)
     imatrix = folder / "importance.gguf"
@@ -162,7 +160,7 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
             )  # fmt: skip
         known = results.get(key, {})
         results[key] = known | {
-            name: in_torch[name].kld(out) if in_torch else kld(out, folder / f"{name}.kld", args.chunks, threads)
+            name: in_torch[name].kld(out) if in_torch else kld(out, folder / f"{name}.kld", threads)
             for name in texts
             if name not in known
         }
@@ -171,18 +169,12 @@ def measure(folder: Path, model: Path, args: argparse.Namespace, results: dict[s
         print(f"{folder.name}: {row.label}: {results[key]}", file=sys.stderr, flush=True)
 
 
-def kld(model: Path, base: Path, chunks: int, threads: list[str]) -> float:
-    """Mean KL divergence over the first ``chunks`` windows.
-
-    llama-perplexity loses what it logs just before it ends (a race in its logger), so the running mean is read from the
-    line of a window that is not among the last.
-    """
+def kld(model: Path, base: Path, threads: list[str]) -> float:
+    """Mean KL divergence over the windows of ``base``."""
     output = tool("llama-perplexity", "-m", model, "--kl-divergence-base", base, "--kl-divergence", *threads)
-    number = r"-?[0-9.]+|-?nan"
-    pair = rf"\s+(?:{number})\s+±\s+(?:{number})"
-    found = re.search(rf"^\s*{chunks}{pair}{pair}\s+({number})\s+±", output, re.M)
+    found = re.search(r"^Mean    KLD:\s*(-?[0-9.]+|-?nan)\s+±", output, re.M)
     if not found:
-        raise SystemExit(f"error: llama-perplexity printed no line for window {chunks}: {output[-800:]}")
+        raise SystemExit(f"error: llama-perplexity printed no mean KLD: {output[-800:]}")
     return float(found[1])
 
 

@@ -70,7 +70,7 @@ int main(int argc, char ** argv) {
         }).join();
     } else if (is("full queue")) {
         // as many as fit, and the log's thread is still asleep when they have all been added
-        for (int i = 0; i < 2000; i++) {
+        for (int i = 0; i < 300; i++) {
             for (int j = 0; j < 511; j++) {
                 LOG("%d\n", j);
             }
