@@ -59,7 +59,7 @@ def single_turn(model: Path, prompt: str, options: list[str]) -> tuple[str, floa
 
 
 def continuation(model: Path, prompt: str, options: list[str]) -> str:
-    """llama-completion's continuation of a prompt. (Its timings go through a log that may lose its end at exit.)"""
+    """llama-completion's continuation of a prompt."""
     return run("llama-completion", "-m", model, "-p", prompt, "-no-cnv", *options).strip()
 
 

@@ -49,13 +49,12 @@ def test_missing_figures_are_errors(line: str) -> None:
         tools.parse_divergence(text, 100)
 
 
-def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = ["[1]91.3,", PRINTED]
+def test_missing_figures_name_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [PRINTED, "[1]91.3,"]
     monkeypatch.setattr(tools.Tools, "run", lambda *_: answers.pop(0))
     found = tools.Tools(tmp_path, 1)
     assert found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    answers = [""] * 5
-    with pytest.raises(UserError, match="printed no perplexity"):
+    with pytest.raises(UserError, match=f"{tmp_path}.*printed no perplexity"):
         found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
 
 
