@@ -105,7 +105,7 @@ class Count:
 
 def end_of(tool: Tool, stdout: str, stderr: str) -> str | None:
     """The text of a run that has to be the same in all, or None when an end is missing."""
-    texts = []
+    texts: list[str] = []
     for pattern, printed in ((tool.stdout, stdout), (tool.stderr, stderr)):
         found = re.search(pattern, printed, re.DOTALL)
         if found is None:
