@@ -9,7 +9,9 @@ from . import upstream
 # Before anything imports gguf: the copy beside the pinned llama.cpp source is ahead of the released package.
 upstream.prefer_vendored_gguf()
 
-from .codec.blocks import dequantize, quantize  # noqa: E402
+from .codec import registry as registry  # noqa: E402
+from .codec.blocks import dequantize  # noqa: E402
+from .codec.native import quantize  # noqa: E402
 from .codec.types import ITQ3_S, MOSTLY_ITQ3_S  # noqa: E402
 
 __all__ = ["ITQ3_S", "MOSTLY_ITQ3_S", "dequantize", "quantize"]

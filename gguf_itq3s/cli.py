@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
-from . import __version__
-from .calibration import collect
-from .convert import pipeline
+from . import __version__, upstream
+from .calibration import command as calibrate
+from .convert import command as convert
 from .errors import report_errors
-from .evaluate import command
+from .evaluate import command as evaluate
 from .inspect import contents, plan, ternary, verify
 
-#: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments.
-SUBCOMMANDS = (pipeline, collect, contents, verify, command, plan, ternary)
+#: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
+#: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary)
 
 
 @report_errors
@@ -24,16 +27,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for module in SUBCOMMANDS:
         module.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    return int(args.run(args))
+    return _run(parser, argv)
 
 
 @report_errors
 def convert_main(argv: Sequence[str] | None = None) -> int:
     """``convert-hf-to-itq3s model_dir out.gguf ...``; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="convert-hf-to-itq3s", description=pipeline.DESCRIPTION)
-    pipeline.add_arguments(parser)
-    return pipeline.run(parser.parse_args(argv))
+    parser = argparse.ArgumentParser(prog="convert-hf-to-itq3s", description=convert.DESCRIPTION)
+    convert.add_arguments(parser)
+    return _run(parser, argv)
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    args = parser.parse_args(argv)
+    if getattr(args, "needs_source", False) and argv is None and not upstream.gguf_is_vendored():
+        # gguf was imported from elsewhere because the source was not there: have it, then start again with its own.
+        upstream.fetch_source()
+        if upstream.RESTARTED not in os.environ:
+            os.environ[upstream.RESTARTED] = "1"
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from .upstream import FetchError, StaleGgufError
-
-_RESTARTED = "GGUF_ITQ3S_RESTARTED"
+from .upstream import FetchError
 
 
 class UserError(Exception):
@@ -70,10 +68,6 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
             problem: BaseException = error
         finally:
             signal.signal(signal.SIGTERM, before)
-        # With arguments it was called from a program, which is not ours to start again.
-        if isinstance(problem, StaleGgufError) and not args and not kwargs and _RESTARTED not in os.environ:
-            os.environ[_RESTARTED] = "1"
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
             traceback.print_exception(problem)
         if isinstance(problem, BrokenPipeError):

@@ -1,13 +1,18 @@
-"""The closing table of a conversion, and numbers as a reader wants them."""
+"""Numbers as a reader wants them, tables of text and of Markdown, and the sections of pages that commands write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from .errors import UserError
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor of a file.
 
     Attributes:
@@ -43,19 +48,48 @@ def size(number: float) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Text in columns, the first flush left and the others flush right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
+    return _tabulate(header, rows, "plain", 1)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first ``left`` columns are left-aligned, the others right-aligned."""
+    return _tabulate(header, rows, "pipe", left) + "\n"
+
+
+def _tabulate(header: Sequence[str], rows: Iterable[Sequence[str]], form: str, left: int) -> str:
+    align = ["left"] * left + ["right"] * (len(header) - left)
+    # The cells are text already; tabulate would format again what looks like a number.
+    return tabulate(
+        list(rows), headers=list(header), tablefmt=form, colalign=align, disable_numparse=True, preserve_whitespace=True
     )
 
 
-def by_type(rows: Sequence[Row]) -> str:
+def bold_least(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    """``cells`` with the one of the least value in bold; ties are all in bold."""
+    known = [v for v in values if v is not None]
+    return [f"**{c}**" if known and v == min(known) else c for c, v in zip(cells, values, strict=True)]
+
+
+def replace_section(path: Path, name: str, text: str) -> None:
+    """Put ``text`` between the marks ``<!-- begin name -->`` and ``<!-- end name -->`` of a file.
+
+    Raises:
+        UserError: the file has no such marks.
+        OSError: the file cannot be read or written.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    page = path.read_text(encoding="utf-8")
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise UserError(path, f"has no {begin} ... {end}", "add the two lines, once each, where the section goes")
+    head, tail = page.split(begin)[0], page.split(end)[1]
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"{head}{begin}\n\n{text.rstrip()}\n\n{end}{tail}", encoding="utf-8")
+    partial.replace(path)
+
+
+def by_type(rows: Sequence[TensorRow]) -> str:
     """The table by type: tensors, weights, bits per weight, size, mean relative squared error (weighted by size)."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[TensorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.weights):
         groups.setdefault(row.type, []).append(row)
     lines = [_line(name, group) for name, group in groups.items()]
@@ -64,7 +98,7 @@ def by_type(rows: Sequence[Row]) -> str:
     )
 
 
-def _line(name: str, rows: Sequence[Row]) -> list[str]:
+def _line(name: str, rows: Sequence[TensorRow]) -> list[str]:
     weights = sum(row.weights for row in rows)
     total = sum(row.bytes for row in rows)
     measured = [row for row in rows if row.error is not None]

@@ -15,9 +15,8 @@ Environment:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tarfile
@@ -30,7 +29,11 @@ from typing import Final
 PACKAGE: Final = "llama-cpp-python"
 VERSION: Final = "0.3.36"
 SHA256: Final = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+#: Set in the environment of a command that was started again with the gguf of a source just fetched.
+RESTARTED: Final = "GGUF_ITQ3S_RESTARTED"
 SOURCE: Final = f"llama_cpp_python-{VERSION}"
+# In the cached folder, written last: the hash of the archive that was unpacked there.
+_MARKER: Final = "archive.sha256"
 
 
 class FetchError(RuntimeError):
@@ -60,8 +63,12 @@ def find_source() -> Path | None:
         if not (path / "gguf-py" / "gguf").is_dir() or not (path / "ggml").is_dir():
             raise FetchError(f"{path}: not a llama.cpp checkout; correct or unset LLAMA_CPP_DIR")
         return path
-    path = cache_dir() / SOURCE / "vendor" / "llama.cpp"
-    return path if path.is_dir() else None
+    folder = cache_dir() / SOURCE
+    try:
+        complete = (folder / _MARKER).read_text().strip() == SHA256
+    except OSError:
+        return None
+    return folder / "vendor" / "llama.cpp" if complete else None
 
 
 def fetch_source() -> Path:
@@ -79,11 +86,12 @@ def fetch_source() -> Path:
             if path := find_source():  # another process was first
                 return path
             with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
-                archive = _download(Path(scratch))
-                _unpack(archive, Path(scratch) / "unpacked")
-                # Renamed last, so a folder under this name is always complete.
-                shutil.rmtree(cache / SOURCE, ignore_errors=True)
-                (Path(scratch) / "unpacked" / SOURCE).rename(cache / SOURCE)
+                unpacked = Path(scratch) / "unpacked"
+                _unpack(_download(Path(scratch)), unpacked)
+                (unpacked / SOURCE / _MARKER).write_text(SHA256 + "\n")
+                if (cache / SOURCE).exists():  # of another archive, or not complete
+                    (cache / SOURCE).rename(Path(scratch) / "replaced")
+                (unpacked / SOURCE).rename(cache / SOURCE)
     except OSError as error:
         raise FetchError(f"{error.filename or cache}: {error.strerror or error}; set GGUF_ITQ3S_CACHE") from error
     path = find_source()
@@ -105,28 +113,35 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _download(folder: Path) -> Path:
-    """Fetch the source distribution into ``folder`` with pip and check its hash."""
+    """Fetch the source distribution into ``folder`` with pip, which compares the hash before it runs any of it.
+
+    pip then runs the build backend for the metadata of a source distribution, even to download it alone; the backend
+    comes from the same index. What runs there is the code of the archive with the right hash.
+    """
     print(f"fetching {PACKAGE} {VERSION} (73 MiB, once)", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
-    done = subprocess.run(
-        [*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--requirement", str(requirements)]
+    options = ["--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
+    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     archive = folder / f"{SOURCE}.tar.gz"
+    if found := re.search(r"^\s*Got\s+([0-9a-f]{64})\s*$", done.stdout, re.MULTILINE):
+        raise FetchError(f"{archive.name}: sha256 is {found[1]}, expected {SHA256}; check the package index in use")
     if done.returncode or not archive.is_file():
         reason = (done.stdout.strip().splitlines() or ["no output"])[-1]
         raise FetchError(f"pip download {PACKAGE}=={VERSION}: {reason}; check the network, or set LLAMA_CPP_DIR")
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != SHA256:
-        raise FetchError(f"{archive.name}: sha256 is {digest}, expected {SHA256}; check the package index in use")
     return archive
 
 
 def _unpack(archive: Path, folder: Path) -> None:
     """Unpack the vendored llama.cpp from the archive."""
-    with tarfile.open(archive) as tar:
-        if hasattr(tarfile, "data_filter"):
-            tar.extraction_filter = tarfile.data_filter
-        tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
+    try:
+        with tarfile.open(archive) as tar:
+            if hasattr(tarfile, "data_filter"):
+                tar.extraction_filter = tarfile.data_filter
+            tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
+    except tarfile.TarError as error:
+        raise FetchError(f"{archive.name}: {error}; set LLAMA_CPP_DIR to a checkout of llama.cpp") from error
 
 
 def prefer_vendored_gguf() -> None:

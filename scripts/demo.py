@@ -17,7 +17,9 @@ import subprocess
 from pathlib import Path
 
 from gguf_itq3s import report
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.command import describe
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +59,7 @@ def single_turn(model: Path, prompt: str, options: list[str]) -> tuple[str, floa
 
 
 def continuation(model: Path, prompt: str, options: list[str]) -> str:
-    """llama-completion's continuation of a prompt. (Its timings go through a log that may lose its end at exit.)"""
+    """llama-completion's continuation of a prompt."""
     return run("llama-completion", "-m", model, "-p", prompt, "-no-cnv", *options).strip()
 
 
@@ -83,7 +85,7 @@ def main() -> int:
     files = {outtype: OUT / f"{args.model.resolve().name}-{outtype.upper()}.gguf" for outtype in ("f16", "itq3_s")}
     for outtype, path in files.items():
         print(f"\n$ convert-hf-to-itq3s {shown(args.model)} {shown(path)} --outtype {outtype}")
-        convert(Options(args.model, path, outtype=outtype, threads=args.threads))
+        print(describe(convert(ConvertOptions(args.model, path, outtype=outtype, threads=args.threads))))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
     text, speed = single_turn(files["itq3_s"], args.prompt or PROMPTS[0], sampling)

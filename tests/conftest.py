@@ -22,7 +22,7 @@ import transformers
 from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, NOVEL, SIZES, save_model
 from gguf_itq3s import upstream
-from gguf_itq3s.calibration import collect
+from gguf_itq3s.calibration.pipeline import calibrate
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -105,7 +105,7 @@ def calibrated(
     def make(name: str) -> tuple[Path, Path]:
         if name not in made:
             out = tmp_path_factory.mktemp("hessians") / name
-            collect.calibrate(options(uneven(name), out))
+            calibrate(options(uneven(name), out))
             made[name] = uneven(name), out
         return made[name]
 

@@ -1,16 +1,15 @@
 """A folder of calibration statistics: rotated Hessians of every layer's inputs, and the manifest that says of what.
 
 ``manifest.json`` names the model (a hash), the text, the options and, for every matrix, the file and the key of its
-statistics; matrices that read the same input share one. Where a norm can be folded (:mod:`gguf_itq3s.fold`), the
-statistics are those of the folded model, the normalised input without the gain; an unfolded model's follow from them.
+statistics; matrices that read the same input share one. Where a norm can be folded
+(:mod:`gguf_itq3s.checkpoint.fold`), the statistics are those of the folded model, the normalised input without the
+gain; an unfolded model's follow from them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +17,11 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError
+from ..rounding import hessian
+from ..rounding.factors import GainOf, tensor_entry
 
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 1
@@ -79,11 +81,6 @@ class Manifest:
         )  # fmt: skip
 
 
-def entry_name(name: str, expert: int | None = None) -> str:
-    """The manifest's name of a matrix, or of one expert of a stack."""
-    return name if expert is None else f"{name}[{expert}]"
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a calibration folder.
 
@@ -117,32 +114,30 @@ def model_hash(files: Sequence[Path]) -> str:
     Raises:
         UserError: a file is not safetensors.
     """
-    tensors: list[tuple[str, str, list[int], bytes]] = []
-    for path in files:
-        with path.open("rb") as file:
-            try:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > os.fstat(file.fileno()).st_size:
-                    raise ValueError("the header is longer than the file")
-                header = json.loads(file.read(length))
-            except (struct.error, ValueError) as error:
-                raise UserError(
-                    path, f"is not a safetensors file: {error}", "convert the model to safetensors"
-                ) from error
-            for name, info in header.items():
-                if name == "__metadata__":
-                    continue
-                start, stop = (8 + length + offset for offset in info["data_offsets"])
-                file.seek(start)
-                sample = file.read(min(_SAMPLE, stop - start))
-                file.seek(max(start, stop - _SAMPLE))
-                sample += file.read(min(_SAMPLE, stop - start))
-                tensors.append((name, info["dtype"], info["shape"], sample))
+    tensors = [sample for path in files for sample in _samples(path)]
     digest = hashlib.sha256()
     for name, dtype, shape, sample in sorted(tensors):
         digest.update(json.dumps([name, dtype, shape]).encode())
         digest.update(sample)
     return digest.hexdigest()
+
+
+def _samples(path: Path) -> list[tuple[str, str, list[int], bytes]]:
+    """Name, type, shape, first and last bytes of every tensor of a safetensors file."""
+    import torch
+
+    samples = []
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                view = file.get_slice(name)
+                # Mapped: only the pages of the samples are read.
+                raw = file.get_tensor(name).flatten().view(torch.uint8)
+                sample = raw[:_SAMPLE].numpy().tobytes() + raw[max(0, raw.numel() - _SAMPLE) :].numpy().tobytes()
+                samples.append((name, view.get_dtype(), list(view.get_shape()), sample))
+    except (SafetensorError, OSError) as error:
+        raise UserError(path, f"is not a safetensors file: {error}", "convert the model to safetensors") from error
+    return samples
 
 
 @dataclass(frozen=True)
@@ -161,6 +156,37 @@ class Calibration:
     def entries(self) -> Mapping[str, Entry]:
         return self.manifest.entries
 
+    @property
+    def path(self) -> Path:
+        """As :attr:`gguf_itq3s.rounding.factors.Statistics.path`: the folder."""
+        return self.folder
+
+    def known(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
+        return name in self.entries or tensor_entry(name, 0) in self.entries
+
+    def key(self, name: str, expert: int | None) -> str:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
+        entry = self.entries.get(tensor_entry(name, expert))
+        return f"{entry.file}:{entry.key}" if entry else tensor_entry(name, expert)
+
+    def rotated(
+        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+    ) -> npt.NDArray[np.floating] | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
+        found = self.hessian(name, expert)
+        if found is None:
+            return None
+        if hessian.columns_of(found) != columns:
+            raise ValueError(f"the statistics have {hessian.columns_of(found)} columns, the matrix {columns}")
+        left_out = self.entries[tensor_entry(name, expert)].norm
+        if left_out is not None and folded is None:
+            return hessian.scale_columns(found, gain(left_out))
+        if left_out is None and folded is not None:
+            factor = gain(folded).astype(np.float64)
+            return hessian.scale_columns(found, np.divide(1.0, factor, out=np.zeros_like(factor), where=factor != 0))
+        return found
+
     def hessian(self, name: str, expert: int | None = None) -> npt.NDArray[np.float32] | None:
         """The rotated Hessian of a matrix's inputs, without the gain of :attr:`Entry.norm`.
 
@@ -170,9 +196,7 @@ class Calibration:
         Raises:
             UserError: a file is missing or damaged.
         """
-        from safetensors import SafetensorError, safe_open
-
-        entry = self.entries.get(entry_name(name, expert))
+        entry = self.entries.get(tensor_entry(name, expert))
         if entry is None or entry.tokens == 0:
             return None
         path = self.folder / entry.file

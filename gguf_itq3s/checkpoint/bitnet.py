@@ -9,9 +9,10 @@ unpacking mixes tensors that are evaluated later with ones that are there, which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _SUFFIX: Final = ".weight_scale"
 
@@ -20,6 +21,8 @@ Loaders = dict[str, Callable[[], Any]]
 
 def unpack(packed: torch.Tensor, scale: torch.Tensor, *, inverse: bool) -> torch.Tensor:
     """uint8 (rows / 4, n) and a scale to float32 (rows, n): ``trit * scale``, or ``trit / scale`` with ``inverse``."""
+    import torch
+
     packed = packed.view(torch.uint8)
     trits = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=0).float() - 1
     # One magnitude for all: the quotient is taken once, so every weight is exactly -a, 0 or a.

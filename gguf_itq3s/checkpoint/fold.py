@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from gguf import MODEL_ARCH, get_tensor_name_map
 
 from ..errors import UserError
 
@@ -31,7 +32,7 @@ ARCHITECTURES: Final = frozenset(
     }
 )  # fmt: skip
 
-#: Which matrices of a layer read a norm.
+#: Which matrices of a layer read a norm; :func:`norm_read_by` and :func:`readers_in_checkpoint` answer from it.
 READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "attn_norm": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
     "ffn_norm": (
@@ -64,9 +65,35 @@ class Folding:
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     left_alone: Sequence[str] = ()
 
-    def gain_of(self, name: str) -> str | None:
+    def norm_of(self, name: str) -> str | None:
         """The folded norm that a matrix reads, or None."""
         return next((norm for norm, readers in self.norms.items() if name in readers), None)
+
+
+def norm_read_by(name: str) -> str | None:
+    """The norm that a matrix reads by its GGUF name, or None: ``blk.3.attn_q.weight`` -> ``blk.3.attn_norm.weight``."""
+    if name == "output.weight":
+        return "output_norm.weight"
+    layer, _, part = name.removesuffix(".weight").rpartition(".")
+    norm = next((norm for norm, readers in READERS.items() if part in readers), None)
+    return f"{layer}.{norm}.weight" if layer and norm else None
+
+
+def readers_in_checkpoint(names: Iterable[str], layers: int) -> dict[str, list[str]]:
+    """Norm -> the matrices that read it, by the names of a Hugging Face checkpoint of Llama's architecture.
+
+    Args:
+        names: tensors of the checkpoint.
+        layers: how many layers it has.
+    """
+    by_gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
+    here = {by_gguf_name.get_name(name, try_suffixes=(".weight",)): name for name in names}
+    readers: dict[str, list[str]] = {}
+    for gguf_name, name in here.items():
+        norm = norm_read_by(gguf_name) if gguf_name else None
+        if norm in here:
+            readers.setdefault(here[norm], []).append(name)
+    return readers
 
 
 def plan(arch: str, names: Iterable[str], floats: Callable[[str], bool] = lambda _: True) -> Folding:

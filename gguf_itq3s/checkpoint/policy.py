@@ -22,6 +22,10 @@ FALLBACKS: Final[Mapping[Type, Type]] = {
     ITQ3_S: Type.IQ4_NL,
     Type.TQ1_0: Type.Q8_0,
     Type.TQ2_0: Type.Q8_0,
+    Type.IQ3_XXS: Type.IQ4_NL,
+    Type.IQ3_S: Type.IQ4_NL,
+    Type.IQ4_XS: Type.IQ4_NL,
+    Type.Q3_K: Type.Q4_0,
     Type.Q4_K: Type.Q5_0,
     Type.Q5_K: Type.Q5_1,
     Type.Q6_K: Type.Q8_0,
@@ -117,15 +121,19 @@ def mix(name: str, columns: int, target: Type, model: Model) -> Type:
     Args:
         name: GGUF name.
         columns: row length.
-        target: the type of the file, ITQ3_S, TQ1_0 or TQ2_0.
+        target: the type of the file. Of other types than ITQ3_S, TQ1_0 and TQ2_0 only the output's rule is known here:
+            llama-quantize's mixes of them, by layer and importance, have more.
         model: facts about the model.
     """
     is_embedding = name in _TOKEN_EMBEDDINGS
     if model.arch == "glm5-next" and any(part in name for part in ("attn_q_a", "attn_q_b", "nextn.eh_proj")):
         return Type.Q8_0
     if name == "output.weight" or (model.tied and is_embedding):
-        return Type.Q8_0 if model.arch == "falcon" or columns % GGML_QUANT_SIZES[target][0] else Type.Q6_K
+        whole = columns % GGML_QUANT_SIZES[target][0] == 0
+        return Type.Q6_K if whole and model.arch != "falcon" and target != Type.Q8_0 else Type.Q8_0
     ternary = target in (Type.TQ1_0, Type.TQ2_0)
+    if not ternary and target != ITQ3_S:
+        return target
     if is_embedding:
         return Type.Q4_K if ternary else target
     if any(part in name for part in ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")):

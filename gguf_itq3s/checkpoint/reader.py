@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from safetensors import SafetensorError, safe_open
 
 from .. import upstream
 from ..errors import UserError
@@ -43,7 +45,7 @@ class SourceTensor:
         name: GGUF name.
         shape: shape in numpy order, rows last (of the weights, for tensors that come quantized).
         stored: the type an F16 file has it in.
-        source: name in the checkpoint, where the tensor comes from a single one.
+        sources: names in the checkpoint that it is made from, in the order they are read.
         load: yields the tensor's parts in order, arrays whose leading axis runs over the tensor's; parts of a tensor
             that comes quantized are uint8.
     """
@@ -51,13 +53,14 @@ class SourceTensor:
     name: str
     shape: tuple[int, ...]
     stored: Type
-    source: str | None
+    sources: tuple[str, ...]
     load: Callable[[], Iterator[np.ndarray]] = field(repr=False)
 
     @property
     def label(self) -> str:
         """Its name for a message, with the checkpoint's own beside it."""
-        return f"{self.name} ({self.source})" if self.source and self.source != self.name else self.name
+        own = self.sources[0] if len(self.sources) == 1 else self.name
+        return self.name if own == self.name else f"{self.name} ({own})"
 
     @property
     def size(self) -> int:
@@ -83,6 +86,49 @@ class Checkpoint:
     writer: gguf.GGUFWriter
     files: list[Path]
 
+    def first_row(self, tensor: SourceTensor) -> np.ndarray | None:
+        """The first row of what a tensor is made from, read alone.
+
+        Rows may be permuted on the way to GGUF, so it is some row of the tensor.
+
+        Returns:
+            float32 (1, n); None where that cannot be had: weights that are not safetensors, not floats, or transposed
+            on the way.
+        """
+        if self._transposes or not (row := self._stored_row(tensor)):
+            return None
+        path, name, shape = row
+        with safe_open(path, framework="pt") as shard:
+            values = shard.get_slice(name)[(slice(0, 1),) * (len(shape) - 1)]
+        return values.float().reshape(1, -1).numpy() if values.dtype.is_floating_point else None
+
+    def _stored_row(self, tensor: SourceTensor) -> tuple[Path, str, tuple[int, ...]] | None:
+        """File, name and shape of a tensor's first source where its rows are the tensor's."""
+        stored = self._stored.get(tensor.sources[0]) if tensor.sources else None
+        if stored is None or len(stored[1]) < 2 or stored[1][-1] != tensor.shape[-1]:
+            return None
+        return stored[0], tensor.sources[0], stored[1]
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[Path, tuple[int, ...]]]:
+        """Name in the checkpoint -> file and shape."""
+        stored = {}
+        for path in self.files:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as shard:
+                    for name in shard.keys():  # noqa: SIM118
+                        stored[name] = path, tuple(shard.get_slice(name).get_shape())
+        return stored
+
+    @cached_property
+    def _transposes(self) -> bool:
+        """Whether the architecture keeps matrices the other way round (GPT-2): a square one would not show it."""
+        for tensor in self.tensors:
+            stored = self._stored.get(tensor.sources[0]) if len(tensor.sources) == 1 else None
+            if stored is not None and stored[1] != tensor.shape and stored[1] == tensor.shape[::-1]:
+                return True
+        return False
+
 
 def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: bool = False) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
@@ -106,8 +152,7 @@ def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: boo
     if not verbose:
         transformers.logging.set_verbosity_error()
 
-    gguf.utility.LocalTensor.mmap_bytes = _read_bytes
-    with torch.inference_mode():
+    with torch.inference_mode(), _read_not_mapped():
         model_class = _model_class(conversion, folder)
         files = _check_weights(folder)
         with _reading(folder):
@@ -116,6 +161,49 @@ def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: boo
             )
             tensors = _collect(reader)
             reader.prepare_metadata(vocab_only=False)
+    return _checkpoint(folder, reader, tensors, files)
+
+
+def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """What :func:`open_checkpoint` would give of a checkpoint whose weights, and tokenizer, are not there.
+
+    Args:
+        folder: with ``config.json``.
+        shapes: of the checkpoint's tensors, numpy order, by their names in it.
+
+    Returns:
+        Tensors that cannot be loaded, and a writer without a tokenizer.
+
+    Raises:
+        UserError: the architecture is not supported, or its conversion asks for values of weights.
+    """
+    _check_folder(folder)
+    conversion = upstream.load_conversion()
+    import torch
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Any:
+        def load() -> Any:
+            raise UserError(folder, "is needed to know the tensors of this architecture", "download the weights", name)
+
+        meta = torch.empty(shape, dtype=torch.float16, device="meta")
+        return conversion.base.LazyTorchTensor(meta=meta, args=(), func=load)
+
+    def index_tensors(self: Any, remote_hf_model_id: str | None = None) -> dict[str, Callable[[], Any]]:
+        found = (self.filter_tensors((name, partial(tensor, name, shape))) for name, shape in shapes.items())
+        return dict(item for item in found if item is not None)
+
+    with torch.inference_mode(), _reading(folder):
+        model_class: Any = _model_class(conversion, folder)
+        members = {"model_arch": model_class.model_arch, "index_tensors": index_tensors, "set_vocab": lambda _: None}
+        reader: Any = type(model_class.__name__, (model_class,), members)(
+            folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")
+        )
+        tensors = _collect(reader)
+        reader.prepare_metadata(vocab_only=False)
+    return _checkpoint(folder, reader, tensors, [])
+
+
+def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path]) -> Checkpoint:
     if not tensors:
         raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
     writer = reader.gguf_writer
@@ -235,8 +323,6 @@ def _check_numbering(shards: list[Path]) -> None:
 
 
 def _check_safetensors(path: Path, expected: set[str]) -> None:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="numpy") as shard:
             names = set(shard.keys())
@@ -334,10 +420,10 @@ def _collect(reader: Any) -> list[SourceTensor]:
         writer.add_tensor_info(name, shape, dtype, 0, raw_dtype=raw_dtype)
         info = writer.tensors[-1][name]
         data = tensor.data if held else tensor
-        source = read[0] if len(read) == 1 else None
+        sources = tuple(read)
         read.clear()
         shape = tuple(int(n) for n in info.shape)
-        tensors.append(SourceTensor(name, shape, info.dtype, source, lambda: _parts(data)))
+        tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))
 
     writer.add_tensor, reader.get_tensors = add_tensor, noted_tensors
     with _conversion_held_back():
@@ -356,11 +442,19 @@ def _conversion_held_back() -> Iterator[None]:
         gguf.quants.quantize = quantize
 
 
-def _read_bytes(tensor: Any) -> np.ndarray:
-    """The bytes of a safetensors tensor, read and not mapped: mapped pages count as memory until the file is closed.
+@contextmanager
+def _read_not_mapped() -> Iterator[None]:
+    """Within, gguf-py reads safetensors instead of mapping them: mapped pages count as memory until the file closes."""
+    mapped = gguf.utility.LocalTensor.mmap_bytes
+    gguf.utility.LocalTensor.mmap_bytes = _read_bytes
+    try:
+        yield
+    finally:
+        gguf.utility.LocalTensor.mmap_bytes = mapped
 
-    Takes the place of ``gguf.utility.LocalTensor.mmap_bytes``.
-    """
+
+def _read_bytes(tensor: Any) -> np.ndarray:
+    """The bytes of a safetensors tensor: takes the place of ``gguf.utility.LocalTensor.mmap_bytes``."""
     span = tensor.data_range
     data = np.fromfile(span.filename, dtype=np.uint8, count=span.size, offset=span.offset)
     if data.size != span.size:
@@ -370,11 +464,11 @@ def _read_bytes(tensor: Any) -> np.ndarray:
 
 def _parts(data: Any) -> Iterator[np.ndarray]:
     """The parts of a tensor: one array, or the chunks of a ``LazyChunkedTensor``."""
-    if hasattr(data, "_chunks"):
-        for chunk in data._chunks:
-            yield np.asarray(chunk())
-    else:
-        yield lazy.evaluate(data)
+    chunks = data._chunks if hasattr(data, "_chunks") else (partial(lazy.evaluate, data),)
+    for chunk in chunks:
+        with _read_not_mapped():
+            part = np.asarray(chunk())
+        yield part
 
 
 def _model_facts(writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:

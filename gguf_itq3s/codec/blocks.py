@@ -17,18 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from . import scale
+from .formats import ITQ3_S_FORMAT, Format
 from .transform import BLOCK, FloatArray, fwht_columns
-from .trellis import ITQ3_S_TRELLIS, LEVELS, IndexArray
+from .trellis import IndexArray
 
-BLOCK_BYTES: Final = 100
-BITS_PER_WEIGHT: Final = BLOCK_BYTES * 8 / BLOCK
+BLOCK_BYTES: Final = ITQ3_S_FORMAT.block_bytes
+BITS_PER_WEIGHT: Final = ITQ3_S_FORMAT.bits_per_weight
 CODECS: Final = ("trellis", "ternary")
-EFFORTS: Final = tuple(scale.STARTS)
+EFFORTS: Final = ITQ3_S_FORMAT.efforts
 
 #: Largest magnitude of a rotated weight the encoders accept; squares and sums of 256 of them stay finite in float32.
 MAGNITUDE_LIMIT = np.float32(2.0**56)
+#: What is said of a weight beyond it.
+TOO_LARGE: Final = "a weight is NaN, infinite or larger than 2**56"
 
-#: The literal ternary code (design section 2.4): symbols 1, 2, 3 read levels 2 + 22 * {-1, 0, 1}.
+#: The literal ternary code (docs/format.md): symbols 1, 2, 3 read levels 2 + 22 * {-1, 0, 1}.
 TERNARY_STEP: Final = 22
 TERNARY_ZERO_POINT: Final = 2
 #: alpha = 0.798 sigma, arXiv 2603.27914.
@@ -40,8 +43,38 @@ _CHUNK = 512
 ByteArray = npt.NDArray[np.uint8]
 
 
+def _pack_planes(symbols: IndexArray) -> ByteArray:
+    """2-bit symbols, four planes of 64 weights: uint8 (256, m) -> (64, m)."""
+    planes = symbols.reshape(4, 64, -1)
+    return planes[0] | planes[1] << 2 | planes[2] << 4 | planes[3] << 6
+
+
+def _unpack_planes(packed: ByteArray) -> IndexArray:
+    """The inverse of :func:`_pack_planes`: uint8 (64, m) -> (256, m)."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(4, 1, 1)
+    return ((packed >> shifts) & np.uint8(3)).reshape(BLOCK, -1)
+
+
+def _pack_bits(bits: IndexArray) -> ByteArray:
+    """Bits of consecutive weights: uint8 (256, m) -> (32, m)."""
+    return np.packbits(bits, axis=0, bitorder="little")
+
+
+def _unpack_bits(packed: ByteArray) -> IndexArray:
+    """The inverse of :func:`_pack_bits`: uint8 (32, m) -> (256, m)."""
+    return np.unpackbits(np.ascontiguousarray(packed), axis=0, bitorder="little")
+
+
+#: How symbols are laid out, by their bits: (pack, unpack).
+_SYMBOLS: Final = {1: (_pack_bits, _unpack_bits), 2: (_pack_planes, _unpack_planes)}
+
+
 def pack(
-    indices: IndexArray, selectors: IndexArray, d: npt.NDArray[np.float16], z: npt.NDArray[np.float16]
+    indices: IndexArray,
+    selectors: IndexArray,
+    d: npt.NDArray[np.float16],
+    z: npt.NDArray[np.float16],
+    fmt: Format = ITQ3_S_FORMAT,
 ) -> ByteArray:
     """Blocks from their parts.
 
@@ -49,62 +82,68 @@ def pack(
         indices: uint8 (256, m) level indices ``4 * symbol + subset`` (only the symbol is stored).
         selectors: uint8 (256, m) of 0 and 1.
         d: float16 (m,) scales.
-        z: float16 (m,) zero-points.
+        z: float16 (m,) zero-points; not stored where the format has none.
+        fmt: the layout.
 
     Returns:
-        uint8 (m, 100).
+        uint8 (m, 100), or as many bytes as the format's blocks have.
     """
-    blocks = np.empty((indices.shape[1], BLOCK_BYTES), dtype=np.uint8)
-    planes = (indices >> 2).reshape(4, 64, -1)
-    blocks[:, :64] = (planes[0] | planes[1] << 2 | planes[2] << 4 | planes[3] << 6).T
-    blocks[:, 64:96] = np.packbits(selectors, axis=0, bitorder="little").T
-    blocks[:, 96:98] = d.astype("<f2").view(np.uint8).reshape(-1, 2)
-    blocks[:, 98:100] = z.astype("<f2").view(np.uint8).reshape(-1, 2)
+    blocks = np.empty((indices.shape[1], fmt.block_bytes), dtype=np.uint8)
+    pack_symbols, _ = _SYMBOLS[fmt.symbol_bits]
+    blocks[:, : fmt.symbol_bytes] = pack_symbols(indices >> np.uint8(2)).T
+    blocks[:, fmt.symbol_bytes : fmt.scale_offset] = _pack_bits(selectors).T
+    scales = [d, z] if fmt.zero_point else [d]
+    blocks[:, fmt.scale_offset :] = np.stack(scales, axis=1).astype("<f2").view(np.uint8)
     return blocks
 
 
-def unpack(blocks: ByteArray) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+def unpack(
+    blocks: ByteArray, fmt: Format = ITQ3_S_FORMAT
+) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16], npt.NDArray[np.float16]]:
     """The inverse of :func:`pack`.
 
     Args:
         blocks: uint8 (m, 100).
+        fmt: the layout.
 
     Returns:
-        uint8 (256, m) level indices ``4 * symbol + subset``, uint8 (256, m) selector bits, float16 (m,) d and z.
+        uint8 (256, m) level indices ``4 * symbol + subset``, uint8 (256, m) selector bits, float16 (m,) d and z (0
+        where the format has none).
 
     Raises:
         ValueError: wrong shape.
     """
-    if blocks.ndim != 2 or blocks.shape[1] != BLOCK_BYTES:
-        raise ValueError(f"ITQ3_S blocks have shape (m, {BLOCK_BYTES}), not {blocks.shape}")
-    shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(4, 1, 1)
-    symbols = ((blocks[:, :64].T >> shifts) & np.uint8(3)).reshape(BLOCK, -1)
-    selectors = np.unpackbits(np.ascontiguousarray(blocks[:, 64:96].T), axis=0, bitorder="little")
-    indices = (symbols << np.uint8(2)) + ITQ3_S_TRELLIS.subsets(selectors)
-    scales = np.ascontiguousarray(blocks[:, 96:100]).view("<f2").astype(np.float16)
-    return indices, selectors, scales[:, 0], scales[:, 1]
+    if blocks.ndim != 2 or blocks.shape[1] != fmt.block_bytes:
+        raise ValueError(f"{fmt.name} blocks have shape (m, {fmt.block_bytes}), not {blocks.shape}")
+    _, unpack_symbols = _SYMBOLS[fmt.symbol_bits]
+    symbols = unpack_symbols(blocks[:, : fmt.symbol_bytes].T)
+    selectors = _unpack_bits(blocks[:, fmt.symbol_bytes : fmt.scale_offset].T)
+    indices = (symbols << np.uint8(2)) + fmt.trellis.subsets(selectors)
+    scales = np.ascontiguousarray(blocks[:, fmt.scale_offset :]).view("<f2").astype(np.float16)
+    return indices, selectors, scales[:, 0], scales[:, 1] if fmt.zero_point else np.zeros_like(scales[:, 0])
 
 
-def decode_blocks(blocks: ByteArray) -> FloatArray:
+def decode_blocks(blocks: ByteArray, fmt: Format = ITQ3_S_FORMAT) -> FloatArray:
     """Weights of the blocks: ``w = (d * 2**-9) * FWHT(LEVELS[...] - z)``, the FWHT unnormalised.
 
     For z = 0 the transform adds small integers and is exact, so each weight carries one rounding.
 
     Args:
         blocks: uint8 (m, 100).
+        fmt: levels and layout.
 
     Returns:
         float32 (m, 256).
     """
-    indices, _, d, z = unpack(blocks)
-    levels = LEVELS.astype(np.float32)[indices] - z.astype(np.float32)
+    indices, _, d, z = unpack(blocks, fmt)
+    levels = fmt.level_values[indices] - z.astype(np.float32)
     return np.ascontiguousarray((fwht_columns(levels) * (d.astype(np.float32) * np.float32(2.0**-9))).T)
 
 
-def encode_trellis(x: FloatArray, effort: str) -> ByteArray:
+def encode_trellis(x: FloatArray, effort: str, fmt: Format = ITQ3_S_FORMAT) -> ByteArray:
     """Trellis-coded blocks of rotated weights: float32 (256, m) -> uint8 (m, 100)."""
-    indices, selectors, d = scale.solve(x, effort)
-    return pack(indices, selectors, d, np.zeros_like(d))
+    indices, selectors, d = scale.solve(x, effort, fmt)
+    return pack(indices, selectors, d, np.zeros_like(d), fmt)
 
 
 def encode_ternary(x: FloatArray, effort: str) -> ByteArray:
@@ -152,18 +191,33 @@ def encode_blocks(weights: FloatArray, effort: str = "default", codec: str = "tr
     Raises:
         ValueError: unknown effort or codec; a weight is NaN, infinite or beyond the range of the format.
     """
-    if codec not in _ENCODERS:
-        raise ValueError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}")
-    if effort not in EFFORTS:
-        raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(EFFORTS)}")
+    check_choice(codec, effort)
     blocks = np.empty((weights.shape[0], BLOCK_BYTES), dtype=np.uint8)
     for part in _chunks(weights.shape[0]):
         with np.errstate(over="ignore", invalid="ignore"):
             x = fwht_columns(weights[part].T.copy()) * np.float32(1 / 16)
-        if not np.abs(x).max(initial=0) < MAGNITUDE_LIMIT:
-            raise ValueError("a weight is NaN, infinite or larger than 2**56")
+        check_magnitude(x)
         blocks[part] = _ENCODERS[codec](x, effort)
     return blocks
+
+
+def check_choice(codec: str, effort: str) -> None:
+    """Raise ValueError unless ``codec`` is one of :data:`CODECS` and ``effort`` one of :data:`EFFORTS`."""
+    if codec not in CODECS:
+        raise ValueError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}")
+    ITQ3_S_FORMAT.check_effort(effort)
+
+
+def check_magnitude(x: FloatArray) -> None:
+    """Raise ValueError unless every rotated weight is below :data:`MAGNITUDE_LIMIT`."""
+    if not np.abs(x).max(initial=0) < MAGNITUDE_LIMIT:
+        raise ValueError(TOO_LARGE)
+
+
+def check_rows(weights: FloatArray) -> None:
+    """Raise ValueError unless the last axis is whole blocks."""
+    if weights.ndim == 0 or weights.shape[-1] % BLOCK:
+        raise ValueError(f"ITQ3_S rows must be a multiple of {BLOCK} long; the shape is {weights.shape}")
 
 
 def quantize(array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis") -> ByteArray:
@@ -181,8 +235,7 @@ def quantize(array: npt.ArrayLike, *, effort: str = "default", codec: str = "tre
         ValueError: row length not a multiple of 256, unknown effort or codec, or a weight that is not finite.
     """
     weights = np.asarray(array, dtype=np.float32)
-    if weights.ndim == 0 or weights.shape[-1] % BLOCK:
-        raise ValueError(f"ITQ3_S rows must be a multiple of {BLOCK} long; the shape is {weights.shape}")
+    check_rows(weights)
     blocks = encode_blocks(weights.reshape(-1, BLOCK), effort, codec)
     return blocks.reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
 

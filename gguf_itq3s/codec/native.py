@@ -1,4 +1,4 @@
-"""The C quantizer of the patched ggml, through ctypes: the same bytes as :mod:`gguf_itq3s.codec`, faster.
+"""The C quantizer of the patched ggml, through ctypes: the same bytes as :mod:`gguf_itq3s.codec.blocks`, faster.
 
 ``make build`` leaves the libraries in ``build/bin``; ``GGUF_ITQ3S_LIBRARY`` names another ``libggml-base``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -18,10 +19,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..rounding.hessian import Factor
-from ..rounding.ldlq import Search, check_shape
-from .blocks import BLOCK_BYTES, CODECS, EFFORTS, ByteArray
-from .transform import BLOCK
+from . import blocks
+from .blocks import BLOCK_BYTES, CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
+from .transform import BLOCK, FloatArray
 from .types import ITQ3_S
 
 LIBRARY_VARIABLE: Final = "GGUF_ITQ3S_LIBRARY"
@@ -70,51 +70,54 @@ class NativeLibrary:
     def quantize(
         self, array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int = 1
     ) -> ByteArray:
-        """As :func:`gguf_itq3s.codec.quantize`, with the same bytes and the same errors, on ``threads`` threads."""
-        weights = np.ascontiguousarray(array, dtype=np.float32)
-        if weights.ndim == 0 or weights.shape[-1] % BLOCK:
-            raise ValueError(f"ITQ3_S rows must be a multiple of {BLOCK} long; the shape is {weights.shape}")
-        if codec not in CODECS:
-            raise ValueError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}")
-        if effort not in EFFORTS:
-            raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(EFFORTS)}")
-        blocks = weights.reshape(-1, BLOCK)
-        out = np.empty((blocks.shape[0], BLOCK_BYTES), dtype=np.uint8)
+        """As :func:`gguf_itq3s.codec.blocks.quantize`, the same bytes and the same errors, on ``threads`` threads."""
+        weights = np.asarray(array, dtype=np.float32)
+        check_rows(weights)
+        check_choice(codec, effort)
+        source = np.ascontiguousarray(weights).reshape(-1, BLOCK)
+        out = np.empty((source.shape[0], BLOCK_BYTES), dtype=np.uint8)
 
         def part(start: int, stop: int) -> None:
             self._itq3_s(
-                blocks[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, BLOCK,
+                source[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, BLOCK,
                 CODECS.index(codec), EFFORTS.index(effort),
             )  # fmt: skip
 
-        _in_parts(part, blocks.shape[0], max(1, _CHUNK_WEIGHTS // BLOCK), threads)
-        # C code marks a block it cannot encode with a NaN scale, as ggml_validate_row_data expects.
-        if np.isnan(out[:, 96:98].copy().view("<f2")).any():
-            raise ValueError("a weight is NaN, infinite or larger than 2**56")
+        _in_parts(part, source.shape[0], max(1, _CHUNK_WEIGHTS // BLOCK), threads)
+        if refused(out):
+            raise ValueError(TOO_LARGE)
         return out.reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
 
     def quantize_calibrated(
-        self, array: npt.ArrayLike, factor: Factor, options: Search | None = None, *, threads: int = 1
-    ) -> ByteArray:
-        """As :func:`gguf_itq3s.ldlq.quantize`, with the same bytes and the same errors, on ``threads`` threads."""
-        options = options or Search()
-        weights = np.ascontiguousarray(array, dtype=np.float32)
-        check_shape(weights, factor)
-        feedback, weight = np.ascontiguousarray(factor.feedback), np.ascontiguousarray(factor.weight)
-        out = np.empty((weights.shape[0], factor.columns // BLOCK * BLOCK_BYTES), dtype=np.uint8)
+        self, weights: FloatArray, feedback: FloatArray, weight: FloatArray, *, segment: int, lookahead: int,
+        effort: str, threads: int = 1,
+    ) -> ByteArray:  # fmt: skip
+        """The calibrated encoder alone; :func:`gguf_itq3s.rounding.ldlq.quantize` checks arguments and reads errors.
+
+        Args:
+            weights: float32 (m, n), n a multiple of 256.
+            feedback: float32 (n, n), or (n / 256, 256, 256): unit upper triangular.
+            weight: float32 (n,), positive.
+            segment: columns committed at a time.
+            lookahead: columns searched past a segment before it is committed.
+            effort: one of ``EFFORTS``.
+            threads: how many rows at a time.
+
+        Returns:
+            uint8 (m, n / 256 * 100); a block that cannot be encoded has a NaN scale.
+        """
+        source, n = np.ascontiguousarray(weights), weights.shape[1]
+        feedback, weight = np.ascontiguousarray(feedback), np.ascontiguousarray(weight)
+        out = np.empty((source.shape[0], n // BLOCK * BLOCK_BYTES), dtype=np.uint8)
 
         def part(start: int, stop: int) -> None:
             self._ldlq(
-                weights[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, factor.columns,
-                feedback.ctypes.data_as(_F32P), weight.ctypes.data_as(_F32P), int(factor.full), options.segment,
-                options.lookahead, EFFORTS.index(options.effort),
+                source[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, n,
+                feedback.ctypes.data_as(_F32P), weight.ctypes.data_as(_F32P), int(feedback.ndim == 2), segment,
+                lookahead, EFFORTS.index(effort),
             )  # fmt: skip
 
-        _in_parts(part, weights.shape[0], _LDLQ_ROWS, threads)
-        if np.isnan(out.reshape(-1, BLOCK_BYTES)[:, 96:98].copy().view("<f2")).any():
-            if not np.isfinite(weights).all() or np.abs(weights).max() >= 2.0**52:
-                raise ValueError("a weight is NaN, infinite or larger than 2**56")
-            raise ValueError("the errors fed forward grew beyond float32; use more damping")
+        _in_parts(part, source.shape[0], _LDLQ_ROWS, threads)
         return out
 
     def quantize_type(
@@ -164,6 +167,11 @@ def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: i
             pass
 
 
+def refused(blocks: ByteArray) -> bool:
+    """Whether C marked a block that it cannot encode by a NaN scale, as ggml_validate_row_data expects."""
+    return bool(np.isnan(blocks.reshape(-1, BLOCK_BYTES)[:, 96:98].copy().view("<f2")).any())
+
+
 def tools_folder() -> Path:
     """``build/bin`` of the checkout, where ``make build`` leaves libraries and tools."""
     return Path(__file__).resolve().parents[2] / "build" / "bin"
@@ -185,3 +193,41 @@ def load() -> NativeLibrary | None:
     """
     path = library_path()
     return None if path is None else NativeLibrary(path)
+
+
+@lru_cache(maxsize=1)
+def _usable() -> NativeLibrary | None:
+    """The library, or None with one warning where it is there and cannot be used."""
+    try:
+        return load()
+    except OSError as error:
+        warnings.warn(f"ITQ3_S is quantized in numpy, the C library cannot be used: {error}", stacklevel=3)
+        return None
+
+
+def quantize(
+    array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int | None = None
+) -> ByteArray:
+    """Quantize rows to ITQ3_S, in C where it is built and in numpy elsewhere; the bytes are the same.
+
+    Args:
+        array: (..., n) weights, n a multiple of 256; converted to float32.
+        effort: ``fast`` or ``default``.
+        codec: ``trellis`` or ``ternary``.
+        threads: of the C library; None for one a processor.
+
+    Returns:
+        uint8 (..., n / 256 * 100), C-contiguous, the layout of a GGUF tensor.
+
+    Raises:
+        ValueError: row length not a multiple of 256, unknown effort or codec, or a weight that is not finite.
+    """
+    library = _usable()
+    if library is None:
+        return blocks.quantize(array, effort=effort, codec=codec)
+    return library.quantize(array, effort=effort, codec=codec, threads=processors() if threads is None else threads)
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,15 +15,13 @@ weights apart instead of adjacent. :func:`tq2_0_blocks` and :func:`tq1_0_blocks`
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import numpy.typing as npt
 
+from .transform import BLOCK
+
 Trits = npt.NDArray[np.int8]
 ByteArray = npt.NDArray[np.uint8]
-
-BLOCK: Final = 256
 
 # Weight numbers in the order the bytes take them, (bytes, digits in a byte). TQ2_0: two halves of 128 weights.
 _TQ2_0_ORDER = np.arange(BLOCK).reshape(2, 4, 32).transpose(0, 2, 1).reshape(64, 4)

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import packing
-from .packing import BLOCK, Trits
+from .packing import Trits
+from .transform import BLOCK, FloatArray
 
-FloatArray = npt.NDArray[np.float32]
 Granularity = Literal["tensor", "row", "block"]
 
 TQ1_0: Final = gguf.GGMLQuantizationType.TQ1_0
@@ -99,6 +99,16 @@ def _two_valued(groups: FloatArray) -> tuple[bool, FloatArray, FloatArray]:
     return bool(((magnitudes == 0) | (magnitudes == top[..., None])).all()), magnitudes, top
 
 
+def looks_ternary(rows: npt.ArrayLike) -> bool:
+    """Whether the first 16 blocks of a matrix are each -a, 0 and a: what ordinary weights are told apart by.
+
+    Args:
+        rows: (..., n), converted to float32; only the first row is looked at.
+    """
+    groups = _groups(rows)
+    return bool(groups.size) and _two_valued(groups[:1, :_SAMPLE])[0]
+
+
 def recognise(weights: npt.ArrayLike) -> Ternary | None:
     """The ternary form of a matrix, if it has one; the comparison of magnitudes is exact.
 
@@ -112,7 +122,7 @@ def recognise(weights: npt.ArrayLike) -> Ternary | None:
         ValueError: fewer than two axes.
     """
     groups = _groups(weights)
-    if groups.size == 0 or not _two_valued(groups[:1, :_SAMPLE])[0]:
+    if not looks_ternary(weights):
         return None
     fits, _, top = _two_valued(groups)
     if not fits or not np.isfinite(top).all():

@@ -1,4 +1,4 @@
-"""The trellis of ITQ3_S: which of four interleaved grids a weight is read from, and the search for the best path.
+"""The trellis: which of four interleaved grids a weight is read from, and the search for the best path.
 
 Trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38(1), 1990): 16 levels are split into four
 interleaved subsets of four; one *selector* bit a weight drives a shift register, and two parity checks of the register
@@ -108,7 +108,7 @@ def nearest_symbols(
 
     Args:
         y: float32 (n, m), weights in level units.
-        levels: int8 (16,), ascending, index ``4 * symbol + subset``.
+        levels: int8, a multiple of four, ascending, index ``4 * symbol + subset``.
 
     Returns:
         float32 (n, 4, m) squared distances ``(y - level)^2`` and uint8 (n, 4, m) symbols.
@@ -120,8 +120,9 @@ def nearest_symbols(
         grid = levels[subset::4].astype(np.float32)
         middle = (grid[:-1] + grid[1:]) * np.float32(0.5)
         s = symbol[:, subset]
-        np.add(y > middle[0], y > middle[1], out=s, dtype=np.uint8)
-        s += y > middle[2]
+        np.greater(y, middle[0], out=s)
+        for threshold in middle[1:]:
+            s += y > threshold
         distance = y - grid[s]
         np.multiply(distance, distance, out=metric[:, subset])
     return metric, symbol
@@ -138,7 +139,7 @@ def search(
     Args:
         y: float32 (n, m), finite; one block a column, in level units (weight * 32 / d).
         trellis: the code.
-        levels: int8 (16,), ascending.
+        levels: as :func:`nearest_symbols` takes them.
 
     Returns:
         uint8 (n, m) level indices ``4 * symbol + subset`` and uint8 (n, m) selector bits.

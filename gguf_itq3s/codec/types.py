@@ -1,6 +1,7 @@
-"""ITQ3_S in gguf-py: the enum members, the block size and the codec class.
+"""The names and numbers of ITQ3_S in gguf-py: enum members and the size of a block.
 
-Importing this module makes ``gguf.quants.quantize``/``dequantize``, ``GGUFWriter`` and ``GGUFReader`` know the type.
+Importing this module makes ``GGUFWriter`` and ``GGUFReader`` know the type; :mod:`gguf_itq3s.codec.registry` adds the
+codec class.
 """
 
 from __future__ import annotations
@@ -9,11 +10,8 @@ from enum import IntEnum
 from typing import Any, Final, TypeVar
 
 import gguf
-import numpy as np
-from gguf import quants
-from gguf.lazy import LazyNumpyTensor
 
-from .blocks import BLOCK_BYTES, decode_blocks, encode_blocks, quantize
+from .formats import ITQ3_S_FORMAT
 from .transform import BLOCK
 
 Member = TypeVar("Member", bound=IntEnum)
@@ -48,25 +46,4 @@ ITQ3_S: Final = _add_member(gguf.GGMLQuantizationType, "ITQ3_S", 500)
 #: ``general.file_type`` of a file whose matrices are mostly ITQ3_S.
 MOSTLY_ITQ3_S: Final = _add_member(gguf.LlamaFileType, "MOSTLY_ITQ3_S", 500)
 
-gguf.GGML_QUANT_SIZES[ITQ3_S] = (BLOCK, BLOCK_BYTES)
-
-_Quant: Any = quants.__Quant
-
-
-class ITQ3_S_Quant(_Quant, qtype=ITQ3_S):  # type: ignore[call-arg, misc]  # noqa: N801
-    """The codec class of ``gguf.quants``: trellis codec, default effort; see :mod:`gguf_itq3s.codec`."""
-
-    @classmethod
-    def quantize(cls, tensor: Any) -> Any:
-        """As the base class, without its groups of 16 rows: the trellis search wants many blocks at once."""
-        return super().quantize(tensor) if isinstance(tensor, LazyNumpyTensor) else quantize(tensor)
-
-    @classmethod
-    def quantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
-        """float32 (m, 256) -> uint8 (m, 100)."""
-        return encode_blocks(np.asarray(blocks, dtype=np.float32))
-
-    @classmethod
-    def dequantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (m, 100) -> float32 (m, 256)."""
-        return decode_blocks(blocks)
+gguf.GGML_QUANT_SIZES[ITQ3_S] = (BLOCK, ITQ3_S_FORMAT.block_bytes)

@@ -9,12 +9,13 @@ from typing import Final
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from ..checkpoint import policy
 from ..codec import blocks
+from ..codec.blocks import ByteArray
 from ..codec.native import NativeLibrary
+from ..codec.transform import FloatArray
 from ..codec.types import ITQ3_S
 from ..rounding import ldlq
 from ..rounding.hessian import Factor
@@ -28,23 +29,39 @@ _ERROR_SAMPLE: Final = 1 << 20
 
 _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
 
-FloatArray = npt.NDArray[np.float32]
-ByteArray = npt.NDArray[np.uint8]
 #: The factor of the Hessian of a matrix of a tensor, by its number in the stack, or None where nothing is known.
-Factors = Callable[[int], "Factor | None"]
+FactorOf = Callable[[int], "Factor | None"]
 
 
-@dataclass
-class Error:
+@dataclass(frozen=True)
+class SquaredError:
     """Squared error and squared weights of (a sample of) a tensor."""
 
     error: float = 0.0
     energy: float = 0.0
 
+    def __add__(self, other: SquaredError) -> SquaredError:
+        return SquaredError(self.error + other.error, self.energy + other.energy)
+
     @property
     def relative(self) -> float:
         """Relative squared error; 0 for an all-zero tensor."""
         return self.error / self.energy if self.energy else 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a tensor, encoded.
+
+    Attributes:
+        data: their bytes, uint8 (n,).
+        weights: how many; 0 for what is copied.
+        error: of (a sample of) them.
+    """
+
+    data: ByteArray
+    weights: int
+    error: SquaredError = SquaredError()
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Encoder:
         library = self.library
         if qtype == ITQ3_S and factor is not None:
             if library is not None and self.native:
-                return library.quantize_calibrated(weights, factor, self.search, threads=self.threads)
+                return ldlq.quantize(weights, factor, self.search, library=library, threads=self.threads)
             return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search))
         if library is not None and (self.native or qtype not in policy.NUMPY_TYPES):
             if qtype == ITQ3_S:
@@ -100,19 +117,18 @@ class Encoder:
             return np.concatenate(list(pool.map(quantize, parts)))
 
     def encode(
-        self, parts: Iterable[np.ndarray], size: int, qtype: Type, error: Error, factors: Factors | None = None
-    ) -> Iterator[tuple[ByteArray, int]]:
+        self, parts: Iterable[np.ndarray], size: int, qtype: Type, factor_of: FactorOf | None = None
+    ) -> Iterator[Piece]:
         """Encode a tensor piece by piece.
 
         Args:
-            parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.SourceTensor.load`).
+            parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.reader.SourceTensor.load`).
             size: weights of the whole tensor.
             qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
-            error: receives the squared error, on about a million weights of a larger tensor.
-            factors: calibration statistics of an ITQ3_S tensor.
+            factor_of: calibration statistics of an ITQ3_S tensor.
 
         Yields:
-            The bytes of a piece, uint8 (n,), and its number of weights (0 for what is copied).
+            The pieces in order; the error is measured on about a million weights of a larger tensor.
 
         Raises:
             ValueError: a weight is NaN or infinite, or too large for the type; the message is the reason alone.
@@ -120,16 +136,15 @@ class Encoder:
         share = min(1.0, _ERROR_SAMPLE / max(size, 1))
         for number, matrix in _matrices(parts):
             if matrix.dtype == np.uint8 or matrix.dtype.kind in "iu":
-                yield np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), 0
+                yield Piece(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), 0)
                 continue
-            factor = factors(number) if factors is not None else None
+            factor = factor_of(number) if factor_of is not None else None
             step = max(1, _PIECE // matrix.shape[1])
             for start in range(0, matrix.shape[0], step):
                 piece = np.ascontiguousarray(matrix[start : start + step], dtype=np.float32)
                 _check_finite(piece)
                 data = self._piece(piece, qtype, factor)
-                _measure(piece, data, qtype, share, error)
-                yield data.reshape(-1).view(np.uint8), piece.size
+                yield Piece(data.reshape(-1).view(np.uint8), piece.size, _error(piece, data, qtype, share))
 
     def _piece(self, piece: FloatArray, qtype: Type, factor: Factor | None) -> np.ndarray:
         if (dtype := _FLOATS.get(qtype)) is None:
@@ -164,10 +179,11 @@ def _check_finite(piece: FloatArray) -> None:
     raise ValueError(f"{bad.size} of its weights {'is' if bad.size == 1 else 'are'} {kind}")
 
 
-def _measure(piece: FloatArray, data: np.ndarray, qtype: Type, share: float, error: Error) -> None:
-    """Add the error of the first ``share`` of a piece's rows."""
+def _error(piece: FloatArray, data: np.ndarray, qtype: Type, share: float) -> SquaredError:
+    """The error of the first ``share`` of a piece's rows."""
     rows = max(1, round(piece.shape[0] * share))
     weights = piece[:rows]
     decoded = data[:rows].astype(np.float32) if qtype in _FLOATS else gguf.quants.dequantize(data[:rows], qtype)
-    error.error += float(np.square(decoded - weights, dtype=np.float64).sum())
-    error.energy += float(np.square(weights, dtype=np.float64).sum())
+    return SquaredError(
+        float(np.square(decoded - weights, dtype=np.float64).sum()), float(np.square(weights, dtype=np.float64).sum())
+    )

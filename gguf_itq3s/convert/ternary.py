@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TextIO
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from ..checkpoint.fold import READERS
+from ..checkpoint.fold import norm_read_by
 from ..checkpoint.policy import Choice, may_quantize
+from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec import ternary
-from ..codec.packing import BLOCK
-
-if TYPE_CHECKING:
-    from ..checkpoint.reader import SourceTensor
-
-TYPES: Final = ("tq2_0", "tq1_0")
+from ..codec.transform import BLOCK
 
 
 @dataclass(frozen=True)
@@ -60,24 +55,31 @@ class Ternaries:
         ]
 
 
-def find(tensors: Sequence[SourceTensor], mode: str, qtype: Type, scale: str, arch: str) -> Ternaries:
+def find(
+    checkpoint: Checkpoint, mode: str, qtype: Type, scale: str, messages: TextIO, but: Collection[str] = ()
+) -> Ternaries:
     """The matrices that get a ternary type.
 
     ``auto`` takes every matrix that may be quantized and is ternary already, whatever its name, and changes no value
     beyond rounding its scales to float16. ``force`` ternarizes the other matrices of the layers as training does.
+    Ordinary matrices are told apart by their first row, where it can be read alone.
 
     Args:
-        tensors: of the checkpoint.
+        checkpoint: not folded.
         mode: ``auto``, ``force`` or ``off``.
         qtype: TQ1_0 or TQ2_0.
         scale: of ``force``, a key of ``ternary.SCALES``.
-        arch: ``general.architecture``.
+        messages: where a warning goes.
+        but: tensors that stay as they are.
     """
     found, forced, unfit = set(), set(), []
-    for tensor in tensors if mode != "off" else ():
-        if tensor.stored != Type.F16 or not may_quantize(tensor.name, tensor.shape, arch):
+    for tensor in checkpoint.tensors if mode != "off" else ():
+        if tensor.name in but or tensor.stored != Type.F16:
             continue
-        if is_ternary(tensor):
+        if not may_quantize(tensor.name, tensor.shape, checkpoint.model.arch):
+            continue
+        row = checkpoint.first_row(tensor)
+        if (row is None or ternary.looks_ternary(row)) and is_ternary(tensor):
             if scales_fit(tensor):
                 found.add(tensor.name)
             else:
@@ -86,16 +88,12 @@ def find(tensors: Sequence[SourceTensor], mode: str, qtype: Type, scale: str, ar
             forced.add(tensor.name)
     if unfit:
         names = ", ".join(unfit)
-        print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=sys.stderr)
+        print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=messages)
     return Ternaries(frozenset(found), frozenset(forced), _norms_read_by(found | forced), qtype, scale)
 
 
 def _norms_read_by(names: Iterable[str]) -> frozenset[str]:
-    norms = {"output_norm.weight"} if "output.weight" in names else set()
-    for name in names:
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
-        norms |= {f"{layer}.{norm}.weight" for norm, readers in READERS.items() if part in readers}
-    return frozenset(norms)
+    return frozenset(norm for name in names if (norm := norm_read_by(name)))
 
 
 def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib
+from ..errors import UserError
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+_NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity": "perplexity"}
+#: Codes for models that were trained ternary: on others they lose by orders of magnitude and would squeeze the rest.
+_TERNARY: Final = ("TQ1_0", "TQ2_0")
+#: How a file was made -> marker and filling; the first word that the row's description holds.
+_MARKERS: Final = (
+    ("calibrated", "*", "full"), ("imatrix", "o", "none"), ("mix", "s", "full"), ("pure", "o", "full"),
+)  # fmt: skip
 
-_NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity": "perplexity, WikiText-2 test"}
+
+def require() -> None:
+    """Find out whether plots can be drawn, before the work that they show.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise UserError("matplotlib", "is not installed", "pip install 'gguf-itq3s[eval]'")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -23,43 +37,53 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
+def shown(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that a plot shows: all but F16, the ternary types and the literal ternary code."""
+    return [r for r in results if r["type"] not in ("F16", *_TERNARY) and "literal" not in r["how"]]
+
+
 def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
-    """Plot a measure of every row against the bits per weight of its file.
+    """Plot a measure of every row against the bits per weight of its file; a legend names the points.
 
     Args:
         results: rows of the evaluation; F16 is drawn as a line, not a point.
         measure: ``mean_kld`` or ``perplexity``.
         path: PNG file to write.
     """
-    rows = [r for r in results if r["type"] != "F16"]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = shown(results)
     if not rows:
         return
-    figure, axis = plt.subplots(figsize=(8.5, 5.2))
-    colours = plt.get_cmap("tab20").colors
-    types = list(dict.fromkeys(r["type"] for r in rows))
-    front = pareto_front([(r["file_bits"], r[measure]) for r in rows])
-    named: set[str] = set()
+    figure, axis = plt.subplots(figsize=(9, 5))
+    types = list(dict.fromkeys(r["type"] for r in sorted(rows, key=lambda r: r["file_bits"])))
+    palette = plt.get_cmap("tab10").colors
+    others = [name for name in types if name != "ITQ3_S"]
+    colours = {"ITQ3_S": "crimson"} | {name: palette[i % len(palette)] for i, name in enumerate(others)}
     for r in rows:
-        ours = r["type"] == "ITQ3_S"
-        point = (r["file_bits"], r[measure])
-        colour = "crimson" if ours else colours[types.index(r["type"]) % len(colours)]
+        _, marker, fill = next(m for m in _MARKERS if m[0] in r["how"])
         axis.errorbar(
-            *point, yerr=r[f"{measure}_error"], fmt="*" if ours else "o" if r["how"].startswith("pure") else "s",
-            markersize=11 if ours else 6, color=colour, markerfacecolor="none" if "imatrix" in r["how"] else None,
-            label=None if r["type"] in named else r["type"],
+            r["file_bits"], r[measure], yerr=r[f"{measure}_error"], fmt=marker, color=colours[r["type"]],
+            markersize=10 if marker == "*" else 6, fillstyle=fill,
         )  # fmt: skip
-        named.add(r["type"])
-        if point in front:
-            axis.annotate(r["how"], point, fontsize=7, xytext=(6, 3), textcoords="offset points")
-    axis.step(*zip(*front, strict=True), where="post", color="grey", linewidth=1, zorder=0, label="Pareto front")
+    front = pareto_front([(r["file_bits"], r[measure]) for r in rows])
+    axis.step(*zip(*front, strict=True), where="post", color="grey", linewidth=1, zorder=0)
+    names = [
+        *(axis.plot([], [], "s", color=colours[name], label=name)[0] for name in types),
+        *(axis.plot([], [], marker, color="k", fillstyle=fill, label=how)[0] for how, marker, fill in _MARKERS),
+        axis.plot([], [], color="grey", linewidth=1, label="Pareto front")[0],
+    ]
     if measure == "perplexity" and (f16 := [r for r in results if r["type"] == "F16"]):
-        axis.axhline(f16[0][measure], color="k", linestyle=":", linewidth=1, label="F16")
+        names.append(axis.axhline(f16[0][measure], color="k", linestyle=":", linewidth=1, label="F16"))
     axis.set(xlabel="bits per weight of the file", ylabel=_NAMES[measure], yscale="log", xscale="log")
-    ticks = [1.7, 2, 2.5, 3, 3.5, 4, 5, 6, 8]
+    ticks = [3, 3.5, 4, 4.5, 5, 6, 8]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    axis.minorticks_off()
+    axis.xaxis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, title="round: pure, square: mix, hollow: imatrix", title_fontsize=7, ncols=2)
+    axis.legend(handles=names, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Maker = Literal["none", "llama-quantize", "ggml", "package"]
 
@@ -18,11 +18,12 @@ class Row:
         how: what the table says about its making.
         maker: who writes the file: nobody (the F16 file itself), llama-quantize, ggml's quantizer called directly, or
             this package's converter.
-        arguments: of ``llama-quantize`` (the type last), the type for ggml, or of ``gguf-itq3s convert``.
+        arguments: of ``llama-quantize`` (the type last), or the type for ggml.
         imatrix: whether llama-quantize is given an importance matrix.
         calibrated: whether the converter is given calibration text.
         runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
         environment: variables set for llama-perplexity.
+        options: of the converter, fields of :class:`gguf_itq3s.convert.options.ConvertOptions`.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Row:
     calibrated: bool = False
     runtime: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 #: Types of llama-quantize: name, name of the ``--pure`` row (None: same as another's), whether it takes a matrix.
@@ -78,21 +80,17 @@ def _package_rows() -> list[Row]:
     """Rows of the converter, which folds norms into the matrices unless told otherwise."""
     rows = []
     for pure in (False, True):
-        key, how, flags = "convert" + "-pure" * pure, "pure" if pure else "mix", ("--pure",) * pure
-        how += ", folded"
-        rows.append(Row(key, "ITQ3_S", how, "package", flags))
-        rows.append(Row(f"{key}-calibrated", "ITQ3_S", f"{how}, calibrated", "package", flags, calibrated=True))
-    rows += [
-        Row("convert-pure-unfolded", "ITQ3_S", "pure, by the package", "package", ("--pure", "--no-fold-norms")),
-        Row("convert-pure-fast", "ITQ3_S", "pure, folded, fast", "package", ("--pure", "--effort", "fast")),
-        Row(
-            "convert-pure-ternary",
-            "ITQ3_S",
-            "pure, folded, literal ternary",
-            "package",
-            ("--pure", "--codec", "ternary"),
-        ),
-    ]
+        key, how = "convert" + "-pure" * pure, ("pure" if pure else "mix") + ", folded"
+        options = (("pure", True),) * pure
+        rows.append(Row(key, "ITQ3_S", how, "package", options=options))
+        calibrated = f"{how}, calibrated"
+        rows.append(Row(f"{key}-calibrated", "ITQ3_S", calibrated, "package", calibrated=True, options=options))
+    for key, how, option in (
+        ("unfolded", "pure, by the package", ("fold_norms", False)),
+        ("fast", "pure, folded, fast", ("effort", "fast")),
+        ("ternary", "pure, folded, literal ternary", ("codec", "ternary")),
+    ):
+        rows.append(Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), option)))
     return rows
 
 
@@ -105,11 +103,15 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
     rows = []
     for cache in _CACHES:
         runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
-        common = (weights.maker, weights.arguments, weights.imatrix, weights.calibrated, runtime)
+        common: dict[str, Any] = {
+            "label": weights.label, "maker": weights.maker, "arguments": weights.arguments, "imatrix": weights.imatrix,
+            "calibrated": weights.calibrated, "runtime": runtime, "options": weights.options,
+        }  # fmt: skip
         how = f"{weights.how}; KV {cache}".removeprefix("; ")
-        rows.append(Row(f"kv-{short}-{cache}", weights.label, f"{how}, rotated", *common))
+        rows.append(Row(key=f"kv-{short}-{cache}", how=f"{how}, rotated", **common))
         off = (("LLAMA_ATTN_ROT_DISABLE", "1"),)
-        rows.append(Row(f"kv-{short}-{cache}-unrotated", weights.label, f"{how}, not rotated", *common, off))
+        key = f"kv-{short}-{cache}-unrotated"
+        rows.append(Row(key=key, how=f"{how}, not rotated", environment=off, **common))
     return rows
 
 

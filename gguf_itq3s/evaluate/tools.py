@@ -22,7 +22,6 @@ _PAIRS = {
     "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
 }
-_ATTEMPTS = 5
 _QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
 
@@ -40,7 +39,7 @@ class Tools:
 
     @classmethod
     def find(cls, threads: int) -> Tools:
-        """The tools beside the library that :mod:`gguf_itq3s.native` loads.
+        """The tools beside the library that :mod:`gguf_itq3s.codec.native` loads.
 
         Raises:
             UserError: they are not built.
@@ -119,15 +118,12 @@ class Tools:
     ) -> dict[str, Any]:  # fmt: skip
         """KL divergence of a model from the log-probabilities in ``base``; see :func:`parse_divergence`."""
         arguments = ["-m", model, "-c", context, "-t", self.threads, "--kl-divergence", "--kl-divergence-base", base]
-        for attempt in range(_ATTEMPTS):
-            printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
-            try:
-                return parse_divergence(printed, tokens)
-            except ValueError as error:
-                # llama.cpp's logger is a thread that is not joined: on a busy machine the last lines may be lost.
-                if attempt == _ATTEMPTS - 1:
-                    raise UserError(log, f"llama-perplexity: {error}", "the file holds all it printed") from error
-        raise AssertionError("not reached")
+        printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
+        try:
+            return parse_divergence(printed, tokens)
+        except ValueError as error:
+            remedy = "run the command again; the file holds all it printed"
+            raise UserError(log, f"llama-perplexity: {error}", remedy) from error
 
 
 def parse_divergence(text: str, tokens: int) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def text(facts: dict[str, Any]) -> str:
     sizes = []
     for t in facts["tensors"]:
         weights = int(np.prod(t["shape"], dtype=np.int64))
-        sizes.append(report.Row(t["name"], t["type"], weights, round(t["bits_per_weight"] * weights / 8)))
+        sizes.append(report.TensorRow(t["name"], t["type"], weights, round(t["bits_per_weight"] * weights / 8)))
     return "\n".join([*lines, "", report.by_type(sizes)])
 
 

@@ -1,7 +1,8 @@
 """``gguf-itq3s plan``: sizes of a model in every type and of its KV cache, and what fits, without reading weights.
 
 Shapes come from the headers of the safetensors files if those are there, else from building the model of
-``config.json`` on torch's meta device, with the tensors that the index names.
+``config.json`` on torch's meta device, with the tensors that the index names. llama.cpp's conversion makes GGUF tensors
+of them as it would of the weights, and the converter's type policy says what each becomes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, Final
 
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from safetensors import SafetensorError, safe_open
 
 from .. import report
+from ..checkpoint import policy
+from ..checkpoint.reader import Checkpoint, open_shapes
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 
@@ -102,8 +106,6 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def _header_shapes(files: Sequence[Path]) -> Shapes:
-    from safetensors import SafetensorError, safe_open
-
     shapes: Shapes = {}
     file = files[0]
     try:
@@ -136,30 +138,20 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None) -> Shapes:
     return {name: shapes[name] for name in names if name in shapes}
 
 
-def tensor_bytes(name: str, shape: Sequence[int], qtype: Type, *, pure: bool, tied: bool) -> int:
-    """Bytes of a tensor: vectors in F32, embedding and output head by llama-quantize's 3-bit mix unless ``pure``.
+def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool) -> int:
+    """Bytes of all tensors with the matrices in a type, by the converter's own policy.
 
     Args:
-        name: name in the checkpoint.
-        shape: numpy order, rows last.
+        checkpoint: its tensors need no weights.
         qtype: type of the matrices.
-        pure: the embedding and the output head are in that type too.
-        tied: whether the embedding is the output head.
+        pure: the embedding and the output matrix are in that type too.
     """
-    count = 1
-    for n in shape:
-        count *= n
-    if len(shape) < 2 or "norm" in name:
-        return 4 * count
-    if not pure and qtype != Type.F16:
-        is_output = name.endswith("lm_head.weight") or (tied and "embed_tokens" in name)
-        if is_output and qtype not in (Type.Q8_0,):
-            qtype = Type.Q6_K
-    for candidate in (qtype, Type.IQ4_NL if GGML_QUANT_SIZES[qtype][0] == 256 else Type.F16, Type.F16):
-        block, size = GGML_QUANT_SIZES[candidate]
-        if shape[-1] % block == 0:
-            return count // block * size
-    raise AssertionError("F16 has blocks of one")
+    total = 0
+    for tensor in checkpoint.tensors:
+        choice = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure)
+        block, size = GGML_QUANT_SIZES[choice.type]
+        total += tensor.size // block * size
+    return total
 
 
 def layers_of(config: Mapping[str, Any]) -> list[Layer]:
@@ -227,20 +219,17 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
         UserError: as :func:`read_config` and :func:`read_shapes`, or the config does not describe the cache.
     """
     config = read_config(folder)
-    shapes = read_shapes(folder)
-    tied = bool(config.get("tie_word_embeddings")) or not any(n.endswith("lm_head.weight") for n in shapes)
+    checkpoint = open_shapes(folder, read_shapes(folder))
     try:
         layers = layers_of(config)
     except (KeyError, ZeroDivisionError) as error:
         raise UserError(
             folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
         ) from error
-    weights = sum(_count(shape) for shape in shapes.values())
+    weights = sum(tensor.size for tensor in checkpoint.tensors)
     types = {}
     for qtype in WEIGHT_TYPES:
-        mixed, pure = (
-            sum(tensor_bytes(n, s, qtype, pure=p, tied=tied) for n, s in shapes.items()) for p in (False, True)
-        )
+        mixed, pure = (weight_bytes(checkpoint, qtype, pure=pure) for pure in (False, True))
         types[qtype.name] = {"bytes": mixed, "pure_bytes": pure, "bits": 8 * mixed / weights}
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {
@@ -253,13 +242,6 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
             for name, entry in types.items()
         }
     return result
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def text(result: Mapping[str, Any]) -> str:
@@ -292,7 +274,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ctx", type=int, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs_source=True)
 
 
 def _size(argument: str) -> int:

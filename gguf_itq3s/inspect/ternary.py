@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import report
+from ..checkpoint.reader import open_checkpoint
 from ..codec import ternary
 
 
@@ -26,8 +27,6 @@ def examine(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the folder is not a checkpoint of a supported architecture.
     """
-    from ..checkpoint.reader import open_checkpoint
-
     facts = []
     for tensor in open_checkpoint(folder).tensors:
         if len(tensor.shape) < 2:
@@ -47,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("ternary", help="ternary matrices and ternarization errors", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs_source=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
 from .. import report
-from ..checkpoint.fold import READERS
+from ..checkpoint.fold import norm_read_by
+from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
 from .contents import open_gguf
 
@@ -35,8 +36,6 @@ def reference_of(source: Path) -> Reference:
     if source.is_file():
         reader = open_gguf(source)
         return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
-    from ..checkpoint.reader import open_checkpoint
-
     return {t.name: (t.shape, t.load) for t in open_checkpoint(source).tensors}
 
 
@@ -58,14 +57,8 @@ def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
 
 def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
     """The gain that norm folding multiplied into the columns of ``name``, or None: what the file's norm has lost."""
-    layer, _, kind = name.removesuffix(".weight").rpartition(".")
-    for norm, readers in READERS.items():
-        full = f"{layer}.{norm}.weight" if layer else ""
-        if kind in readers and full in reference and full in file:
-            return _lost_gain(full, reference, file)
-    if name == "output.weight" and "output_norm.weight" in reference and "output_norm.weight" in file:
-        return _lost_gain("output_norm.weight", reference, file)
-    return None
+    norm = norm_read_by(name)
+    return _lost_gain(norm, reference, file) if norm in reference and norm in file else None
 
 
 def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
@@ -95,8 +88,8 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
     """
     file = {t.name: t for t in open_gguf(path).tensors}
     reference = reference_of(source)
-    folded = {norm for norm in file if norm.endswith("_norm.weight") and norm in reference and norm.split(".")[-2] in
-              (*READERS, "output_norm") and _lost_gain(norm, reference, file) is not None}  # fmt: skip
+    read = {norm for name in file if (norm := norm_read_by(name)) and norm in reference and norm in file}
+    folded = {norm for norm in read if _lost_gain(norm, reference, file) is not None}
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
@@ -164,7 +157,7 @@ def add_parser(subparsers: Any) -> None:
         "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs_source=True)
 
 
 def run(args: argparse.Namespace) -> int:

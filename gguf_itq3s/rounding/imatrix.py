@@ -2,7 +2,7 @@
 
 llama-imatrix writes, for every matrix, the sum of the squares of each input column: the diagonal of the second moment
 in the basis that is not rotated. Taken for the whole of it, the rotated Hessian is ``H D H`` in each block
-(:func:`gguf_itq3s.hessian.from_diagonal`), exact and not diagonal.
+(:func:`gguf_itq3s.rounding.hessian.from_diagonal`), exact and not diagonal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
+from . import hessian
+from .factors import GainOf, tensor_entry
 
 _SUMS: Final = ".in_sum2"
 _COUNTS: Final = ".counts"
@@ -32,6 +34,23 @@ class ImportanceMatrix:
 
     path: Path
     moments: dict[str, npt.NDArray[np.float64]]
+
+    def known(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
+        return name in self.moments
+
+    def key(self, name: str, expert: int | None) -> str:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
+        return tensor_entry(name, expert)
+
+    def rotated(
+        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+    ) -> npt.NDArray[np.float64] | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
+        moments = self.diagonal(name, columns, expert)
+        if moments is None:
+            return None
+        return hessian.from_diagonal(moments if folded is None else _without_gain(moments, gain(folded)))
 
     def diagonal(self, name: str, columns: int, expert: int | None = None) -> npt.NDArray[np.float64] | None:
         """Mean squares of the inputs of a matrix.
@@ -55,6 +74,13 @@ class ImportanceMatrix:
             raise UserError(self.path, what, "take the importance matrix of this model", name)
         moments = rows[expert or 0]
         return moments if np.isfinite(moments).all() and moments.any() else None
+
+
+def _without_gain(moments: npt.NDArray[np.float64], gain: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Mean squares before the gain; a column whose gain is 0 counts as the mean of the others."""
+    square = gain.astype(np.float64) ** 2
+    result = np.divide(moments, square, out=np.full_like(moments, np.nan), where=square > 0)
+    return np.where(np.isnan(result), np.nanmean(result) if (square > 0).any() else 1.0, result)
 
 
 def read(path: Path) -> ImportanceMatrix:

@@ -2,8 +2,9 @@
 
 LDLQ (QuIP, arXiv 2307.13304; GPTQ, arXiv 2210.17323, is the same procedure) rounds columns left to right and lets
 each column make up for the errors of those before it: with the Hessian as ``A diag(weight) A^T``
-(:class:`gguf_itq3s.hessian.Factor`), the cost of a row is ``sum_k weight[k] * (e[k] + sum_{j<k} A[j, k] e[j])^2``.
-For the block that starts at column s, with the errors of the blocks before it fixed, that is ::
+(:class:`gguf_itq3s.rounding.hessian.Factor`), the cost of a row is
+``sum_k weight[k] * (e[k] + sum_{j<k} A[j, k] e[j])^2``. For the block that starts at column s, with the errors of the
+blocks before it fixed, that is ::
 
     sum_k weight[k] * (d/32 * z[k] - y[k])^2
     z[k] = L[k] + sum_{s<=j<k} A[j, k] L[j]                    the levels, through the feedback
@@ -23,32 +24,57 @@ rounded before they are added), so the C quantizer reproduces every byte.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.blocks import BLOCK_BYTES, MAGNITUDE_LIMIT, ByteArray, pack
-from ..codec.scale import F16_MAX, RMS_IN_LEVELS, block_rms, fold_sum
+from ..codec import native
+from ..codec.blocks import TOO_LARGE, ByteArray, check_magnitude, pack
+from ..codec.formats import ITQ3_S_FORMAT, Format
+from ..codec.native import NativeLibrary
+from ..codec.scale import F16_MAX, block_rms, fold_sum
 from ..codec.transform import BLOCK, FloatArray, fwht_columns
-from ..codec.trellis import ITQ3_S_TRELLIS, LEVELS, UNREACHED, IndexArray
+from ..codec.trellis import UNREACHED, IndexArray
 from .hessian import Factor
 
 #: Limits of the C implementation: columns that a survivor's own feedback spans, and how far back its state is known.
 WINDOW: Final = 64
 LOOKAHEAD: Final = 25
 
-_STATES: Final = ITQ3_S_TRELLIS.states
-_HALF: Final = _STATES // 2
-# The state before, by where the survivor comes from (from k or k + 32), and the subset read on the way.
-_PREDECESSOR: Final = np.stack([np.arange(_STATES) >> 1, (np.arange(_STATES) >> 1) + _HALF])
-_BIT: Final = (np.arange(_STATES) & 1).astype(np.uint32)
-_SUBSET: Final = (
-    ITQ3_S_TRELLIS.butterfly_subsets[np.arange(_STATES) >> 1]
-    ^ ((np.arange(2)[:, None] ^ (np.arange(_STATES) & 1)) << 1)
-).astype(np.uint8)
-_GRIDS: Final = np.stack([LEVELS[subset::4].astype(np.float32) for subset in range(4)])
-_MIDDLES: Final = (_GRIDS[:, :-1] + _GRIDS[:, 1:]) * np.float32(0.5)
+# What is said of a search whose numbers overflow.
+_GREW: Final = "the errors fed forward grew beyond float32; use more damping"
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What the search looks up of a format.
+
+    Attributes:
+        predecessor: int (2, states): the state before, by where the survivor comes from (k, or k + states / 2).
+        subset: uint8 (2, states): the subset read on the way.
+        bit: uint32 (states,): the selector bit that leads to a state.
+        grids: float32 (4, symbols): levels of each subset.
+        middles: float32 (4, symbols - 1): half-way between them.
+    """
+
+    predecessor: npt.NDArray[np.int64]
+    subset: IndexArray
+    bit: npt.NDArray[np.uint32]
+    grids: FloatArray
+    middles: FloatArray
+
+
+@lru_cache
+def _tables(fmt: Format) -> _Tables:
+    states = np.arange(fmt.trellis.states)
+    subset = fmt.trellis.butterfly_subsets[states >> 1] ^ ((np.arange(2)[:, None] ^ (states & 1)) << 1)
+    grids = np.stack([fmt.level_values[subset::4] for subset in range(4)])
+    return _Tables(
+        np.stack([states >> 1, (states >> 1) + states.size // 2]), subset.astype(np.uint8),
+        (states & 1).astype(np.uint32), grids, (grids[:, :-1] + grids[:, 1:]) * np.float32(0.5),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,7 @@ class Search:
     Attributes:
         segment: columns committed at a time.
         lookahead: columns searched past a segment before it is committed.
-        effort: start scales, a key of :data:`gguf_itq3s.scale.STARTS`.
+        effort: start scales, one of :attr:`gguf_itq3s.codec.formats.Format.efforts`.
 
     Raises:
         ValueError: a length is out of range, or the effort unknown.
@@ -74,39 +100,40 @@ class Search:
                 f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead "
                 f"0 to {LOOKAHEAD}, and both at most {WINDOW} in all"
             )
-        if self.effort not in RMS_IN_LEVELS:
-            raise ValueError(f"unknown effort {self.effort!r}; use one of {', '.join(RMS_IN_LEVELS)}")
+        ITQ3_S_FORMAT.check_effort(self.effort)
 
 
 def search(
-    target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search
+    target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format = ITQ3_S_FORMAT
 ) -> tuple[IndexArray, IndexArray]:
     """Search the path of one block with a small ``sum_k weight[k] * (z[k] - target[k])^2``, all columns at once.
 
-    Without feedback within the block this is the Viterbi search of :func:`gguf_itq3s.trellis.search`, and exact.
+    Without feedback within the block this is the Viterbi search of :func:`gguf_itq3s.codec.trellis.search`, and exact.
 
     Args:
         target: float32 (256, m), one block a column, in level units.
         feedback: float32 (256, 256), unit upper triangular.
         weight: float32 (256,).
         options: segment and lookahead.
+        fmt: levels and trellis.
 
     Returns:
         uint8 (256, m) level indices ``4 * symbol + subset`` and uint8 (256, m) selector bits.
     """
     n, m = target.shape
+    tables, states = _tables(fmt), fmt.trellis.states
     columns = np.arange(m)
     target = target.copy()
     coupled = bool(np.triu(feedback, 1).any())
     segment, lookahead = (options.segment, options.lookahead) if coupled else (n, 0)
 
-    metric = np.full((_STATES, m), UNREACHED, dtype=np.float32)
+    metric = np.full((states, m), UNREACHED, dtype=np.float32)
     metric[0] = 0
     # what a survivor's uncommitted levels add to the columns from t on, as far as they reach
-    pending = np.zeros((1, _STATES, m), dtype=np.float32)
-    history = np.zeros((_STATES, m), dtype=np.uint32)
-    survivor = np.empty((n, _STATES, m), dtype=np.bool_)
-    index = np.empty((n, _STATES, m), dtype=np.uint8)
+    pending = np.zeros((1, states, m), dtype=np.float32)
+    history = np.zeros((states, m), dtype=np.uint32)
+    survivor = np.empty((n, states, m), dtype=np.bool_)
+    index = np.empty((n, states, m), dtype=np.uint8)
     indices = np.empty((n, m), dtype=np.uint8)
     selectors = np.empty((n, m), dtype=np.uint8)
     committed = 0
@@ -117,39 +144,44 @@ def search(
             if t < stop:
                 indices[t] = index[t, state, columns]
                 selectors[t] = state & 1
-            state = (state >> 1) + _HALF * survivor[t, state, columns]
+            state = (state >> 1) + states // 2 * survivor[t, state, columns]
 
     for t in range(n):
         wanted = target[t] - pending[0]
         candidates, chosen = [], []
         for origin in range(2):
-            subset = _SUBSET[origin]
-            y = wanted[_PREDECESSOR[origin]]
-            symbol = (y > _MIDDLES[subset, 0, None]).astype(np.uint8)
-            symbol += y > _MIDDLES[subset, 1, None]
-            symbol += y > _MIDDLES[subset, 2, None]
-            distance = y - _GRIDS[subset[:, None], symbol]
-            candidates.append(metric[_PREDECESSOR[origin]] + distance * distance * weight[t])
+            subset = tables.subset[origin]
+            y = wanted[tables.predecessor[origin]]
+            symbol = np.zeros(y.shape, dtype=np.uint8)
+            for middle in tables.middles.T:
+                symbol += y > middle[subset, None]
+            distance = y - tables.grids[subset[:, None], symbol]
+            candidates.append(metric[tables.predecessor[origin]] + distance * distance * weight[t])
             chosen.append(4 * symbol + subset[:, None])
         high = candidates[1] < candidates[0]
         metric = np.where(high, candidates[1], candidates[0])
         survivor[t], index[t] = high, np.where(high, chosen[1], chosen[0])
-        history = np.where(high, history[_PREDECESSOR[1]], history[_PREDECESSOR[0]]) << np.uint32(1) | _BIT[:, None]
+        history = (
+            np.where(high, history[tables.predecessor[1]], history[tables.predecessor[0]]) << np.uint32(1)
+            | tables.bit[:, None]
+        )
 
         # the levels of a segment reach beyond its commitment only then
         reach = min((t // segment + 1) * segment + lookahead, n) - (t + 1) if coupled else 0
-        following = np.zeros((max(reach, 1), _STATES, m), dtype=np.float32)
-        following[: len(pending) - 1] = np.where(high, pending[1:, _PREDECESSOR[1]], pending[1:, _PREDECESSOR[0]])
-        following[:reach] += feedback[t, t + 1 : t + 1 + reach, None, None] * LEVELS[index[t]].astype(np.float32)
+        following = np.zeros((max(reach, 1), states, m), dtype=np.float32)
+        following[: len(pending) - 1] = np.where(
+            high, pending[1:, tables.predecessor[1]], pending[1:, tables.predecessor[0]]
+        )
+        following[:reach] += feedback[t, t + 1 : t + 1 + reach, None, None] * fmt.level_values[index[t]]
         pending = following
 
         if t + 1 == committed + segment + lookahead and t + 1 < n:
             best = metric.argmin(axis=0)
             commit(committed, committed + segment, t, best)
-            through = history >> np.uint32(lookahead) & np.uint32(_STATES - 1)
+            through = history >> np.uint32(lookahead) & np.uint32(states - 1)
             metric = np.where(through == through[best, columns], metric, UNREACHED)
             for j in range(committed, committed + segment):
-                target[t + 1 :] -= feedback[j, t + 1 :, None] * LEVELS[indices[j]].astype(np.float32)
+                target[t + 1 :] -= feedback[j, t + 1 :, None] * fmt.level_values[indices[j]]
             committed += segment
     commit(committed, n, n - 1, metric.argmin(axis=0))
     return indices, selectors
@@ -164,7 +196,7 @@ def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
 
 
 def solve(
-    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search
+    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format = ITQ3_S_FORMAT
 ) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
     """Path and scale of one block.
 
@@ -174,6 +206,7 @@ def solve(
         feedback: float32 (256, 256), unit upper triangular.
         weight: float32 (256,).
         options: segment, lookahead, effort.
+        fmt: levels, trellis and start scales.
 
     Returns:
         uint8 (256, m) level indices, uint8 (256, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
@@ -184,9 +217,10 @@ def solve(
     safe_rms = np.where(alive, rms, np.float32(1))
     column_weight = weight[:, None]
     best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
-    for rms_in_levels in RMS_IN_LEVELS[options.effort]:
-        indices, selectors = search((y * (rms_in_levels / safe_rms)).astype(np.float32), feedback, weight, options)
-        z = through_feedback(LEVELS.astype(np.float32)[indices], feedback)
+    for rms_in_levels in fmt.start_rms(options.effort):
+        wanted = (y * (rms_in_levels / safe_rms)).astype(np.float32)
+        indices, selectors = search(wanted, feedback, weight, options, fmt)
+        z = through_feedback(fmt.level_values[indices], feedback)
         weighted = column_weight * z
         fit = np.float32(32) * (fold_sum(weighted * y) / fold_sum(weighted * z))
         d = np.clip(fit, -F16_MAX, F16_MAX).astype(np.float16)
@@ -208,13 +242,22 @@ def solve(
     return indices, selectors, d
 
 
-def quantize(array: npt.ArrayLike, factor: Factor, options: Search | None = None) -> ByteArray:
+def quantize(
+    array: npt.ArrayLike,
+    factor: Factor,
+    options: Search | None = None,
+    *,
+    library: NativeLibrary | None = None,
+    threads: int = 1,
+) -> ByteArray:
     """Quantize the rows of a matrix to ITQ3_S with the Hessian of their inputs.
 
     Args:
         array: (m, n) weights, converted to float32.
         factor: of the rotated Hessian, n columns.
         options: how far to search.
+        library: the C library, which writes the same bytes; None for numpy.
+        threads: of the C library.
 
     Returns:
         uint8 (m, n / 256 * 100), the layout of a GGUF tensor.
@@ -225,27 +268,40 @@ def quantize(array: npt.ArrayLike, factor: Factor, options: Search | None = None
     options = options or Search()
     weights = np.asarray(array, dtype=np.float32)
     check_shape(weights, factor)
+    if library is None:
+        return _quantize_in_numpy(weights, factor, options, ITQ3_S_FORMAT)
+    out = library.quantize_calibrated(
+        weights, factor.feedback, factor.weight, segment=options.segment, lookahead=options.lookahead,
+        effort=options.effort, threads=threads,
+    )  # fmt: skip
+    if native.refused(out):
+        if not np.isfinite(weights).all() or np.abs(weights).max() >= 2.0**52:
+            raise ValueError(TOO_LARGE)
+        raise ValueError(_GREW)
+    return out
+
+
+def _quantize_in_numpy(weights: FloatArray, factor: Factor, options: Search, fmt: Format) -> ByteArray:
     rows, n = weights.shape
-    blocks = np.empty((n // BLOCK, rows, BLOCK_BYTES), dtype=np.uint8)
+    blocks = np.empty((n // BLOCK, rows, fmt.block_bytes), dtype=np.uint8)
     error = np.zeros((n, rows), dtype=np.float32)
     for number, start in enumerate(range(0, n, BLOCK)):
         part = slice(start, start + BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):
             x = fwht_columns(weights[:, part].T.copy()) * np.float32(1 / 16)
-        if not np.abs(x).max(initial=0) < MAGNITUDE_LIMIT:
-            raise ValueError("a weight is NaN, infinite or larger than 2**56")
+        check_magnitude(x)
         feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
         y = through_feedback(x, feedback)
         if factor.full:
             for j in range(start):
                 y -= factor.feedback[j, part, None] * error[j]
         with np.errstate(over="ignore", invalid="ignore"):
-            indices, selectors, d = solve(x, y, feedback, factor.weight[part], options)
+            indices, selectors, d = solve(x, y, feedback, factor.weight[part], options, fmt)
         if not np.isfinite(d).all():
-            raise ValueError("the errors fed forward grew beyond float32; use more damping")
-        error[part] = LEVELS.astype(np.float32)[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
-        blocks[number] = pack(indices, selectors, d, np.zeros_like(d))
-    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // BLOCK * BLOCK_BYTES)
+            raise ValueError(_GREW)
+        error[part] = fmt.level_values[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
+        blocks[number] = pack(indices, selectors, d, np.zeros_like(d), fmt)
+    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // BLOCK * fmt.block_bytes)
 
 
 def check_shape(weights: FloatArray, factor: Factor) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.errors import UserError  # noqa: E402
-from gguf_itq3s.evaluate import markdown, wikitext  # noqa: E402
+from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from scripts.ablation import plots, study  # noqa: E402
+from scripts.train.twins import make_twins  # noqa: E402
 
 
 def main() -> int:
@@ -32,11 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         twins = args.work_dir / "twins"
-        made = subprocess.run(
-            [sys.executable, ROOT / "scripts" / "train" / "twins.py", args.model_dir, "--out", twins], check=False
-        )
-        if made.returncode:
-            return 1
+        make_twins(args.model_dir, twins)
         names = ("model", "weight twin", "activation twin")
         models = dict(zip(names, (args.model_dir, twins / "weight-twin", twins / "activation-twin"), strict=True))
         text = wikitext.read(wikitext.test_path())
@@ -46,11 +43,11 @@ def main() -> int:
         (out / "ablation.json").write_text(json.dumps(result, indent=1) + "\n")
         plots.distributions(models, out / "ablation_distributions.png")
         plots.divergences(result, out / "ablation_kld.png")
-        tables = study.report(result)
+        tables = study.tables(result)
         (args.work_dir / "ablation.md").write_text(tables)
         print(tables)
         if args.results:
-            markdown.replace_section(args.results / "results.md", "ablation", tables)
+            report.replace_section(args.results / "results.md", "ablation", tables)
     except (UserError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

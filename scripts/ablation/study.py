@@ -16,13 +16,13 @@ import numpy as np
 from tqdm import tqdm
 
 import gguf_itq3s.codec
+from gguf_itq3s import report
 from gguf_itq3s.codec.transform import BLOCK, FloatArray
-from gguf_itq3s.evaluate import markdown
 from scripts.ablation import variants
 from scripts.ablation.torch_evaluator import Reference
 from scripts.ablation.variants import TABLES, Variant
 
-#: Rows beyond the paper: the same code with the RMSNorm gains multiplied into the matrices first (design section 3).
+#: Rows beyond the paper: the same code with the RMSNorm gains multiplied into the matrices first.
 FOLDED: Final = (
     ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
     ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
@@ -169,12 +169,12 @@ def _rows(result: Result, rows: Iterable[tuple[str, Variant]], folded: bool = Fa
     for index in range(len(names)):
         for field, _, style in measures:
             values = [r[index][field] for _, _, r in found]
-            columns.append(markdown.bold_least([format(v, style) for v in values], values))
+            columns.append(report.bold_least([format(v, style) for v in values], values))
     lines = [[label, f"{v.bits_per_weight:g}", *(c[i] for c in columns)] for i, (label, v, _) in enumerate(found)]
-    return markdown.table(header, lines)
+    return report.markdown(header, lines)
 
 
-def report(result: Result) -> str:
+def tables(result: Result) -> str:
     """The tables as Markdown."""
     models: Result = result["models"]
     any_row = next(iter(next(iter(models.values()))["rows"].values()))
@@ -182,7 +182,7 @@ def report(result: Result) -> str:
         f"{result['chunks']} windows of {result['context']} tokens of the test split, {any_row['tokens']} scored;"
         " error: mean over the matrices of |W - W'|^2 / |W|^2; KLD: mean against the same model's F16 weights, in nats;"
         " the least of each column in bold.\n",
-        markdown.table(
+        report.markdown(
             ["F16", "PPL", "KLD from the original", "same top token"],
             [
                 [n, f"{m['original']['perplexity']:.2f} ± {m['original']['perplexity_error']:.2f}",
@@ -205,5 +205,5 @@ def report(result: Result) -> str:
         *(f"{n}: {field} {when}" for n in models for field in ("kurtosis", "max/RMS") for when in ("before", "after")),
     ]
     parts.append("#### Excess kurtosis and l-infinity norm before and after the FWHT of 256\n\n"
-                 + markdown.table(header, lines))  # fmt: skip
+                 + report.markdown(header, lines))  # fmt: skip
     return "\n".join(parts)

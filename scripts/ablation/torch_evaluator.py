@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gguf_itq3s.checkpoint import fold
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -82,16 +84,15 @@ class Reference:
 
     def norm_gains(self) -> dict[str, npt.NDArray[np.float32]]:
         """The RMSNorm gain in front of each matrix that reads a norm, by module name (models with Llama's names)."""
-        readers = {
-            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        weights = dict(self.model.named_parameters())
+        readers = fold.readers_in_checkpoint(weights, self.model.config.num_hidden_layers)
+        head = "lm_head.weight"  # not a matrix of the blocks
+        return {
+            matrix.removesuffix(".weight"): weights[norm].detach().numpy().copy()
+            for norm, matrices in readers.items()
+            for matrix in matrices
+            if matrix != head
         }
-        gains = {}
-        for name, module in self.model.named_modules():
-            layer, _, norm = name.rpartition(".")
-            for reader in readers.get(norm, ()):
-                gains[f"{layer}.{reader}"] = module.weight.detach().numpy().copy()
-        return gains
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _forward(self, windows: torch.Tensor) -> torch.Tensor:

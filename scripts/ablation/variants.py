@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from gguf_itq3s.codec import scale as itq3s_scale
+from gguf_itq3s.codec.formats import ITQ3_S_FORMAT
 from gguf_itq3s.codec.transform import BLOCK, FloatArray, fwht_columns
 from gguf_itq3s.codec.trellis import LEVELS, UNGERBOECK, search
 
@@ -160,7 +160,7 @@ def _quantize_columns(x: FloatArray, variant: Variant) -> FloatArray:
         step = _spread(np.where(alpha > 0, alpha, np.float32(1)), groups)
         levels = np.clip(np.rint(centred / step), -1, 1)
         return _fit(x, levels, alpha, variant, refit=False)[0]
-    starts = itq3s_scale.STARTS["default" if variant.scale == "searched" else "fast"]
+    starts = ITQ3_S_FORMAT.starts["default" if variant.scale == "searched" else "fast"]
     best: FloatArray | None = None
     best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
     for start in starts:

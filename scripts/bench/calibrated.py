@@ -52,7 +52,7 @@ def main() -> int:
         for _ in range(args.repeats):
             for key, search in options.items():
                 started, cpu = time.perf_counter(), time.process_time()
-                library.quantize_calibrated(weights, factor, search, threads=args.threads)
+                ldlq.quantize(weights, factor, search, library=library, threads=args.threads)
                 elapsed, busy = time.perf_counter() - started, time.process_time() - cpu
                 rates[key].append((weights.size / elapsed / 1e6, weights.size * args.threads / busy / 1e6))
         for key, values in rates.items():

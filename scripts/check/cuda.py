@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +24,8 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Final
+
+from gguf_itq3s import upstream
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PATCHES: Final = ROOT / "ggml-patch" / "patches"
@@ -100,18 +101,9 @@ def warnings_of(log: str, ours: set[str]) -> list[str]:
 def touched_files() -> list[str]:
     """The .cu files that patches change or src/cuda adds, relative to ggml/src/ggml-cuda."""
     names = {str(p.relative_to(SOURCES)) for p in SOURCES.rglob("*.cu")}
-    for patch in sorted(PATCHES.glob("*.patch")):
+    for patch in sorted(PATCHES.rglob("*.patch")):
         names.update(re.findall(r"^\+\+\+ b/ggml/src/ggml-cuda/(\S+\.cu)$", patch.read_text(), re.MULTILINE))
     return sorted(names)
-
-
-def cache_dir() -> Path:
-    """The cache folder of gguf_itq3s.upstream; that file needs nothing that would have to be installed."""
-    spec = importlib.util.spec_from_file_location("upstream", ROOT / "gguf_itq3s" / "upstream.py")
-    assert spec is not None and spec.loader is not None
-    upstream = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upstream)
-    return Path(upstream.cache_dir())
 
 
 def find_nvcc() -> tuple[str, str]:
@@ -136,7 +128,7 @@ def cublas_headers(nvcc: str, version: str) -> Path | None:
     if probe.returncode == 0:
         return None
     major = version.split(".")[0]
-    target = cache_dir() / f"cublas-headers-{major}"
+    target = upstream.cache_dir() / f"cublas-headers-{major}"
     if (target / "cublas_v2.h").exists():
         return target
     package = f"nvidia-cublas=={major}.*" if int(major) >= 13 else f"nvidia-cublas-cu{major}"

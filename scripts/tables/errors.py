@@ -18,11 +18,11 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from gguf_itq3s import report
 from gguf_itq3s.codec import blocks, native
 from gguf_itq3s.errors import UserError, report_errors
 
 ROWS, COLUMNS = 1024, 1024
-MARKS = ("<!-- error table -->", "<!-- end of error table -->")
 
 
 def distributions() -> dict[str, np.ndarray]:
@@ -45,28 +45,28 @@ def codings(library: native.NativeLibrary, threads: int) -> dict[str, tuple[floa
     def other(qtype: Type) -> Callable[[np.ndarray], np.ndarray]:
         return lambda w: gguf.quants.dequantize(library.quantize_type(w, qtype, threads=threads), qtype)
 
-    table = {
+    found = {
         "**ITQ3_S**": (blocks.BITS_PER_WEIGHT, itq3_s("default", "trellis")),
         "ITQ3_S, effort fast": (blocks.BITS_PER_WEIGHT, itq3_s("fast", "trellis")),
         "ITQ3_S, literal ternary code": (blocks.BITS_PER_WEIGHT, itq3_s("default", "ternary")),
     }
     for qtype in (Type.IQ3_XXS, Type.IQ3_S, Type.Q3_K, Type.IQ4_XS, Type.Q4_K):
         block, size = gguf.GGML_QUANT_SIZES[qtype]
-        table[qtype.name] = (size * 8 / block, other(qtype))
-    return table
+        found[qtype.name] = (size * 8 / block, other(qtype))
+    return found
 
 
-def markdown(library: native.NativeLibrary, threads: int) -> str:
+def table(library: native.NativeLibrary, threads: int) -> str:
     """The table."""
     data = distributions()
-    lines = [f"| type | bits/weight | {' | '.join(data)} |", "| --- | --- |" + " --- |" * len(data)]
+    lines = []
     for name, (bits, code) in codings(library, threads).items():
         errors = [
             np.square(code(w) - w, dtype=np.float64).sum() / np.square(w, dtype=np.float64).sum() for w in data.values()
         ]
         cells = [f"**{e:.4f}**" if name.startswith("**") else f"{e:.4f}" for e in errors]
-        lines.append(f"| {name} | {bits:.4g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, f"{bits:.4g}", *cells])
+    return report.markdown(["type", "bits/weight", *data], lines)
 
 
 @report_errors
@@ -79,14 +79,9 @@ def main() -> int:
     if library is None:
         raise UserError(native.library_name(), "is not built", "run make build")
     if args.update is None:
-        print(markdown(library, args.threads))
+        print(table(library, args.threads))
         return 0
-    before, start, rest = args.update.read_text(encoding="utf-8").partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not start or not end:
-        raise UserError(args.update, f"has no {MARKS[0]} ... {MARKS[1]}", "add the two lines where the table goes")
-    table = markdown(library, args.threads)
-    args.update.write_text(f"{before}{start}\n\n{table}\n\n{end}{after}", encoding="utf-8")
+    report.replace_section(args.update, "error table", table(library, args.threads))
     return 0
 
 

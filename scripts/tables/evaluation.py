@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
-from gguf_itq3s.evaluate import command, markdown, plots  # noqa: E402
+from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.errors import report_errors  # noqa: E402
+from gguf_itq3s.evaluate import command, plots  # noqa: E402
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
+from gguf_itq3s.evaluate.runner import Result, evaluate  # noqa: E402
+from scripts.train.twins import make_twins  # noqa: E402
 
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
@@ -32,7 +34,7 @@ TWIN_ROWS = (
 )  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
-Rows = list[command.Result]
+Rows = list[Result]
 
 
 def ratios(tables: dict[str, Rows]) -> str:
@@ -46,7 +48,7 @@ def ratios(tables: dict[str, Rows]) -> str:
             known = key in by_key
             cells.append(f"{by_key[key]['mean_kld'] / by_key['iq3_s-pure']['mean_kld']:.3f}" if known else "-")
         lines.append([f"`{key}`", *cells])
-    return markdown.table(["mean KLD / IQ3_S (pure)", *tables], lines)
+    return report.markdown(["mean KLD / IQ3_S (pure)", *tables], lines)
 
 
 @report_errors
@@ -56,21 +58,20 @@ def main() -> int:
     parser.set_defaults(work_dir=ROOT / "build" / "eval")
     parser.add_argument("--results", type=Path, help="folder of results.md to update (sections, results/*.json, *.png)")
     args = parser.parse_args()
+    plots.require()
     settings = command.settings_of(args)
     twins_dir = args.work_dir / "twins"
-    make_twins = [sys.executable, ROOT / "scripts" / "train" / "twins.py", args.model, "--out", twins_dir]
-    if made := subprocess.run(make_twins, stdout=subprocess.DEVNULL, check=False).returncode:
-        return made
+    make_twins(args.model, twins_dir)
 
     weights, caches = weight_rows(), kv_rows()
-    tables = command.evaluate(settings, {"weights": weights, "KV cache": caches})
+    tables = evaluate(settings, {"weights": weights, "KV cache": caches})
     twin_tables: dict[str, Rows] = {}
     if not args.rows:
         few = [row for row in weights if row.key in TWIN_ROWS]
         twin_tables["model"] = [r for r in tables["weights"] if r["key"] in TWIN_ROWS]
         for name, folder in TWINS.items():
             twin = replace(settings, model=twins_dir / folder, work=args.work_dir / folder)
-            twin_tables[name] = command.evaluate(twin, {"weights": few})["weights"]
+            twin_tables[name] = evaluate(twin, {"weights": few})["weights"]
 
     out = args.results / "results" if args.results else args.out or args.work_dir
     out.mkdir(parents=True, exist_ok=True)
@@ -89,10 +90,7 @@ def main() -> int:
     for name, text in sections.items():
         print(f"### {name}\n\n{text}")
         if args.results and not args.rows:
-            try:
-                markdown.replace_section(args.results / "results.md", name, text)
-            except ValueError as error:
-                raise UserError(args.results / "results.md", str(error), "add the marks of the section") from error
+            report.replace_section(args.results / "results.md", name, text)
     return 0
 
 

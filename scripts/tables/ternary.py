@@ -16,9 +16,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s.convert.pipeline import Options, convert  # noqa: E402
+from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
+from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.errors import report_errors  # noqa: E402
-from gguf_itq3s.evaluate import command, markdown, wikitext  # noqa: E402
+from gguf_itq3s.evaluate import wikitext  # noqa: E402
+from gguf_itq3s.evaluate.runner import describe  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402
 
 #: Name, folder, options of the converter.
@@ -52,22 +55,22 @@ def main() -> int:
     reference = 0.0
     for name, folder, options in FILES:
         path = work / f"{len(rows)}.gguf"
-        convert(Options(args.model / folder, path, threads=args.threads, **COMMON, **options))
+        convert(ConvertOptions(args.model / folder, path, threads=args.threads, **COMMON, **options))
         if not rows:
             tools.log_probabilities(path, text, base, args.chunks, 512, log)
         figures = tools.divergence(path, base, args.chunks * 255, 512, log)
         reference = reference or figures["perplexity"]
-        facts = command.describe(path)
+        facts = describe(path)
         change = 100 * (figures["perplexity"] / reference - 1)
         rows.append([name, f"{facts['file_bits']:.2f}", f"{figures['perplexity']:.3f}", f"{change:+.3f}%",
                      f"{figures['mean_kld']:.6f}", f"{100 * figures['same_top']:.2f}"])  # fmt: skip
     base.unlink()
-    table = markdown.table(["file", "bits/w", "PPL", "against F16", "mean KLD", "same top, %"], rows)
+    table = report.markdown(["file", "bits/w", "PPL", "against F16", "mean KLD", "same top, %"], rows)
     prompt = ["-m", work / "1.gguf", "-p", "The old house", "-n", "16", "-st", "--temp", "0"]
     tools.run("llama-cli", prompt, work / "llama-cli.log")
     print(table)
     if args.results:
-        markdown.replace_section(args.results / "results.md", "ternary", table)
+        report.replace_section(args.results / "results.md", "ternary", table)
     return 0
 
 

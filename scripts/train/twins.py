@@ -27,15 +27,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.errors import UserError, report_errors
+
 TWINS = ("weight-twin", "activation-twin")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FACTORS = (4.0, 8.0, 16.0, 32.0)
-
-#: Which matrices read a norm, by the name of the norm within a layer.
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,20 +49,17 @@ def norm_readers(tensors: Tensors, tied: bool) -> dict[str, list[str]]:
     Raises:
         TwinError: a reader is missing, or no norm was found.
     """
-    readers: dict[str, list[str]] = {}
-    for name in sorted(tensors):
-        if match := re.fullmatch(r"(model\.layers\.\d+\.)(\w+)\.weight", name):
-            layer, norm = match.groups()
-            if norm in READERS:
-                readers[name] = [f"{layer}{reader}.weight" for reader in READERS[norm]]
-    if not readers:
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    readers = fold.readers_in_checkpoint(sorted(tensors), max(layers, default=-1) + 1)
+    if not any("input_layernorm" in norm for norm in readers):
         raise TwinError("no model.layers.N.input_layernorm.weight: not a model with Llama's names")
-    if "lm_head.weight" in tensors and not tied:
-        readers["model.norm.weight"] = ["lm_head.weight"]
-    missing = [weight for weights in readers.values() for weight in weights if weight not in tensors]
-    if missing:
-        raise TwinError(f"{missing[0]} is missing; models with fused or expert matrices are not handled")
-    return readers
+    if tied:
+        readers.pop("model.norm.weight", None)
+    for norm, weights in readers.items():
+        wanted = 3 if "input_layernorm" in norm else 2 if "post_attention_layernorm" in norm else 1
+        if len(weights) != wanted:
+            raise TwinError(f"{norm}: a matrix that reads it is missing; fused or expert matrices are not handled")
+    return dict(sorted(readers.items()))  # the order in which channels are drawn
 
 
 def make_twin(tensors: Tensors, twin: str, channels: int, seed: int, tied: bool) -> Tensors:
@@ -130,6 +126,22 @@ def write_model(tensors: Tensors, source: Path, out: Path) -> None:
     partial.replace(out / "model.safetensors")
 
 
+def make_twins(model_dir: Path, out: Path, channels: int = 6, seed: int = 0) -> list[Path]:
+    """Write every twin of a model into a folder of its own below ``out``; returns the folders, as :data:`TWINS`.
+
+    Raises:
+        UserError: the model cannot be rescaled.
+    """
+    try:
+        tensors, tied = read_model(model_dir)
+        for twin in TWINS:
+            write_model(make_twin(tensors, twin, channels, seed, tied), model_dir, out / twin)
+    except TwinError as error:
+        raise UserError(model_dir, str(error), "give a model with Llama's names") from error
+    return [out / twin for twin in TWINS]
+
+
+@report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="folder of a Hugging Face model")
@@ -137,14 +149,8 @@ def main() -> int:
     parser.add_argument("--channels", type=int, default=6, help="rescaled channels of a norm (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of channels (default: %(default)s)")
     args = parser.parse_args()
-    try:
-        tensors, tied = read_model(args.model_dir)
-        for twin in TWINS:
-            write_model(make_twin(tensors, twin, args.channels, args.seed, tied), args.model_dir, args.out / twin)
-            print(args.out / twin)
-    except TwinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for folder in make_twins(args.model_dir, args.out, args.channels, args.seed):
+        print(folder)
     return 0
 
 

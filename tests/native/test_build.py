@@ -138,3 +138,43 @@ def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None
     assert changed() == {"tools/quantize/quantize.cpp"}
     plain = upstream.fetch_source() / "tools" / "quantize" / "quantize.cpp"
     assert (folder / "tree" / "tools" / "quantize" / "quantize.cpp").read_bytes() == plain.read_bytes()
+
+
+def test_an_optional_patch_that_does_not_apply_is_left_out(prepare: tuple[Path, Path]) -> None:
+    folder, script = prepare
+    patches = folder / "ggml-patch" / "patches" / "optional"
+
+    def prepared() -> tuple[dict[str, bytes], list[str]]:
+        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        files = (path for path in (folder / "tree").rglob("*") if path.is_file() and not path.name.startswith(".itq3s"))
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}, done.stderr.splitlines()
+
+    without, printed = prepared()
+    assert printed == []
+    # one file as it is, one changed upstream, one that upstream no longer has: none of them is touched
+    (patches / "0099-other.patch").write_text(
+        "Without it, nothing is missing.\n\n"
+        "--- a/ggml/src/ggml-quants.h\n+++ b/ggml/src/ggml-quants.h\n@@ -1 +1 @@\n-#pragma once\n+#pragma twice\n"
+        "--- a/ggml/src/ggml.c\n+++ b/ggml/src/ggml.c\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+        "--- a/common/gone.cpp\n+++ b/common/gone.cpp\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+    )
+    found, printed = prepared()
+    assert printed == [
+        "warning: ggml-patch/patches/optional/0099-other.patch does not apply to this llama.cpp and is left out. "
+        "Without it, nothing is missing."
+    ]
+    assert found == without
+
+
+def test_optional_patches_apply_and_say_what_they_are_for(prepare: tuple[Path, Path]) -> None:
+    folder, script = prepare
+    subprocess.run(["cmake", "-P", script], check=True)
+    assert "atexit(common_log_at_exit)" in (folder / "tree" / "common" / "log.cpp").read_text()
+    for patch in (folder / "ggml-patch" / "patches" / "optional").glob("*.patch"):
+        assert patch.read_text().startswith("Without it, "), patch.name
+    # and without them the file is upstream's
+    shutil.rmtree(folder / "ggml-patch" / "patches" / "optional")
+    subprocess.run(["cmake", "-P", script], check=True)
+    plain = upstream.fetch_source() / "common" / "log.cpp"
+    assert (folder / "tree" / "common" / "log.cpp").read_bytes() == plain.read_bytes()

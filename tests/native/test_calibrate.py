@@ -12,7 +12,8 @@ from gguf_itq3s.calibration import store
 from gguf_itq3s.calibration.store import read_manifest
 from gguf_itq3s.codec import blocks, native
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.rounding import hessian
 
 
@@ -24,11 +25,11 @@ def test_conversion_with_statistics(
     opened = store.Calibration(out, read_manifest(out))
     reader = {}
     for folded in (False, True):
-        convert(Options(model, tmp_path / "f16.gguf", outtype="f16", fold_norms=folded))
+        convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16", fold_norms=folded))
         weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
         for statistics in (None, out):
             path = tmp_path / "out.gguf"
-            convert(Options(model, path, pure=True, fold_norms=folded, calibration=statistics))
+            convert(ConvertOptions(model, path, pure=True, fold_norms=folded, calibration=statistics))
             reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
             for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
                 h = opened.hessian(name)

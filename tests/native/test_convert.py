@@ -12,7 +12,8 @@ import llama
 from checkpoints import ARCHITECTURES
 from gguf_files import types
 from gguf_itq3s.codec import native
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
 
@@ -23,7 +24,7 @@ Make = Callable[[str], Path]
 def test_types_are_those_of_llama_quantize(
     name: str, pure: bool, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:
-    convert(Options(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype, pure=pure, effort="fast"))
+    convert(ConvertOptions(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype, pure=pure, effort="fast"))
     flags = ["--pure"] if pure else []
     llama.run("llama-quantize", *flags, f16(name), tmp_path / "theirs.gguf", outtype.upper(), "2")
     theirs = types(tmp_path / "theirs.gguf")
@@ -38,7 +39,9 @@ def test_native_and_numpy_write_the_same_file(
     outtype: str, checkpoint: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:
     for number, use in enumerate((True, False)):
-        options = Options(checkpoint("llama-odd"), tmp_path / f"{number}.gguf", outtype=outtype, native=use, threads=2)
+        options = ConvertOptions(
+            checkpoint("llama-odd"), tmp_path / f"{number}.gguf", outtype=outtype, native=use, threads=2
+        )
         convert(options)
     assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
 
@@ -46,7 +49,7 @@ def test_native_and_numpy_write_the_same_file(
 def test_rows_that_are_not_whole_blocks_get_one_warning(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], library: native.NativeLibrary
 ) -> None:
-    convert(Options(checkpoint("llama-odd"), tmp_path / "out.gguf"))
+    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf"))
     odd = [f"blk.{layer}.ffn_down.weight" for layer in range(2)]
     assert all(types(tmp_path / "out.gguf")[name] == Type.IQ4_NL for name in odd)
     message = capsys.readouterr().err

@@ -199,7 +199,7 @@ def test_the_loader_refuses_a_broken_file(
     assert done.returncode == 1
     if message is None:
         return
-    # The message from llama-quantize: the other tools log from a thread that may not get to print before the exit.
+    assert message in done.stdout + done.stderr
     done = llama.run("llama-quantize", "--allow-requantize", broken, tmp_path / "out.gguf", "Q8_0", check=False)
     assert done.returncode == 1
     assert message in done.stdout + done.stderr
@@ -210,6 +210,7 @@ def test_a_truncated_file_is_refused(files: dict[str, Path], tmp_path: Path) -> 
     short.write_bytes(files["pure"].read_bytes()[:-5000])
     done = llama.run("llama-completion", "-m", short, "-p", "x", "-n", "1", "-no-cnv", check=False)
     assert done.returncode == 1
+    assert "corrupted or incomplete" in done.stdout + done.stderr
     done = llama.run("llama-quantize", "--allow-requantize", short, tmp_path / "out.gguf", "Q8_0", check=False)
     assert done.returncode == 1
     assert "corrupted or incomplete" in done.stdout + done.stderr

@@ -10,15 +10,15 @@ import pytest
 
 import llama
 from gguf_itq3s.cli import main
-from gguf_itq3s.evaluate import command, tools
+from gguf_itq3s.evaluate import runner, tools
 
 
 def test_pure_by_ggml_is_what_llama_quantize_writes(tmp_path: Path) -> None:
     f16, ours, theirs = (tmp_path / f"{name}.gguf" for name in ("f16", "ours", "theirs"))
     assert main(["convert", str(llama.MODEL), str(f16), "--outtype", "f16"]) == 0
-    command.quantize_pure(f16, ours, gguf.GGMLQuantizationType.IQ3_S, 2)
+    runner.quantize_pure(f16, ours, gguf.GGMLQuantizationType.IQ3_S, 2)
     llama.run("llama-quantize", "--pure", f16, theirs, "IQ3_S", "2")
-    assert command.describe(ours)["content"] == command.describe(theirs)["content"]
+    assert runner.describe(ours)["content"] == runner.describe(theirs)["content"]
 
 
 def test_evaluation_of_the_bundled_model(

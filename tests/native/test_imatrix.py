@@ -13,21 +13,22 @@ import llama
 from checkpoints import NOVEL
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.rounding import hessian, imatrix
 
 
 def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """--imatrix and llama-quantize --imatrix lower the weighted error of unfolded tensors by the same amount."""
     model, f16 = uneven("llama"), tmp_path / "f16.gguf"
-    convert(Options(model, f16, outtype="f16"))
+    convert(ConvertOptions(model, f16, outtype="f16"))
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text())
     matrix = tmp_path / "imatrix.gguf"
     llama.run("llama-imatrix", "-m", f16, "-f", text, "-c", "128", "--chunks", "6", "-o", matrix, "-t", "1")
     made = {"plain": tmp_path / "plain.gguf", "ours": tmp_path / "ours.gguf", "theirs": tmp_path / "theirs.gguf"}
-    convert(Options(model, made["plain"], pure=True, fold_norms=False))
-    convert(Options(model, made["ours"], pure=True, fold_norms=False, imatrix=matrix))
+    convert(ConvertOptions(model, made["plain"], pure=True, fold_norms=False))
+    convert(ConvertOptions(model, made["ours"], pure=True, fold_norms=False, imatrix=matrix))
     llama.run("llama-quantize", "--pure", "--imatrix", matrix, f16, made["theirs"], "ITQ3_S", "2")
     weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(f16).tensors}
     found = {key: {t.name: t for t in gguf.GGUFReader(path).tensors} for key, path in made.items()}

@@ -21,7 +21,7 @@ def test_numpy_and_c_give_the_same_bytes(
     for form in (h, blocks_of(h)):
         factor = hessian.factorize(form)
         expected = ldlq.quantize(weights, factor, options)
-        np.testing.assert_array_equal(library.quantize_calibrated(weights, factor, options), expected)
+        np.testing.assert_array_equal(ldlq.quantize(weights, factor, options, library=library), expected)
 
 
 def test_numpy_and_c_agree_on_the_identity_and_on_threads(library: native.NativeLibrary) -> None:
@@ -29,7 +29,7 @@ def test_numpy_and_c_agree_on_the_identity_and_on_threads(library: native.Native
     for h in (np.eye(512), second_moment(512, 300)):
         factor = hessian.factorize(h)
         expected = ldlq.quantize(weights, factor)
-        np.testing.assert_array_equal(library.quantize_calibrated(weights, factor, threads=3), expected)
+        np.testing.assert_array_equal(ldlq.quantize(weights, factor, library=library, threads=3), expected)
 
 
 def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary) -> None:
@@ -38,6 +38,6 @@ def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary) -> None:
         weights = rows(20, 256)
         weights[17, 3] = bad
         with pytest.raises(ValueError, match="NaN, infinite"):
-            library.quantize_calibrated(weights, factor)
+            ldlq.quantize(weights, factor, library=library)
     with pytest.raises(ValueError, match="do not match"):
-        library.quantize_calibrated(np.zeros((3, 512)), factor)
+        ldlq.quantize(np.zeros((3, 512)), factor, library=library)

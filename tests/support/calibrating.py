@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoints import NOVEL
-from gguf_itq3s.calibration import collect
+from gguf_itq3s.calibration.options import CalibrationOptions
 
 
-def options(model: Path, out: Path, **changes: object) -> collect.Options:
+def options(model: Path, out: Path, **changes: object) -> CalibrationOptions:
     """Ten windows of 64 tokens, and what differs."""
     values: dict[str, object] = {"tokens": 640, "context": 64, "batch": 4, **changes}
-    return collect.Options(model, [NOVEL], out, **values)  # type: ignore[arg-type]
+    return CalibrationOptions(model, [NOVEL], out, **values)  # type: ignore[arg-type]

@@ -16,6 +16,12 @@ def no_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     nothing = tmp_path_factory.getbasetemp() / "no-build" / native.library_name()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.LIBRARY_VARIABLE, str(nothing))
-        native.load.cache_clear()
+        forget_library()
         yield nothing
+    forget_library()
+
+
+def forget_library() -> None:
+    """Let the library be looked for again."""
     native.load.cache_clear()
+    native._usable.cache_clear()

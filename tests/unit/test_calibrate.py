@@ -13,10 +13,13 @@ import transformers
 from safetensors.numpy import load_file
 
 from calibrating import options
-from gguf_itq3s.calibration import collect, store
+from gguf_itq3s.calibration import store, text
+from gguf_itq3s.calibration.layers import LayeredModel
+from gguf_itq3s.calibration.options import CalibrationOptions
+from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.store import open_calibration, read_manifest
 from gguf_itq3s.codec.transform import hadamard_matrix
-from gguf_itq3s.convert.pipeline import Options as ConvertOptions
+from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 
@@ -47,7 +50,7 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
     model, out = calibrated(name)
     manifest = read_manifest(out)
     opened = store.Calibration(out, manifest)
-    windows = collect._windows(options(model, out), 256)
+    windows = text.windows(options(model, out), 256)
     assert windows.shape == (10, 64) and manifest.tokens == 640
     seen = inputs_of(model, windows)
     for layer in range(2):
@@ -76,7 +79,7 @@ def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Pa
     model, out = calibrated("mixtral")
     manifest = read_manifest(out)
     opened = store.Calibration(out, manifest)
-    windows = collect._windows(options(model, out), 256)
+    windows = text.windows(options(model, out), 256)
     seen = inputs_of(model, windows)
     (x,) = seen["model.layers.0.post_attention_layernorm"]
     plain = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).reshape(-1, 256)
@@ -102,7 +105,7 @@ def test_block_form_is_the_diagonal_of_the_full_one(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     model, out = calibrated("llama")
-    collect.calibrate(options(model, tmp_path / "block", hessian="block"))
+    calibrate(options(model, tmp_path / "block", hessian="block"))
     full = store.Calibration(out, read_manifest(out)).hessian("blk.1.ffn_down.weight")
     block = store.Calibration(tmp_path / "block", read_manifest(tmp_path / "block")).hessian("blk.1.ffn_down.weight")
     assert full is not None and block is not None and block.shape == (2, 256, 256)
@@ -115,7 +118,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = calibrated("llama")
-    step, calls = collect._LayeredModel.step, []
+    step, calls = LayeredModel.step, []
 
     def interrupted(self: object, *args: object) -> object:
         calls.append(1)
@@ -123,16 +126,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
             raise KeyboardInterrupt
         return step(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(collect._LayeredModel, "step", interrupted)
+    monkeypatch.setattr(LayeredModel, "step", interrupted)
     resumed = tmp_path / "resumed"
     with pytest.raises(KeyboardInterrupt, match="same command continues"):
-        collect.calibrate(options(model, resumed))
+        calibrate(options(model, resumed))
     assert not read_manifest(resumed).complete
     with pytest.raises(UserError, match="did not finish"):
         open_calibration(resumed, sorted(model.glob("*.safetensors")))
     calls.clear()
     calls.extend([1] * 100)
-    collect.calibrate(options(model, resumed))
+    calibrate(options(model, resumed))
     assert len(calls) == 103, "the first layer is not run again"
     assert sorted(path.name for path in resumed.iterdir()) == sorted(path.name for path in out.iterdir())
     for path in out.iterdir():
@@ -147,7 +150,7 @@ def test_a_manifest_of_another_model_is_refused(
     with pytest.raises(UserError, match="another model"):
         convert(ConvertOptions(uneven("llama-tied"), tmp_path / "x.gguf", calibration=out))
     with pytest.raises(UserError, match="another folder"):
-        collect.calibrate(options(uneven("llama-tied"), out))
+        calibrate(options(uneven("llama-tied"), out))
     with pytest.raises(UserError, match="is not there"):
         convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", calibration=tmp_path))
 
@@ -172,8 +175,8 @@ def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("A few words.")
     with pytest.raises(UserError, match="too short"):
-        collect.calibrate(collect.Options(uneven("llama"), [short], tmp_path / "out", tokens=640, context=64))
+        calibrate(CalibrationOptions(uneven("llama"), [short], tmp_path / "out", tokens=640, context=64))
     with pytest.raises(UserError, match="cannot be read as text"):
-        collect.calibrate(collect.Options(uneven("llama"), [tmp_path / "none.txt"], tmp_path / "out", context=64))
+        calibrate(CalibrationOptions(uneven("llama"), [tmp_path / "none.txt"], tmp_path / "out", context=64))
     with pytest.raises(UserError, match="context"):
-        collect.calibrate(options(uneven("llama"), tmp_path / "out", context=100000))
+        calibrate(options(uneven("llama"), tmp_path / "out", context=100000))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,18 +350,84 @@ def test_unreachable_source_is_one_line(checkpoint: Callable[[str], Path], tmp_p
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_archive_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        folder = Path(command[command.index("--dest") + 1])
-        (folder / f"{upstream.SOURCE}.tar.gz").write_bytes(b"something else")
-        return subprocess.CompletedProcess(command, 0, "")
+def planted_archive(folder: Path, ran: Path) -> str:
+    """An archive by the pinned name in ``folder``, whose build code writes the file ``ran``; returns its SHA-256."""
+    backend = f"""
+import pathlib
+pathlib.Path({str(ran)!r}).touch()
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    made = pathlib.Path(folder) / "llama_cpp_python-{upstream.VERSION}.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\\nName: llama-cpp-python\\nVersion: {upstream.VERSION}\\n")
+    return made.name
+"""
+    files = {
+        "backend.py": backend,
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {upstream.VERSION}\n",
+        "vendor/llama.cpp/README.md": "planted\n",
+    }
+    folder.mkdir()
+    archive = folder / f"{upstream.SOURCE}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"{upstream.SOURCE}/{name}")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
 
-    monkeypatch.setattr(upstream.subprocess, "run", download)
-    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """An empty cache and, as the only index, a folder with a planted archive: its SHA-256, what its code writes."""
+    ran = tmp_path / "ran"
+    digest = planted_archive(tmp_path / "index", ran)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
-    with pytest.raises(upstream.FetchError, match=r"sha256 is [0-9a-f]{64}, expected"):
+    return digest, ran
+
+
+def test_nothing_of_an_archive_with_another_hash_runs(planted: tuple[str, Path]) -> None:
+    digest, ran = planted
+    with pytest.raises(upstream.FetchError) as refused:
         upstream.fetch_source()
+    assert str(refused.value) == (
+        f"{upstream.SOURCE}.tar.gz: sha256 is {digest}, expected {upstream.SHA256}; check the package index in use"
+    )
+    assert not ran.exists(), "code of the archive has run"
     assert upstream.find_source() is None
+    assert [path.suffix for path in upstream.cache_dir().iterdir()] == [".lock"]
+
+
+def test_only_a_complete_source_counts(planted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, _ = planted
+    monkeypatch.setattr(upstream, "SHA256", digest)
+    folder = upstream.cache_dir() / upstream.SOURCE
+    old = folder / "vendor" / "llama.cpp" / "old"
+    old.mkdir(parents=True)
+    assert upstream.find_source() is None  # no marker
+    (folder / "archive.sha256").write_text("0" * 64 + "\n")
+    assert upstream.find_source() is None  # of another archive
+    source = upstream.fetch_source()
+    assert source == folder / "vendor" / "llama.cpp" and upstream.find_source() == source
+    assert (source / "README.md").read_text() == "planted\n" and not old.exists()
+    assert sorted(path.name for path in upstream.cache_dir().iterdir()) == [upstream.SOURCE, f"{upstream.SOURCE}.lock"]
+    # nothing outside the vendored source is unpacked, and the index is not asked again
+    assert sorted(path.name for path in folder.iterdir()) == ["archive.sha256", "vendor"]
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert upstream.fetch_source() == source
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python's tarfile has no filters")
+def test_an_archive_cannot_write_outside_its_folder(tmp_path: Path) -> None:
+    archive = tmp_path / "archive.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(f"{upstream.SOURCE}/vendor/llama.cpp/../../../../outside"))
+    with pytest.raises(upstream.FetchError, match=r"archive\.tar\.gz: .*outside the destination; set LLAMA_CPP_DIR"):
+        upstream._unpack(archive, tmp_path / "unpacked")
+    assert not (tmp_path / "outside").exists()
 
 
 def test_own_checkout_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,12 @@ from gguf_files import metadata, tensors, types
 from gguf_itq3s import report
 from gguf_itq3s.checkpoint import policy
 from gguf_itq3s.checkpoint import reader as checkpoint_module
+from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
 OWN_KEYS = {
@@ -41,7 +43,7 @@ OWN_KEYS = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
-    convert(Options(checkpoint(name), out, outtype="f16"))
+    convert(ConvertOptions(checkpoint(name), out, outtype="f16"))
     assert out.read_bytes() == f16(name).read_bytes()
 
 
@@ -50,7 +52,7 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
     """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
     out = tmp_path / "out.gguf"
     effort = "default" if name == "llama" else "fast"  # what differs between architectures does not depend on it
-    convert(Options(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
+    convert(ConvertOptions(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
     made, stored = tensors(out), tensors(f16(name))
     assert list(made) == list(stored)
     coded = 0
@@ -80,7 +82,7 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("outtype", ["tq1_0", "tq2_0"])
 def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    convert(Options(checkpoint("llama"), tmp_path / "out.gguf", outtype=outtype, pure=True))
+    convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", outtype=outtype, pure=True))
     stored, qtype = tensors(f16("llama")), Type[outtype.upper()]
     made = tensors(tmp_path / "out.gguf")
     assert metadata(tmp_path / "out.gguf")["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{outtype.upper()}"]
@@ -93,7 +95,7 @@ def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, t
 
 def test_ternary_codec_and_effort_reach_the_file(checkpoint: Make, tmp_path: Path) -> None:
     for name, options in {"ternary": {"codec": "ternary"}, "fast": {"effort": "fast"}}.items():
-        convert(Options(checkpoint("llama"), tmp_path / f"{name}.gguf", native=False, **options))
+        convert(ConvertOptions(checkpoint("llama"), tmp_path / f"{name}.gguf", native=False, **options))
     stored = {name: t.data for name, t in tensors(tmp_path / "ternary.gguf").items() if t.tensor_type == ITQ3_S}
     assert all((blocks.reshape(-1, 100)[:, 64:96] == 0).all() for blocks in stored.values())
     assert metadata(tmp_path / "ternary.gguf")["itq3s.codec"] == "ternary"
@@ -105,7 +107,7 @@ def test_without_the_library_other_types_become_q8_0(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
-    convert(Options(checkpoint("llama-odd"), tmp_path / "out.gguf"))
+    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf"))
     made = types(tmp_path / "out.gguf")
     assert made["output.weight"] == made["blk.0.ffn_down.weight"] == Type.Q8_0
     assert made["blk.0.attn_q.weight"] == ITQ3_S
@@ -118,11 +120,17 @@ def test_without_the_library_other_types_become_q8_0(
 def test_dry_run_tells_types_and_size_and_writes_nothing(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = convert(Options(checkpoint("mixtral"), tmp_path / "out.gguf", dry_run=True, effort="fast"))
+    out = tmp_path / "out.gguf"
+    planned = convert(ConvertOptions(checkpoint("mixtral"), out, dry_run=True, effort="fast"))
+    assert main(["convert", str(checkpoint("mixtral")), str(out), "--dry-run", "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    made = convert(Options(checkpoint("mixtral"), tmp_path / "out.gguf", effort="fast"))
-    assert [(row.name, row.type, row.bytes) for row in planned] == [(row.name, row.type, row.bytes) for row in made]
+    made = convert(ConvertOptions(checkpoint("mixtral"), out, effort="fast"))
+    assert len(made.rows) > 10
+    assert [(row.name, row.type, row.bytes) for row in planned.rows] == [
+        (row.name, row.type, row.bytes) for row in made.rows
+    ]
+    assert planned.size == made.size == out.stat().st_size
     for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
         shape = "x".join(map(str, tensor.shape.tolist()))
         assert re.search(rf"^{re.escape(tensor.name)} +{shape} +{tensor.tensor_type.name} ", text, re.MULTILINE)
@@ -130,7 +138,8 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
 
 
 def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = convert(Options(checkpoint("llama"), tmp_path / "out.gguf", native=False))
+    rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", effort="fast", native=False)).rows
+    assert main(["convert", str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     coded = [row for row in rows if row.type == "ITQ3_S"]
     line = next(line for line in text.splitlines() if line.startswith("ITQ3_S")).split()
@@ -143,7 +152,7 @@ def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    rows = convert(Options(checkpoint("llama"), tmp_path / "out.gguf", native=False))
+    rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", native=False)).rows
     stored = tensors(f16("llama"))
     for row, tensor in zip(rows, gguf.GGUFReader(tmp_path / "out.gguf").tensors, strict=True):
         weights = stored[tensor.name].data.astype(np.float32)
@@ -164,7 +173,7 @@ def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, to
     contents = []
     for number, folder in enumerate((checkpoint("llama"), sharded, pickled)):
         out = tmp_path / f"{number}.gguf"
-        convert(Options(folder, out, effort="fast"))
+        convert(ConvertOptions(folder, out, effort="fast"))
         contents.append({name: (t.tensor_type, t.data.tobytes()) for name, t in tensors(out).items()})
     assert contents[0] == contents[1] == contents[2]
 
@@ -351,7 +360,7 @@ def slow_model(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def uninterrupted(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("whole") / "out.gguf"
-    convert(Options(slow_model, out, native=False))
+    convert(ConvertOptions(slow_model, out, native=False))
     return out.read_bytes()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from encoding import encoded, weights
+from encoding import encoded, error_of, weights
 from gguf_itq3s.checkpoint import reader
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.types import ITQ3_S
@@ -45,9 +45,9 @@ def test_what_comes_quantized_is_copied() -> None:
     data = np.arange(2 * 3 * 34, dtype=np.uint8).reshape(2, 3, 34)
     numbers = np.arange(10, dtype=np.int64)
     for array, qtype in ((data, Type.Q8_0), (numbers, Type.I64)):
-        pieces = list(encode.Encoder().encode([array], array.size, qtype, encode.Error()))
-        assert all(count == 0 for _, count in pieces)
-        copied = np.concatenate([piece for piece, _ in pieces]).view(array.dtype)
+        pieces = list(encode.Encoder().encode([array], array.size, qtype))
+        assert pieces and all(piece.weights == 0 for piece in pieces)
+        copied = np.concatenate([piece.data for piece in pieces]).view(array.dtype)
         np.testing.assert_array_equal(copied, array.ravel())
 
 
@@ -71,15 +71,14 @@ def test_chunked_tensors_of_gguf_py_are_read_chunk_by_chunk() -> None:
 
 def test_error_of_a_sample_is_near_the_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     array = weights(256, 1024)
-    whole, sample = encode.Error(), encode.Error()
-    encoded(encode.Encoder("fast"), [array], ITQ3_S, whole)
+    whole = error_of(encode.Encoder("fast"), array, ITQ3_S)
     decoded = blocks.dequantize(blocks.quantize(array, effort="fast"))
     assert whole.relative == pytest.approx(np.square(decoded - array).sum() / np.square(array).sum(), rel=1e-5)
     monkeypatch.setattr(encode, "_ERROR_SAMPLE", array.size // 8)
-    encoded(encode.Encoder("fast"), [array], ITQ3_S, sample)
+    sample = error_of(encode.Encoder("fast"), array, ITQ3_S)
     assert sample.energy == pytest.approx(whole.energy / 8, rel=0.05)
     assert sample.relative == pytest.approx(whole.relative, rel=0.02)
-    assert encode.Error().relative == 0
+    assert encode.SquaredError().relative == 0
 
 
 @pytest.mark.parametrize(

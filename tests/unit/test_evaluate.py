@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import llama
+from gguf_itq3s import report
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
-from gguf_itq3s.evaluate import markdown, plots, tools, wikitext
+from gguf_itq3s.evaluate import plots, tools, wikitext
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows
 
 PRINTED = """
@@ -47,13 +48,12 @@ def test_missing_figures_are_errors(line: str) -> None:
         tools.parse_divergence(text, 100)
 
 
-def test_lost_output_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = ["[1]91.3,", PRINTED]
+def test_missing_figures_name_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [PRINTED, "[1]91.3,"]
     monkeypatch.setattr(tools.Tools, "run", lambda *_: answers.pop(0))
     found = tools.Tools(tmp_path, 1)
     assert found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    answers = [""] * 5
-    with pytest.raises(UserError, match="printed no perplexity"):
+    with pytest.raises(UserError, match=f"{tmp_path}.*printed no perplexity"):
         found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
 
 
@@ -101,11 +101,11 @@ def test_pareto_front() -> None:
 def test_sections_are_replaced_in_place(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
     page.write_text("head\n<!-- begin a -->\nold\n<!-- end a -->\ntail\n")
-    markdown.replace_section(page, "a", "new\n")
-    markdown.replace_section(page, "a", "newer\n")
-    assert page.read_text() == "head\n<!-- begin a -->\nnewer\n<!-- end a -->\ntail\n"
-    with pytest.raises(ValueError, match="begin b"):
-        markdown.replace_section(page, "b", "x")
+    report.replace_section(page, "a", "new\n")
+    report.replace_section(page, "a", "newer\n")
+    assert page.read_text() == "head\n<!-- begin a -->\n\nnewer\n\n<!-- end a -->\ntail\n"
+    with pytest.raises(UserError, match="begin b"):
+        report.replace_section(page, "b", "x")
 
 
 def test_text_by_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

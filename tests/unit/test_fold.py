@@ -10,14 +10,15 @@ import pytest
 
 from gguf_files import arrays
 from gguf_itq3s.checkpoint import fold
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 
 
 def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(Options(uneven("mixtral"), plain, outtype="f16"))
-    convert(Options(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions(uneven("mixtral"), plain, outtype="f16"))
+    convert(ConvertOptions(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
     before, after = arrays(plain), arrays(folded)
     plan = fold.plan("llama", before)
     assert set(plan.norms) == {
@@ -27,7 +28,7 @@ def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str],
         f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
     }
     for name, value in before.items():
-        norm = plan.gain_of(name)
+        norm = plan.norm_of(name)
         if name in plan.norms:
             np.testing.assert_array_equal(after[name], 1)
         elif norm:
@@ -68,4 +69,4 @@ def test_what_is_not_proven_is_left_alone() -> None:
 
 def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ternary"):
-        convert(Options(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
+        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))

@@ -11,7 +11,8 @@ import pytest
 
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.convert.pipeline import Options, convert
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian, imatrix
 
@@ -54,15 +55,15 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     model = uneven("llama")
-    convert(Options(model, tmp_path / "f16.gguf", outtype="f16"))
-    convert(Options(model, tmp_path / "folded.gguf", outtype="f16", fold_norms=True))
+    convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16"))
+    convert(ConvertOptions(model, tmp_path / "folded.gguf", outtype="f16", fold_norms=True))
     plain = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
     folded = {t.name: np.array(t.data).astype(np.float32) for t in gguf.GGUFReader(tmp_path / "folded.gguf").tensors}
     gain = plain["blk.0.attn_norm.weight"].astype(np.float64)
     normalised = np.exp(np.random.default_rng(1).standard_normal(256))
     matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": (normalised * gain**2)[None]})
     for statistics in (None, matrix):
-        convert(Options(model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics))
+        convert(ConvertOptions(model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics))
         data = next(t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.0.attn_q.weight").data
         error = fwht(blocks.dequantize(np.array(data)) - folded["blk.0.attn_q.weight"])
         cost = hessian.cost(error, hessian.from_diagonal(normalised))
@@ -75,10 +76,10 @@ def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path
     matrix = write(tmp_path / "i.gguf", {"a.weight": np.ones((1, 256))})
     out = tmp_path / "x.gguf"
     with pytest.raises(UserError, match="not both"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
+        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
     with pytest.raises(UserError, match="trellis code"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, codec="ternary"))
+        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, codec="ternary"))
     with pytest.raises(UserError, match="damping"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, damping=0.0))
+        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, damping=0.0))
     with pytest.raises(UserError, match="lookahead"):
-        convert(Options(uneven("llama"), out, imatrix=matrix, lookahead=99))
+        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, lookahead=99))

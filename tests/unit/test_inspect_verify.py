@@ -12,6 +12,7 @@ import pytest
 
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.trellis import LEVELS
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.inspect import contents, verify
 
@@ -35,7 +36,7 @@ def test_inspect_facts(file: Path) -> None:
     tensor = next(t for t in facts["tensors"] if t["name"] == "blk.0.ffn_up.weight")
     assert (tensor["type"], tensor["shape"], tensor["bits_per_weight"]) == ("ITQ3_S", [256, 512], 3.125)
     assert sum(tensor["levels"].values()) == pytest.approx(1)
-    assert list(tensor["levels"]) == [str(v) for v in blocks.LEVELS]
+    assert list(tensor["levels"]) == [str(v) for v in LEVELS]
     data = next(t for t in gguf.GGUFReader(file).tensors if t.name == tensor["name"]).data
     _, _, d, _ = blocks.unpack(np.asarray(data).reshape(-1, 100))
     assert tensor["scales"] == [float(d.min()), float(d.max())]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import LEVELS, search
+from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS, LEVELS, search
 from gguf_itq3s.rounding import hessian, ldlq
 from hessians import SEARCHES, rows, second_moment
 
@@ -64,7 +64,7 @@ def test_levels_are_those_of_the_selectors() -> None:
         indices, selectors = ldlq.search(
             np.ascontiguousarray(fwht(weights).T) * 1200, feedback.feedback, feedback.weight, options
         )
-        np.testing.assert_array_equal(ldlq.ITQ3_S_TRELLIS.subsets(selectors), indices & 3)
+        np.testing.assert_array_equal(ITQ3_S_TRELLIS.subsets(selectors), indices & 3)
 
 
 def test_scale_is_the_best_for_its_levels() -> None:

@@ -10,13 +10,14 @@ there.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 from typing import Final
+
+from gguf_itq3s import upstream
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 LIMIT: Final = 60 * 2**20
@@ -49,12 +50,8 @@ def wanted(name: str) -> bool:
 
 def source_folder() -> Path:
     """The pinned source, fetched if it is not there."""
-    spec = importlib.util.spec_from_file_location("upstream", ROOT / "gguf_itq3s" / "upstream.py")
-    assert spec is not None and spec.loader is not None
-    upstream = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upstream)
     try:
-        return Path(upstream.fetch_source())
+        return upstream.fetch_source()
     except upstream.FetchError as error:
         raise PackError(str(error)) from error
 

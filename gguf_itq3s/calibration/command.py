@@ -1,0 +1,46 @@
+"""The command ``gguf-itq3s calibrate``: collect the rotated Hessians of a model's layers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from .options import FORMS, FULL_COLUMNS, CalibrationOptions
+from .pipeline import calibrate
+
+DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion to ITQ3_S."
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``calibrate``."""
+    parser = subparsers.add_parser(
+        "calibrate", help="collect statistics for calibrated conversion", description=DESCRIPTION
+    )
+    parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--tokens", type=int, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
+    )
+    parser.add_argument("--context", type=int, help="tokens of a window (default: the model's, at most 2048)")
+    parser.add_argument(
+        "--hessian",
+        choices=FORMS,
+        help=f"form (default: full up to {FULL_COLUMNS} columns, else block)",
+    )
+    parser.add_argument("--device", default="cpu", help="torch device, such as cuda (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=CalibrationOptions.batch, help="windows at a time (default: %(default)s)"
+    )
+    parser.set_defaults(run=run, needs_source=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    values = {key: value for key, value in vars(args).items() if key in CalibrationOptions.__dataclass_fields__}
+    manifest = calibrate(CalibrationOptions(**values))
+    matrices = len(manifest.entries)
+    print(f"{args.out}: statistics of {matrices} matrices from {manifest.tokens} tokens", file=sys.stderr)
+    return 0

@@ -1,0 +1,194 @@
+"""A Hugging Face model that runs layer by layer: at any time one layer's weights are in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import safe_open
+
+from ..checkpoint.reader import Checkpoint
+from ..errors import UserError
+from .activations import activation_path, activations
+from .options import CalibrationOptions
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Stop(Exception):  # noqa: N818 (a signal, not an error)
+    """Ends the model's forward pass behind its last layer."""
+
+
+class LayeredModel:
+    """A Hugging Face model whose layers are loaded one at a time.
+
+    Attributes:
+        layers: how many.
+        hidden: width of the activations between them.
+        context: longest window.
+        arch: ``general.architecture``.
+        checkpoint: the same model as GGUF tensors.
+    """
+
+    def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.folder, self.device, self.checkpoint = options.model, torch.device(options.device), checkpoint
+        self.config = AutoConfig.from_pretrained(options.model)
+        try:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
+        except (ValueError, KeyError) as error:
+            raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
+        self.base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
+        text = self.config.get_text_config()
+        self.layers, self.hidden = len(self.base.layers), int(text.hidden_size)
+        self.context = int(getattr(text, "max_position_embeddings", 2048))
+        self.arch = checkpoint.model.arch
+        self.prefix = next(name for name, module in self.model.named_modules() if module is self.base.layers)
+        self.weights = _Weights(checkpoint.files)
+
+    def start(
+        self, folder: Path, windows: np.ndarray, batches: list[slice], done: int
+    ) -> list[dict[int, dict[str, Any]]]:
+        """Write the inputs of the first layer, unless layers are done, and find out what each layer is called with.
+
+        Returns:
+            For each layer and batch size the keyword arguments besides the activations: masks, positions.
+        """
+        import torch
+
+        embedding = self.model.get_input_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is embedding)
+        embedding.to_empty(device=self.device)
+        if hasattr(embedding, "scalar_embed_scale"):  # Gemma's factor, kept as a buffer too
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=self.device)
+        self._fill(embedding, name)
+        self._make_buffers()
+        keywords: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layers)]
+        target = None if done else activations(folder, 0, (*windows.shape, self.hidden), "w+", partial=True)
+        first: list[torch.Tensor] = []
+
+        def catch(number: int) -> Any:
+            def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                kwargs.pop("past_key_values", None)
+                keywords[number][hidden_states.shape[0]] = {**kwargs, "use_cache": False}
+                if number == 0:
+                    first.append(hidden_states)
+                if number + 1 == self.layers:
+                    raise _Stop
+                return hidden_states
+
+            return forward
+
+        own = [layer.forward for layer in self.base.layers]
+        for number, layer in enumerate(self.base.layers):
+            layer.forward = catch(number)
+        with torch.inference_mode():
+            for batch in batches:
+                if done and len(windows[batch]) in keywords[0]:
+                    continue
+                try:
+                    self.model(input_ids=torch.from_numpy(windows[batch]).to(self.device), use_cache=False)
+                except _Stop:
+                    hidden = first.pop()
+                    if target is not None:
+                        target[batch] = hidden.float().cpu().numpy()
+        for layer, forward in zip(self.base.layers, own, strict=True):
+            layer.forward = forward
+        if target is not None:
+            target.flush()
+            activation_path(folder, 0, partial=True).replace(activation_path(folder, 0))
+        embedding.to("meta")
+        return keywords
+
+    def load(self, number: int) -> torch.nn.Module:
+        """One layer with its weights, in float32 on the device."""
+        layer = self.base.layers[number]
+        layer.to_empty(device=self.device)
+        self._fill(layer, f"{self.prefix}.{number}")
+        return layer
+
+    def unload(self, number: int) -> None:
+        """Forget a layer's weights."""
+        self.base.layers[number].to("meta")
+
+    def step(self, layer: torch.nn.Module, hidden: np.ndarray, keywords: dict[str, Any]) -> np.ndarray:
+        """Run a layer on float32 (windows, context, hidden)."""
+        import torch
+
+        with torch.inference_mode():
+            out = layer(torch.from_numpy(np.array(hidden)).to(self.device), **keywords)
+        return (out[0] if isinstance(out, tuple) else out).cpu().numpy()
+
+    def _fill(self, module: torch.nn.Module, prefix: str) -> None:
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(self.weights.get(f"{prefix}.{name}", parameter.shape))
+        if stray := [name for name, _ in module.named_buffers() if name != "embed_scale"]:
+            what = f"a layer keeps {stray[0]} outside its weights, which is not handled"
+            raise UserError(self.folder, what, "use an importance matrix of llama-imatrix (convert --imatrix)", prefix)
+
+    def _make_buffers(self) -> None:
+        """Build the modules with computed tables (rotary positions) again, off the meta device."""
+        for name, module in list(self.base.named_children()):
+            buffers = [buffer for _, buffer in module.named_buffers()]
+            if buffers and not list(module.parameters()) and all(buffer.is_meta for buffer in buffers):
+                setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
+
+
+class _Weights:
+    """Weights of a checkpoint by their name in the model; experts are stacked as transformers 5 wants them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files: dict[str, Path] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                self._files.update(dict.fromkeys(file.keys(), path))
+
+    def get(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the model.
+
+        Raises:
+            UserError: it is not in the checkpoint.
+        """
+        import torch
+
+        if found := self._find(name):
+            return self._read(found)
+        experts = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
+        if experts:
+            parts = ("gate_proj", "up_proj") if experts[2] == "gate_up_proj" else ("down_proj",)
+            stack = []
+            for expert in range(shape[0]):
+                names = [self._find(f"{experts[1]}.{expert}.{part}.weight") for part in parts]
+                stack.append(torch.cat([self._read(found) for found in names if found]))
+            return torch.stack(stack).reshape(shape)
+        place = next(iter(self._files.values())).parent
+        raise UserError(place, "transformers wants this tensor, and the checkpoint has none of it", "update it", name)
+
+    def _find(self, name: str) -> str | None:
+        """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""
+        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
+        for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            mixtral = mixtral.replace(f".{old}.weight", f".{new}.weight")
+        for candidate in (
+            name,
+            name.removeprefix("model."),
+            name.replace("model.", "language_model.model.", 1),
+            mixtral,
+        ):
+            if candidate in self._files:
+                return candidate
+        return None
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)

@@ -1,0 +1,41 @@
+"""What a calibration is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+FORMS: Final = ("full", "block")
+#: Widest input whose full Hessian is collected by default.
+FULL_COLUMNS: Final = 8192
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to collect; the fields are the options of the command.
+
+    Attributes:
+        model: a local Hugging Face folder with safetensors weights.
+        text: files of text, plain or xz; windows are taken from all of them alike.
+        out: the folder to write.
+        tokens: about how many tokens are run.
+        context: length of a window; by default the model's own, at most 2048.
+        hessian: ``full``, ``block``, or None: full up to :data:`FULL_COLUMNS` columns.
+        device: torch device.
+        batch: windows at a time.
+    """
+
+    model: Path
+    text: Sequence[Path]
+    out: Path
+    tokens: int = 262144
+    context: int | None = None
+    hessian: str | None = None
+    device: str = "cpu"
+    batch: int = 8
+
+    def full(self, columns: int) -> bool:
+        """Whether the full Hessian of that many columns is collected."""
+        return self.hessian == "full" or (self.hessian is None and columns <= FULL_COLUMNS)

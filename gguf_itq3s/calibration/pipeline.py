@@ -1,0 +1,109 @@
+"""A calibration: run a model's layers one after the other and write the second moments of their inputs.
+
+The activations between layers are files in the output folder, which is also where an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from ..checkpoint import fold
+from ..checkpoint.reader import open_checkpoint
+from ..errors import UserError, output_error
+from .activations import activation_path, activations
+from .collector import Collector
+from .layers import LayeredModel
+from .options import CalibrationOptions
+from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
+from .text import windows
+
+
+def calibrate(options: CalibrationOptions) -> Manifest:
+    """Run the model and write the statistics.
+
+    Returns:
+        The manifest of the finished folder.
+
+    Raises:
+        UserError: the model, the text or the folder cannot be used.
+        KeyboardInterrupt: interrupted; the same call continues.
+    """
+
+    checkpoint = open_checkpoint(options.model)
+    if checkpoint.model.arch not in fold.ARCHITECTURES:
+        what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
+        raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
+    model = LayeredModel(options, checkpoint)
+    inputs = windows(options, model.context)
+    manifest = Manifest(
+        model=model_hash(checkpoint.files),
+        arch=checkpoint.model.arch,
+        text=hashlib.sha256(inputs.tobytes()).hexdigest(),
+        tokens=int(inputs.size),
+        options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto"},
+    )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        if (options.out / MANIFEST).exists():
+            found = read_manifest(options.out)
+            if not found.same_run(manifest):
+                what = "holds a calibration of another model, text or other options"
+                raise UserError(options.out, what, "choose another folder")
+            manifest = found
+        if not manifest.complete:
+            _run(options, model, inputs, manifest)
+    except OSError as error:
+        raise output_error(options.out, error) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; the same command continues from {options.out}") from None
+    return manifest
+
+
+def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, manifest: Manifest) -> None:
+    """All layers that are not done yet."""
+
+    batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
+    done = _layers_done(options.out, manifest)
+    with tqdm(total=model.layers * len(batches), unit="batch", initial=done * len(batches)) as bar:
+        keywords = model.start(options.out, inputs, batches, done)
+        for number in range(done, model.layers):
+            bar.set_postfix_str(f"layer {number}", refresh=False)
+            layer = model.load(number)
+            collector = Collector(model, number, layer, options)
+            source = activations(options.out, number, (*inputs.shape, model.hidden), "r")
+            target = activations(options.out, number + 1, (*inputs.shape, model.hidden), "w+", partial=True)
+            for batch in batches:
+                target[batch] = model.step(layer, source[batch], keywords[number][len(target[batch])])
+                bar.update()
+            collector.close()
+            file = f"layer-{number:04d}.safetensors"
+            partial = options.out / f"{file}.partial"
+            save_file(collector.statistics(), partial)
+            partial.replace(options.out / file)
+            target.flush()
+            del source, target
+            activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
+            for name, (key, tokens, norm) in collector.entries().items():
+                manifest.entries[name] = Entry(file, key, tokens, norm)
+            manifest.complete = number + 1 == model.layers
+            manifest.write(options.out)
+            activation_path(options.out, number).unlink()
+            model.unload(number)
+    for path in options.out.glob("activations-*"):
+        path.unlink()
+
+
+def _layers_done(folder: Path, manifest: Manifest) -> int:
+    """How many layers are finished, with the activations behind the last one at hand."""
+    files = {entry.file for entry in manifest.entries.values()}
+    done = 0
+    while f"layer-{done:04d}.safetensors" in files and (folder / f"layer-{done:04d}.safetensors").exists():
+        done += 1
+    while done and not activation_path(folder, done).exists():
+        done -= 1
+    return done

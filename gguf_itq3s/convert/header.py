@@ -1,0 +1,88 @@
+"""The head of the output: metadata, tensor infos, and the fingerprint of all that decides the file's content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, LlamaFileType
+from gguf.gguf_writer import WriterState
+
+from .. import __version__
+from ..checkpoint.fold import Folding
+from ..checkpoint.policy import Choice
+from ..checkpoint.reader import Checkpoint
+from ..codec.types import ITQ3_S
+from .options import NEUTRAL, TERNARY_TYPES, ConvertOptions
+from .ternary import Ternaries
+
+FORMAT_VERSION: Final = 1
+
+
+def sizes_of(checkpoint: Checkpoint, choices: Sequence[Choice]) -> list[int]:
+    """Bytes of each tensor in the type chosen for it."""
+    sizes = []
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        block, block_bytes = GGML_QUANT_SIZES[choice.type]
+        sizes.append(tensor.size // block * block_bytes)
+    return sizes
+
+
+def header(
+    checkpoint: Checkpoint,
+    choices: Sequence[Choice],
+    options: ConvertOptions,
+    folding: Folding,
+    ternaries: Ternaries,
+) -> bytes:
+    """GGUF header, metadata and tensor infos as bytes."""
+    writer = checkpoint.writer
+    if options.outtype != "f16":  # what upstream wrote for an F16 file stands
+        writer.remove_key("general.file_type")
+        writer.add_file_type(_file_type(checkpoint, choices, options))
+    if any(choice.type == ITQ3_S for choice in choices):
+        writer.add_uint32("itq3s.version", FORMAT_VERSION)
+        writer.add_string("itq3s.codec", options.codec)
+        writer.add_string("itq3s.effort", options.effort)
+        writer.add_bool("itq3s.calibrated", bool(options.statistics))
+        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
+    if ternaries.mode:
+        writer.add_string("itq3s.ternary", ternaries.mode)
+    writer.tensors = [{}]
+    for tensor, choice, size in zip(checkpoint.tensors, choices, sizes_of(checkpoint, choices), strict=True):
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=choice.type)
+    buffer = io.BytesIO()
+    writer.fout, writer.state = [buffer], WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return buffer.getvalue()
+
+
+def _file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> int:
+    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be."""
+    weights: Counter[str] = Counter()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        weights[choice.type.name.lower()] += tensor.size
+    ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
+    name = ternary if weights[ternary] > weights[options.outtype] else options.outtype
+    return LlamaFileType[f"MOSTLY_{name.upper()}"]
+
+
+def fingerprint(head: bytes, options: ConvertOptions, checkpoint: Checkpoint) -> str:
+    """Equal for two runs that would write the same bytes."""
+    how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
+    how["version"] = __version__
+    how["folds"] = str(options.folds)
+    how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files])
+    if options.calibration:
+        how["calibration"] = (options.calibration / "manifest.json").read_text()
+    if options.imatrix:
+        how["imatrix"] = hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
+    return hashlib.sha256(head + json.dumps(how, sort_keys=True).encode()).hexdigest()

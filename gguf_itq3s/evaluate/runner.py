@@ -1,0 +1,345 @@
+"""An evaluation: quantize a model to every type, and compare each file with F16 on a text.
+
+KL divergence against the F16 model is the main figure; on small models perplexity hardly moves. A result is cached by
+the hash of all that decides it (model, text, tools, sources of this package, arguments), so an interrupted evaluation
+goes on where it was, and a row that is asked for again is there at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from tqdm import tqdm
+
+from ..calibration.options import CalibrationOptions
+from ..calibration.pipeline import calibrate
+from ..checkpoint import policy
+from ..codec import native
+from ..convert.options import ConvertOptions
+from ..convert.pipeline import convert
+from ..errors import UserError
+from . import wikitext
+from .rows import Row
+from .tools import Tools
+
+#: Windows of 512 tokens scored by default: `make eval` for the bundled model then ends well within half an hour.
+DEFAULT_CHUNKS: Final = 32
+#: Tokens that calibrated rows are calibrated on.
+CALIBRATION_TOKENS: Final = 65536
+#: Tokens that the importance matrix is computed on.
+IMATRIX_TOKENS: Final = 16384
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to evaluate and where to keep things.
+
+    Attributes:
+        model: Hugging Face folder, or an F16 GGUF file.
+        work: folder for quantized files, logs and cached results.
+        patterns: keys of rows, with wildcards; empty for all.
+        chunks: windows to score, -1 for the whole text.
+        context: tokens of a window.
+        threads: threads of the tools.
+        keep: leave quantized files and log-probabilities in ``work``.
+        text: what is scored; None for WikiText-2's test split.
+        training: what importance matrix and calibration are made from; None for another split of WikiText-2.
+        calibration_tokens: how many tokens of it calibrated rows see.
+        imatrix_tokens: how many the importance matrix sees.
+    """
+
+    model: Path
+    work: Path
+    patterns: tuple[str, ...] = ()
+    chunks: int = DEFAULT_CHUNKS
+    context: int = 512
+    threads: int = 2
+    keep: bool = False
+    text: Path | None = None
+    training: Path | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    imatrix_tokens: int = IMATRIX_TOKENS
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        )
+
+
+def _slow_digest(file: Any) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_of(*parts: object) -> str:
+    """A short name for anything that JSON can write."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _package_digest() -> str:
+    """Hash of the sources that decide what the converter writes."""
+    package = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parent
+    sources = sorted(p for p in package.rglob("*.py") if not p.is_relative_to(here))
+    return hash_of(*((str(p.relative_to(package)), p.read_text()) for p in sources))
+
+
+class Evaluation:
+    """One model under evaluation.
+
+    Args:
+        settings: what and where.
+
+    Raises:
+        UserError: the model, the text or the tools are missing.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.tools = Tools.find(settings.threads)
+        self.work = settings.work
+        for folder in (self.work / "cache", self.work / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.text = self.work / "text.txt"
+        self.text.write_text(wikitext.read(settings.text or wikitext.test_path()), encoding="utf-8", newline="\n")
+        self.f16 = self._f16_file()
+        self.common = hash_of(
+            _file_digest(self.f16), _file_digest(self.text), self.tools.digest(), settings.chunks, settings.context
+        )
+        self.base = self.work / f"base-{self.common}.kld"
+
+    def _f16_file(self) -> Path:
+        model = self.settings.model
+        if model.is_file():
+            return model
+        if not model.is_dir():
+            raise UserError(model, "no such file or folder", "give a Hugging Face folder or an F16 GGUF file")
+        files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(model.iterdir()) if p.is_file()]
+        path = self.work / f"f16-{hash_of(str(model.resolve()), files, _package_digest())}.gguf"
+        if not path.is_file():
+            self._convert(path, outtype="f16")
+        return path
+
+    def _convert(self, out: Path, **options: Any) -> None:
+        """Run the converter with its messages in a log; its errors come through."""
+        with (self.work / "logs" / "convert.log").open("w") as log:
+            convert(ConvertOptions(self.settings.model, out, threads=self.settings.threads, **options), log)
+
+    @cached_property
+    def training(self) -> tuple[Path, str]:
+        """The text that importance matrix and calibration are made from, with line ends as \\n, and its hash."""
+        clean = self.work / "training.txt"
+        source = self.settings.training or wikitext.training_path()
+        clean.write_text(wikitext.read(source), encoding="utf-8", newline="\n")
+        return clean, _file_digest(clean)
+
+    def imatrix(self) -> Path:
+        """The importance matrix of the F16 model, made if it is not there."""
+        text, digest = self.training
+        path = self.work / f"imatrix-{hash_of(self.common, digest, self.settings.imatrix_tokens)}.gguf"
+        if not path.is_file():
+            partial = path.with_name(f"partial-{path.name}")  # the tool chooses its format by the suffix
+            windows = max(1, self.settings.imatrix_tokens // self.settings.context)
+            arguments = ["-m", self.f16, "-f", text, "-o", partial, "--chunks", windows, "-c", self.settings.context,
+                         "-t", self.settings.threads]  # fmt: skip
+            self.tools.run("llama-imatrix", arguments, self.work / "logs" / "imatrix.log")
+            partial.replace(path)
+        return path
+
+    def calibration(self) -> Path:
+        """Second moments of the model's activations, collected if they are not there."""
+        text, digest = self.training
+        tokens = self.settings.calibration_tokens
+        path = self.work / f"calibration-{hash_of(self.common, digest, tokens)}"
+        options = CalibrationOptions(self.settings.model, [text], path, tokens=tokens, context=self.settings.context)
+        calibrate(options)  # returns at once if the folder is complete
+        return path
+
+    def _row_path(self, row: Row) -> Path:
+        package = _package_digest() if row.maker == "package" else ""
+        statistics: tuple[object, ...] = ()
+        if row.imatrix or row.calibrated:
+            statistics = (self.training[1], self.settings.imatrix_tokens, self.settings.calibration_tokens)
+        fields = {k: v for k, v in asdict(row).items() if k not in ("key", "label", "how")}
+        return self.work / "cache" / f"{hash_of(self.common, fields, package, statistics)}.json"
+
+    def can_run(self, row: Row) -> bool:
+        """The converter reads checkpoints, not GGUF files."""
+        return row.maker != "package" or self.settings.model.is_dir()
+
+    def measure(self, row: Row) -> Result:
+        """The result of a row, from the cache if it is there."""
+        path = self._row_path(row)
+        if path.is_file():
+            return json.loads(path.read_text())
+        base = self._base_result()
+        result = self._quantize_and_score(row, base)
+        write_json(path, result)
+        return result
+
+    def _base_result(self) -> Result:
+        path = self.work / "cache" / f"{self.common}.json"
+        if not (path.is_file() and self.base.is_file()):
+            log = self.work / "logs" / "base.log"
+            count = self.tools.log_probabilities(
+                self.f16, self.text, self.base, self.settings.chunks, self.settings.context, log
+            )
+            scored = count * (self.settings.context - 1 - self.settings.context // 2)
+            write_json(path, {"chunks": count, "tokens": scored})
+        return json.loads(path.read_text())
+
+    def _quantize_and_score(self, row: Row, base: Result) -> Result:
+        file = self.f16 if row.maker == "none" else self.work / f"{row.key}.gguf"
+        try:
+            if row.maker == "llama-quantize":
+                matrix = ["--imatrix", self.imatrix()] if row.imatrix else []
+                *flags, name = row.arguments
+                arguments = [*flags, *matrix, self.f16, file, name, str(self.settings.threads)]
+                self.tools.run("llama-quantize", arguments, self.work / "logs" / f"quantize-{row.key}.log")
+            elif row.maker == "ggml":
+                quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
+            elif row.maker == "package":
+                statistics = {"calibration": self.calibration()} if row.calibrated else {}
+                statistics |= {"imatrix": self.imatrix()} if row.imatrix else {}
+                self._convert(file, **dict(row.options), **statistics)
+            result = describe(file)
+            # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.
+            same = (
+                self.work
+                / "cache"
+                / f"scored-{hash_of(self.common, result['content'], row.runtime, row.environment)}.json"
+            )
+            if not same.is_file():
+                log = self.work / "logs" / f"{row.key}.log"
+                figures = self.tools.divergence(
+                    file, self.base, base["tokens"], self.settings.context, log, row.runtime, dict(row.environment)
+                )
+                write_json(same, figures)
+            return {**result, **json.loads(same.read_text()), **base}
+        finally:
+            if file != self.f16 and not self.settings.keep:
+                file.unlink(missing_ok=True)
+
+    def run(self, rows: Sequence[Row]) -> list[Result]:
+        """Measure rows in order, with a progress bar; rows that need the checkpoint are left out for a GGUF file."""
+        possible = [row for row in rows if self.can_run(row)]
+        if left := [row.key for row in rows if not self.can_run(row)]:
+            print(f"note: left out, they need the Hugging Face folder: {', '.join(left)}", file=sys.stderr)
+        results = []
+        with tqdm(total=len(possible), unit="row", desc="eval") as bar:
+            for row in possible:
+                bar.set_postfix_str(row.key)
+                facts = {"key": row.key, "type": row.label, "how": row.how, "maker": row.maker}
+                results.append(
+                    {
+                        **facts,
+                        "arguments": row.arguments,
+                        "options": dict(row.options),
+                        "runtime": row.runtime,
+                        **self.measure(row),
+                    }
+                )
+                bar.update()
+        return results
+
+    def clean(self) -> None:
+        """Remove the log-probabilities, which are large, unless they are to be kept."""
+        if not self.settings.keep:
+            self.base.unlink(missing_ok=True)
+
+
+def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, threads: int) -> None:
+    """Write a GGUF file with every matrix in a type by ggml's own quantizer, as ``llama-quantize --pure`` would.
+
+    Args:
+        source: F16 GGUF file.
+        target: file to write.
+        qtype: any type that ggml quantizes without an importance matrix.
+        threads: threads that quantize.
+
+    Raises:
+        UserError: the library is not built, or a row is not whole blocks.
+    """
+    library = native.load()
+    if library is None:
+        raise UserError(native.library_name(), "is not built", "run make build")
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, arch)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{qtype.name}"])
+    for tensor in reader.tensors:
+        shape = [int(n) for n in reversed(tensor.shape)]
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F16 and policy.may_quantize(tensor.name, shape, arch):
+            try:
+                data = library.quantize_type(np.asarray(tensor.data, dtype=np.float32), qtype, threads=threads)
+            except ValueError as error:
+                raise UserError(source, str(error), "leave the row out", tensor.name) from error
+            writer.add_tensor(tensor.name, data, raw_dtype=qtype)
+        else:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def describe(path: Path) -> Result:
+    """Sizes of a GGUF file: bytes, weights, bits per weight of the file and of its matrices, a hash of its tensors."""
+    reader = gguf.GGUFReader(path)
+    weights = bits = quantized = 0
+    content = hashlib.sha256()
+    for tensor in sorted(reader.tensors, key=lambda t: t.name):  # llama-quantize writes them in another order
+        weights += int(tensor.n_elements)
+        content.update(f"{tensor.name} {tensor.tensor_type}".encode())
+        content.update(tensor.data.tobytes())
+        if len(tensor.shape) > 1:
+            quantized += int(tensor.n_elements)
+            bits += 8 * int(tensor.n_bytes)
+    size = path.stat().st_size
+    return {
+        "bytes": size, "weights": weights, "file_bits": 8 * size / weights, "tensor_bits": bits / max(quantized, 1),
+        "content": content.hexdigest(),
+    }  # fmt: skip
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by JSON in one step."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
+def evaluate(settings: Settings, groups: dict[str, Sequence[Row]]) -> dict[str, list[Result]]:
+    """Measure groups of rows, those that ``settings.patterns`` names; each group is a table."""
+    wanted = settings.patterns
+    chosen = {
+        title: [row for row in rows if not wanted or any(fnmatch.fnmatch(row.key, p) for p in wanted)]
+        for title, rows in groups.items()
+    }
+    if not any(chosen.values()):
+        known = ", ".join(row.key for rows in groups.values() for row in rows)
+        raise UserError(settings.model, f"no row is called {' or '.join(wanted)}", f"take some of: {known}")
+    evaluation = Evaluation(settings)
+    results = {title: evaluation.run(rows) for title, rows in chosen.items() if rows}
+    evaluation.clean()
+    return results
