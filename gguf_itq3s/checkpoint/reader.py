@@ -45,7 +45,8 @@ class SourceTensor:
         name: GGUF name.
         shape: shape in numpy order, rows last (of the weights, for tensors that come quantized).
         stored: the type an F16 file has it in.
-        sources: names in the checkpoint that it is made from, in the order they are read.
+        sources: names in the checkpoint that it is made from, in the order they are read; where several tensors come
+            out together, each has all of them.
         load: yields the tensor's parts in order, arrays whose leading axis runs over the tensor's; parts of a tensor
             that comes quantized are uint8.
     """
@@ -86,28 +87,27 @@ class Checkpoint:
     writer: gguf.GGUFWriter
     files: list[Path]
 
-    def first_row(self, tensor: SourceTensor) -> np.ndarray | None:
-        """The first row of what a tensor is made from, read alone.
+    def first_rows(self, tensor: SourceTensor) -> list[np.ndarray] | None:
+        """The first row of each matrix that a tensor may be made from, read alone.
 
-        Rows may be permuted on the way to GGUF, so it is some row of the tensor.
+        Rows may be permuted on the way to GGUF, so each is some row of the tensor, or of one that is made from the same
+        matrices.
 
         Returns:
-            float32 (1, n); None where that cannot be had: weights that are not safetensors, not floats, or transposed
-            on the way.
+            float32 (1, n) each; None where they cannot be had: weights that are not safetensors, not floats, or
+            transposed on the way.
         """
-        if self._transposes or not (row := self._stored_row(tensor)):
-            return None
-        path, name, shape = row
-        with safe_open(path, framework="pt") as shard:
-            values = shard.get_slice(name)[(slice(0, 1),) * (len(shape) - 1)]
-        return values.float().reshape(1, -1).numpy() if values.dtype.is_floating_point else None
-
-    def _stored_row(self, tensor: SourceTensor) -> tuple[Path, str, tuple[int, ...]] | None:
-        """File, name and shape of a tensor's first source where its rows are the tensor's."""
-        stored = self._stored.get(tensor.sources[0]) if tensor.sources else None
-        if stored is None or len(stored[1]) < 2 or stored[1][-1] != tensor.shape[-1]:
-            return None
-        return stored[0], tensor.sources[0], stored[1]
+        rows = []
+        for name in tensor.sources:
+            path, shape = self._stored.get(name, (None, ()))
+            if path is None or len(shape) < 2 or shape[-1] != tensor.shape[-1]:
+                continue
+            with safe_open(path, framework="pt") as shard:
+                values = shard.get_slice(name)[(slice(0, 1),) * (len(shape) - 1)]
+            if not values.dtype.is_floating_point:
+                return None
+            rows.append(values.float().reshape(1, -1).numpy())
+        return None if self._transposes or not rows else rows
 
     @cached_property
     def _stored(self) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -420,7 +420,8 @@ def _collect(reader: Any) -> list[SourceTensor]:
         writer.add_tensor_info(name, shape, dtype, 0, raw_dtype=raw_dtype)
         info = writer.tensors[-1][name]
         data = tensor.data if held else tensor
-        sources = tuple(read)
+        # One reading may give several tensors: experts of three kinds, a fused matrix.
+        sources = tuple(read) or (tensors[-1].sources if tensors else ())
         read.clear()
         shape = tuple(int(n) for n in info.shape)
         tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))

@@ -78,8 +78,9 @@ def find(
             continue
         if not may_quantize(tensor.name, tensor.shape, checkpoint.model.arch):
             continue
-        row = checkpoint.first_row(tensor)
-        if (row is None or ternary.looks_ternary(row)) and is_ternary(tensor):
+        rows = checkpoint.first_rows(tensor)
+        may_be = rows is None or any(ternary.looks_ternary(row) for row in rows)
+        if may_be and is_ternary(tensor):
             if scales_fit(tensor):
                 found.add(tensor.name)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -180,3 +181,29 @@ def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
         calibrate(CalibrationOptions(uneven("llama"), [tmp_path / "none.txt"], tmp_path / "out", context=64))
     with pytest.raises(UserError, match="context"):
         calibrate(options(uneven("llama"), tmp_path / "out", context=100000))
+
+
+def test_a_norm_that_is_none_is_the_models_fault(uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    monkeypatch.setattr(norm, "forward", lambda self, x: self.weight * x)
+    with pytest.raises(UserError, match=r"blk.0.attn_norm.weight: is not an RMSNorm with the gain") as caught:
+        calibrate(options(uneven("llama"), tmp_path / "out"))
+    assert caught.value.tensor == "blk.0.attn_norm.weight" and "llama-imatrix" in caught.value.remedy
+
+
+def test_the_hash_of_a_model_is_of_headers_and_samples(checkpoint: Make) -> None:
+    """Names, types and shapes as the file's header has them, and both ends of every tensor's bytes."""
+    path = checkpoint("llama") / "model.safetensors"
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    digest = hashlib.sha256()
+    for name, info in sorted(json.loads(raw[8:start]).items()):
+        if name != "__metadata__":
+            data = raw[start + info["data_offsets"][0] : start + info["data_offsets"][1]]
+            digest.update(json.dumps([name, info["dtype"], info["shape"]]).encode())
+            digest.update(data[:4096] + data[-4096:])
+    assert store.model_hash([path]) == digest.hexdigest()
+    (path.parent / "damaged.safetensors").write_bytes(raw[:100])
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        store.model_hash([path.parent / "damaged.safetensors"])
+    (path.parent / "damaged.safetensors").unlink()

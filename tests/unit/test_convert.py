@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -12,21 +13,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 from checkpoints import ARCHITECTURES, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import report
-from gguf_itq3s.checkpoint import policy
-from gguf_itq3s.checkpoint import reader as checkpoint_module
+from gguf_itq3s.checkpoint import policy, reader
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
@@ -425,7 +427,36 @@ def test_open_checkpoint_reads_no_weights(checkpoint: Make, monkeypatch: pytest.
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(np, "fromfile", refuse)
-    opened = checkpoint_module.open_checkpoint(checkpoint("mixtral"))
+    opened = reader.open_checkpoint(checkpoint("mixtral"))
     assert opened.model == policy.Model("llama", 2, 4, 2, 8, False)
     with pytest.raises(AssertionError, match="weights were read"):
         next(opened.tensors[0].load())
+
+
+def test_gguf_is_left_as_it_was(checkpoint: Callable[[str], Path]) -> None:
+    """Safetensors are read and not mapped while a checkpoint is open for reading, and only then."""
+    mapped = gguf.utility.LocalTensor.mmap_bytes
+    tensor = reader.open_checkpoint(checkpoint("llama")).tensors[0]
+    assert gguf.utility.LocalTensor.mmap_bytes is mapped
+    for part in tensor.load():
+        assert part.size == tensor.size
+        assert gguf.utility.LocalTensor.mmap_bytes is mapped
+
+
+def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ternary matrices are told apart by their first rows; nothing else of a tensor is read before the conversion."""
+    monkeypatch.setattr(reader, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
+    for name in ("llama", "mixtral"):
+        options = ConvertOptions(checkpoint(name), Path("unused.gguf"), dry_run=True)
+        assert convert(options, io.StringIO()).rows
+
+
+def test_the_first_row_of_a_transposed_matrix_is_not_asked_for(tokenizer: Path, tmp_path: Path) -> None:
+    """GPT-2 keeps matrices the other way round; a square one looks the same, so no matrix of it is judged by a row."""
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_ctx=64, n_embd=256, n_layer=1, n_head=4)
+    model = transformers.GPT2LMHeadModel(config)
+    folder = save_model(model, tmp_path / "gpt2", tokenizer)
+    opened = reader.open_shapes(folder, {k: tuple(v.shape) for k, v in load_file(folder / "model.safetensors").items()})
+    opened = replace(opened, files=[folder / "model.safetensors"])
+    square = next(tensor for tensor in opened.tensors if tensor.name == "blk.0.attn_output.weight")
+    assert square.shape == (256, 256) and opened.first_rows(square) is None

@@ -1,0 +1,66 @@
+"""The order of the rooms, and what starting a command costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+
+import gguf_itq3s
+from gguf_itq3s.codec import blocks, native, registry
+from gguf_itq3s.evaluate import runner
+
+PACKAGE = Path(gguf_itq3s.__file__).parent
+ROOT = PACKAGE.parent
+
+
+def test_imports_point_one_way() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 kept, 0 broken" in done.stdout
+
+
+def test_help_imports_nothing_that_takes_seconds() -> None:
+    program = "import sys; from gguf_itq3s.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "print([m for m in ('torch', 'transformers', 'matplotlib', 'conversion') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_result_depends_on_every_source_that_the_converter_runs(monkeypatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A changed source in any room but the evaluation's own is another package; a new file as well."""
+    copy = tmp_path / "gguf_itq3s"
+    for path in PACKAGE.rglob("*.py"):
+        target = copy / path.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    monkeypatch.setattr(runner, "__file__", str(copy / "evaluate" / "runner.py"))
+    before = runner._package_digest()
+    (copy / "evaluate" / "plots.py").write_text("# other\n")
+    assert runner._package_digest() == before
+    for room in ("codec", "rounding", "checkpoint", "calibration", "convert", "inspect"):
+        (copy / room / "new.py").write_text("# new\n")
+        after = runner._package_digest()
+        assert after != before, room
+        before = after
+
+
+def test_quantize_takes_c_where_it_is_built(monkeypatch, library=None) -> None:  # type: ignore[no-untyped-def]
+    """The package's quantize and gguf-py's registry go through one function, which asks for the library."""
+    asked = []
+
+    class Library:
+        def quantize(self, array, **options):  # type: ignore[no-untyped-def]
+            asked.append(options)
+            return blocks.quantize(array, effort=options["effort"], codec=options["codec"])
+
+    monkeypatch.setattr(native, "_usable", Library)
+    weights = [[1.0] * 256]
+    expected = blocks.quantize(weights)
+    assert (gguf_itq3s.quantize(weights) == expected).all()
+    assert (gguf.quants.quantize(registry.np.array(weights, "f4"), gguf_itq3s.ITQ3_S) == expected).all()
+    assert len(asked) == 2
