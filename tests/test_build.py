@@ -66,7 +66,7 @@ def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
 
 def test_our_files_never_overwrite_upstreams(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
-    (folder / "ggml-patch" / "src" / "ggml.c").write_text("int x;\n")
+    (folder / "ggml-patch" / "src" / "format" / "ggml.c").write_text("int x;\n")
     done = build(folder)
     assert done.returncode != 0
     assert "would overwrite llama.cpp's own ggml/src/ggml.c" in done.stderr
@@ -123,9 +123,9 @@ def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None
     assert "GGML_TYPE_ITQ3_S" in (folder / "tree" / "ggml" / "include" / "ggml.h").read_text()
     assert changed() == set()
 
-    with (ours / "src" / "ggml-itq3s.c").open("a") as file:
+    with (ours / "src" / "format" / "itq3s-decode.c").open("a") as file:
         file.write("// changed\n")
-    assert changed() == {"ggml/src/ggml-itq3s.c"}
+    assert changed() == {"ggml/src/itq3s-decode.c"}
 
     (ours / "src" / "cpu" / "arch" / "x86").mkdir(parents=True, exist_ok=True)
     (ours / "src" / "cpu" / "arch" / "x86" / "new.c").write_text("int x;\n")

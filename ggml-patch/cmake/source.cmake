@@ -1,9 +1,9 @@
 # The patched source tree. Files whose content does not change keep their time stamps, so a rebuild stays incremental.
 #
 # Where our files go:
-#   src/*          ggml/src/
-#   src/cpu/**     ggml/src/ggml-cpu/itq3s/
-#   src/cuda/**    ggml/src/ggml-cuda/
+#   src/format/    ggml/src/
+#   src/cpu/       ggml/src/ggml-cpu/itq3s/
+#   src/cuda/      ggml/src/ggml-cuda/
 
 # What of llama.cpp its build reads.
 set(ITQ3S_UPSTREAM_PARTS
@@ -108,12 +108,7 @@ function(itq3s_prepare_source upstream id tree)
     # our files
     set(ours "")
     set(origins "")
-    file(GLOB files LIST_DIRECTORIES false RELATIVE "${ITQ3S_PATCH_DIR}/src" "${ITQ3S_PATCH_DIR}/src/*")
-    foreach (file IN LISTS files)
-        list(APPEND origins "${file}")
-        list(APPEND ours "ggml/src/${file}")
-    endforeach()
-    foreach (part cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
+    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
         string(REPLACE ":" ";" part "${part}")
         list(GET part 0 from)
         list(GET part 1 to)

@@ -10,7 +10,7 @@
 #include "ggml-backend.h"
 #include "ggml-cuda.h"
 
-#include "itq3_s-quantize.cuh"
+#include "itq3s-quantize.cuh"
 
 #include <cublas_v2.h>
 #include <cuda_runtime.h>

@@ -80,7 +80,7 @@ struct block_tq2_0 { uint8_t qs[64]; half d; };
 static_assert(sizeof(block_tq1_0) == 54 && sizeof(block_tq2_0) == 66, "wrong block sizes");
 
 template <ggml_type type> struct ggml_cuda_type_traits;
-#include "itq3_s-type-traits.cuh"
+#include "itq3s-type-traits.cuh"
 
 enum ggml_glu_op { GGML_GLU_OP_REGLU, GGML_GLU_OP_GEGLU, GGML_GLU_OP_SWIGLU, GGML_GLU_OP_SWIGLU_OAI, GGML_GLU_OP_SWIGLU_CLAMP };
 struct ggml_cuda_mm_fusion_args_device {

@@ -3,15 +3,15 @@
 #include "common.cuh"
 #include "mmq.cuh"
 
-#include "itq3_s-dequantize.cuh"
-#include "itq3_s-mmq.cuh"
-#include "itq3_s-mmvq.cuh"
-#include "itq3_s-quantize.cuh"
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-dequantize.cuh"
+#include "itq3s-mmq.cuh"
+#include "itq3s-mmvq.cuh"
+#include "itq3s-quantize.cuh"
+#include "itq3s-vecdot.cuh"
 
 #include <algorithm>
 
-// As itq3_s-quantize.cu launches it.
+// As itq3s-quantize.cu launches it.
 extern "C" void emulate_quantize_mmvq(
         const int rotate, const float * x, void * y, const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
         const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3) {
@@ -37,7 +37,7 @@ extern "C" void emulate_quantize_scatter_mmq(
         x, ids, y, ne00, (int64_t) 0, stride_token, (int64_t) 0, ne0, (int) nrows_dst, 1, n_expert_used);
 }
 
-// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16. As itq3_s-convert.cuh launches it, with at most
+// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16. As itq3s-convert.cuh launches it, with at most
 // max_rows rows and channels in the grid.
 template <typename dst_t>
 static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s, const int64_t max_rows) {
@@ -165,7 +165,7 @@ extern "C" void emulate_mmq(
     }
 }
 
-// Levels of a block, decoded by the two paths of itq3_s.cuh: halves (t from decoded order) and eights.
+// Levels of a block, decoded by the two paths of itq3s-decode.cuh: halves (t from decoded order) and eights.
 extern "C" void emulate_levels(const uint8_t * block, const int z, int8_t * by_half, int8_t * by_eight) {
     uint32_t w[ITQ3_S_WORDS];
     memcpy(w, block, sizeof(w));

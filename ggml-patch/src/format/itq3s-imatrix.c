@@ -2,8 +2,8 @@
 // taken for the whole of it, the Hessian of the rotated row is H D H in every block, and the calibrated encoder does the
 // rest. The Python form is gguf_itq3s/imatrix.py with hessian.from_diagonal and hessian.factorize.
 
-#include "ggml-itq3s-ldlq.h"
 #include "ggml-threading.h"
+#include "itq3s-ldlq.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-vecdot.cuh"
 #include "unary.cuh"
 
 #include <cstdint>

@@ -70,7 +70,7 @@ GGML_API void dequantize_row_itq3_s(const block_itq3_s * GGML_RESTRICT x, float 
 GGML_API void quantize_row_itq3_s_ref(const float * GGML_RESTRICT x, block_itq3_s * GGML_RESTRICT y, int64_t k);
 
 // Rows of n_per_row weights, a multiple of 256; returns the bytes written. With an importance matrix (or NULL) they are
-// encoded as in ggml-itq3s-ldlq.h; 64 rows or more a call are fastest then.
+// encoded as in itq3s-ldlq.h; 64 rows or more a call are fastest then.
 GGML_API size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                 int64_t n_per_row, const float * imatrix);
 

@@ -1,9 +1,9 @@
 // CPU kernels of ITQ3_S, portable C.
 
-#include "quants-itq3s.h"
+#include "itq3s-quants.h"
 
-#include "arch-fallback-itq3s.h"
 #include "ggml-cpu-impl.h"
+#include "itq3s-arch-fallback.h"
 #include "simd-mappings.h"
 
 #include <assert.h>

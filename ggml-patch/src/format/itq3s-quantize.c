@@ -4,8 +4,8 @@
 // LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
 // lanes, one vector register or a few.
 
-#include "ggml-itq3s-lanes.h"
-#include "ggml-itq3s-ldlq.h"
+#include "itq3s-lanes.h"
+#include "itq3s-ldlq.h"
 
 #include <assert.h>
 

@@ -1,13 +1,13 @@
 // Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
 //
 // MMVQ: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in
-// decoded order (itq3_s.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4 layout;
-// for ITQ3_S rotated and in decoded order as above.
+// decoded order (itq3s-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4
+// layout; for ITQ3_S rotated and in decoded order as above.
 
 #pragma once
 
-#include "itq3_s-fwht.cuh"
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-fwht.cuh"
+#include "itq3s-vecdot.cuh"
 #include "mmq.cuh"
 
 #include <cstdint>

@@ -2,9 +2,9 @@
 //
 // LANES rows are encoded side by side, GROUPS times LANES of them against each panel of the feedback matrix.
 
-#include "ggml-itq3s-ldlq.h"
+#include "itq3s-ldlq.h"
 
-#include "ggml-itq3s-lanes.h"
+#include "itq3s-lanes.h"
 
 #include <stdlib.h>
 

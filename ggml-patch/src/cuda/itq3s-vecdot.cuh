@@ -1,12 +1,12 @@
 // Products of quantized weights and 8-bit activations for MMVQ: ITQ3_S, TQ1_0, TQ2_0.
 //
-// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq3_s-quantize.cuh).
+// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq3s-quantize.cuh).
 
 #pragma once
 
 #include "common.cuh"
-#include "itq3_s.cuh"
-#include "tq.cuh"
+#include "itq3s-decode.cuh"
+#include "tq-decode.cuh"
 
 // Scale of 32 quantized values and their sum. The sum is an integer so that zero-points cancel exactly and large
 // activations cannot overflow it.
@@ -23,7 +23,7 @@ struct alignas(16) block_q8_1x4 {
 
 static_assert(sizeof(block_q8_1x4) == 4 * sizeof(block_q8_1), "wrong block_q8_1x4 size");
 
-// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block is the types' qi in itq3_s-type-traits.cuh.
+// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block is the types' qi in itq3s-type-traits.cuh.
 #define VDR_ITQ3_S_Q8_1_MMVQ 4
 #define VDR_TQ_Q8_1_MMVQ     4
 
