@@ -1,6 +1,8 @@
-// ITQ3_S: encoding with an importance matrix. The squares of the input columns, D, are the diagonal of their second moment;
-// taken for the whole of it, the Hessian of the rotated row is H D H in every block, and the calibrated encoder does the
-// rest. The Python form is gguf_itq3s/imatrix.py with hessian.from_diagonal and hessian.factorize.
+// ITQ3_S: encoding with an importance matrix, and the function for callers that may or may not have one.
+//
+// The squares of the input columns, D, are the diagonal of their second moment; taken for the whole of it, the Hessian of
+// the rotated row is H D H in every block, and the calibrated encoder does the rest. The Python form is
+// gguf_itq3s/imatrix.py with hessian.from_diagonal and hessian.factorize.
 
 #include "ggml-threading.h"
 #include "itq3s-ldlq.h"
@@ -143,4 +145,12 @@ size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_REST
     const size_t               size   = quantize_itq3_s_ldlq(src, dst, nrows, &cached->factor, search);
     release_factor(cached);
     return size;
+}
+
+size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
+                       const float * imatrix) {
+    if (imatrix != NULL) {
+        return quantize_itq3_s_imatrix(src, dst, nrows, n_per_row, imatrix);
+    }
+    return quantize_itq3_s_effort(src, dst, nrows, n_per_row, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
 }

@@ -1,11 +1,10 @@
-// ITQ3_S: the encoders. The same arithmetic as gguf_itq3s/scale.py, trellis.py and codec.py, byte for byte: float32, one
-// order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by itq3s.cmake).
+// ITQ3_S: the encoder of weights alone. The same arithmetic as gguf_itq3s/scale.py, trellis.py and codec.py, byte for
+// byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by itq3s.cmake).
 //
 // LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
 // lanes, one vector register or a few.
 
 #include "itq3s-lanes.h"
-#include "itq3s-ldlq.h"
 
 #include <assert.h>
 
@@ -298,12 +297,4 @@ size_t quantize_itq3_s_effort(const float * GGML_RESTRICT src, void * GGML_RESTR
     const int64_t nb = nrows * (n_per_row / QK_ITQ3_S);
     quantize_blocks(src, dst, nb, codec, effort);
     return (size_t) nb * sizeof(block_itq3_s);
-}
-
-size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
-                       const float * imatrix) {
-    if (imatrix != NULL) {
-        return quantize_itq3_s_imatrix(src, dst, nrows, n_per_row, imatrix);
-    }
-    return quantize_itq3_s_effort(src, dst, nrows, n_per_row, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
 }
