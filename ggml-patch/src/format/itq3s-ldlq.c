@@ -1,6 +1,6 @@
 // ITQ3_S: the calibrated encoder. See gguf_itq3s/ldlq.py for the method; the arithmetic is the same, byte for byte.
 //
-// LANES rows are encoded side by side, GROUPS times LANES of them against each panel of the feedback matrix.
+// ITQ_LANES rows are encoded side by side, GROUPS times ITQ_LANES of them against each panel of the feedback matrix.
 
 #include "itq3s-ldlq.h"
 
@@ -11,30 +11,30 @@
 #define WINDOW    ITQ3_S_LDLQ_WINDOW
 #define LOOKAHEAD 25  // a state that far back is still in 31 bits of history
 #define GROUPS    4
-#define ROWS      (GROUPS * LANES)
+#define ROWS      (GROUPS * ITQ_LANES)
 // Columns whose sums are held in registers, and rows of the feedback matrix that stay in the cache meanwhile.
 #define TILE      8
 #define PANEL     64
 
-// LANES floats, integers or masks. GCC and Clang lower operations on vectors to what the processor has; left to vectorise
-// loops over the lanes, they shuffle. Other compilers get the loops.
+// ITQ_LANES floats, integers or masks. GCC and Clang lower operations on vectors to what the processor has; left to
+// vectorise loops over the lanes, they shuffle. Other compilers get the loops.
 #if defined(__GNUC__) || defined(__clang__)
-typedef float   vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), may_alias));
+typedef float   vec __attribute__((vector_size(4 * ITQ_LANES), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * ITQ_LANES), may_alias));
 
 // Every function with vector arguments is inlined (-Wno-psabi); Clang objects to them in a clone all the same.
 #    ifdef __clang__
-#        undef ITQ3_S_CLONES
-#        define ITQ3_S_CLONES
+#        undef ITQ_CLONES
+#        define ITQ_CLONES
 #    endif
 
 #    define VEC_OPERATION(type, name, result, expression) \
-        ITQ3_S_INLINE result name(type a, type b) {       \
+        ITQ_INLINE result name(type a, type b) {          \
             return (result) (expression);                 \
         }
-#    define MASK_OPERATION(type, name, expression)           \
-        ITQ3_S_INLINE type name(ivec mask, type a, type b) { \
-            return (type) (expression);                      \
+#    define MASK_OPERATION(type, name, expression)        \
+        ITQ_INLINE type name(ivec mask, type a, type b) { \
+            return (type) (expression);                   \
         }
 VEC_OPERATION(vec, v_add, vec, a + b)
 VEC_OPERATION(vec, v_sub, vec, a - b)
@@ -47,48 +47,48 @@ MASK_OPERATION(vec, v_select, (mask & (ivec) a) | (~mask & (ivec) b))
 MASK_OPERATION(ivec, i_select, (mask & a) | (~mask & b))
 
 // A scalar operand is broadcast by one instruction, an initialiser by sixteen (GCC 12).
-ITQ3_S_INLINE vec v_scale(float a, vec b) {
+ITQ_INLINE vec v_scale(float a, vec b) {
     return a * b;
 }
 
-ITQ3_S_INLINE vec v_all(float x) {
+ITQ_INLINE vec v_all(float x) {
     return (vec){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
 }
 
-ITQ3_S_INLINE ivec i_all(int32_t x) {
+ITQ_INLINE ivec i_all(int32_t x) {
     return (ivec){ x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x };
 }
 
-ITQ3_S_INLINE ivec i_shift_left(ivec a, int bits) {
+ITQ_INLINE ivec i_shift_left(ivec a, int bits) {
     return a << bits;
 }
 
 // Arithmetic shift.
-ITQ3_S_INLINE ivec i_shift_right(ivec a, int bits) {
+ITQ_INLINE ivec i_shift_right(ivec a, int bits) {
     return a >> bits;
 }
 #else
 typedef union {
-    float f[LANES];
+    float f[ITQ_LANES];
 } vec;
 
 typedef union {
-    int32_t f[LANES];
+    int32_t f[ITQ_LANES];
 } ivec;
 
-#    define EACH_LANE(result, expression) \
-        result r;                         \
-        for (int l = 0; l < LANES; ++l) { \
-            r.f[l] = expression;          \
-        }                                 \
+#    define EACH_LANE(result, expression)     \
+        result r;                             \
+        for (int l = 0; l < ITQ_LANES; ++l) { \
+            r.f[l] = expression;              \
+        }                                     \
         return r;
 #    define VEC_OPERATION(type, name, result, expression) \
-        ITQ3_S_INLINE result name(type a, type b) {       \
+        ITQ_INLINE result name(type a, type b) {          \
             EACH_LANE(result, expression)                 \
         }
-#    define MASK_OPERATION(type, name)                       \
-        ITQ3_S_INLINE type name(ivec mask, type a, type b) { \
-            EACH_LANE(type, mask.f[l] ? a.f[l] : b.f[l])     \
+#    define MASK_OPERATION(type, name)                    \
+        ITQ_INLINE type name(ivec mask, type a, type b) { \
+            EACH_LANE(type, mask.f[l] ? a.f[l] : b.f[l])  \
         }
 VEC_OPERATION(vec, v_add, vec, a.f[l] + b.f[l])
 VEC_OPERATION(vec, v_sub, vec, a.f[l] - b.f[l])
@@ -100,21 +100,21 @@ VEC_OPERATION(ivec, i_equal, ivec, a.f[l] == b.f[l] ? -1 : 0)
 MASK_OPERATION(vec, v_select)
 MASK_OPERATION(ivec, i_select)
 
-ITQ3_S_INLINE vec v_scale(float a, vec b){ EACH_LANE(vec, a * b.f[l]) }
+ITQ_INLINE vec v_scale(float a, vec b){ EACH_LANE(vec, a * b.f[l]) }
 
-ITQ3_S_INLINE vec v_all(float x){ EACH_LANE(vec, x) }
+ITQ_INLINE vec v_all(float x){ EACH_LANE(vec, x) }
 
-ITQ3_S_INLINE ivec i_all(int32_t x){ EACH_LANE(ivec, x) }
+ITQ_INLINE ivec i_all(int32_t x){ EACH_LANE(ivec, x) }
 
-ITQ3_S_INLINE ivec i_shift_left(ivec a, int bits){ EACH_LANE(ivec, (int32_t) ((uint32_t) a.f[l] << bits)) }
+ITQ_INLINE ivec i_shift_left(ivec a, int bits){ EACH_LANE(ivec, (int32_t) ((uint32_t) a.f[l] << bits)) }
 
-ITQ3_S_INLINE ivec i_shift_right(ivec a, int bits) {
+ITQ_INLINE ivec i_shift_right(ivec a, int bits) {
     EACH_LANE(ivec, a.f[l] >> bits)
 }
 #endif
 
-typedef float   lanes[LANES];
-typedef int32_t ilanes[LANES];
+typedef float   lanes[ITQ_LANES];
+typedef int32_t ilanes[ITQ_LANES];
 
 // How far the search goes within a block.
 struct reach {
@@ -131,26 +131,26 @@ struct grid {
 };
 
 struct ldlq_workspace {
-    vec     target[N];  // what the levels through the feedback should come to, in level units
-    vec     levels[N];
-    vec     through[N];  // levels through the feedback
-    vec     fold[N / 2];
-    vec     metric[2][STATES];
-    vec     pending[2][STATES][WINDOW];  // [p]: what a survivor's levels add to column t + p
-    ivec    history[2][STATES];          // the survivor's last selector bits
-    uint8_t chosen[N][STATES][LANES];    // 16*(from k + HALF) + 4*q + c
-    uint8_t code[N][LANES];              // 16*s + 4*q + c of the path found
-    uint8_t best[N][LANES];
+    vec     target[QK_ITQ3_S];  // what the levels through the feedback should come to, in level units
+    vec     levels[QK_ITQ3_S];
+    vec     through[QK_ITQ3_S];  // levels through the feedback
+    vec     fold[QK_ITQ3_S / 2];
+    vec     metric[2][ITQ_STATES];
+    vec     pending[2][ITQ_STATES][WINDOW];            // [p]: what a survivor's levels add to column t + p
+    ivec    history[2][ITQ_STATES];                    // the survivor's last selector bits
+    uint8_t chosen[QK_ITQ3_S][ITQ_STATES][ITQ_LANES];  // 16*(from k + ITQ_HALF) + 4*q + c
+    uint8_t code[QK_ITQ3_S][ITQ_LANES];                // 16*s + 4*q + c of the path found
+    uint8_t best[QK_ITQ3_S][ITQ_LANES];
 
     struct grid grids[4];
 
     // Parts of the feedback matrix, copied together: its own rows lie a power of two apart and would evict each other.
-    float feedback[N][N];                // of the block
-    float tiles[N / TILE][N][TILE];      // the same, TILE columns at a time
-    float panel[N / TILE][PANEL][TILE];  // from PANEL columns of earlier blocks to the block
+    float feedback[QK_ITQ3_S][QK_ITQ3_S];            // of the block
+    float tiles[QK_ITQ3_S / TILE][QK_ITQ3_S][TILE];  // the same, TILE columns at a time
+    float panel[QK_ITQ3_S / TILE][PANEL][TILE];      // from PANEL columns of earlier blocks to the block
 
-    vec x[GROUPS][N];  // rotated weights
-    vec y[GROUPS][N];  // what the rounded weights through the feedback should come to
+    vec x[GROUPS][QK_ITQ3_S];  // rotated weights
+    vec y[GROUPS][QK_ITQ3_S];  // what the rounded weights through the feedback should come to
 };
 
 static void set_grids(struct grid * grids) {
@@ -166,7 +166,7 @@ static void set_grids(struct grid * grids) {
 }
 
 // Nearest level of a grid, a target half-way takes the lower one; *index is 4*q + c.
-ITQ3_S_INLINE vec nearest_level(vec y, const struct grid * grid, ivec * index) {
+ITQ_INLINE vec nearest_level(vec y, const struct grid * grid, ivec * index) {
     const ivec above01 = v_greater(y, grid->middle[0]);
     const ivec above12 = v_greater(y, grid->middle[1]);
     const ivec above23 = v_greater(y, grid->middle[2]);
@@ -177,7 +177,7 @@ ITQ3_S_INLINE vec nearest_level(vec y, const struct grid * grid, ivec * index) {
                     v_select(above12, grid->level[2], v_select(above01, grid->level[1], grid->level[0])));
 }
 
-// One state: its survivor comes from k, with metric low and on grid_low, or from k + HALF; a tie keeps the one from k.
+// One state: its survivor comes from k, with metric low and on grid_low, or from k + ITQ_HALF; a tie keeps the one from k.
 struct survivor {
     vec  metric;
     vec  level;
@@ -185,8 +185,8 @@ struct survivor {
     ivec chosen;
 };
 
-ITQ3_S_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, float weight,
-                                      const struct grid * grid_low, const struct grid * grid_high) {
+ITQ_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, float weight, const struct grid * grid_low,
+                                   const struct grid * grid_high) {
     ivec      index_low;
     ivec      index_high;
     const vec level_low     = nearest_level(y_low, grid_low, &index_low);
@@ -206,9 +206,9 @@ ITQ3_S_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, fl
 }
 
 // Move the feedback of a pair of survivors on by a column and add that of their new levels.
-ITQ3_S_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRICT up, vec * GGML_RESTRICT to0,
-                         vec * GGML_RESTRICT to1, const float * GGML_RESTRICT feedback, const struct survivor * s,
-                         int moved, int count) {
+ITQ_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRICT up, vec * GGML_RESTRICT to0,
+                      vec * GGML_RESTRICT to1, const float * GGML_RESTRICT feedback, const struct survivor * s,
+                      int moved, int count) {
     const ivec high0  = s[0].high;
     const ivec high1  = s[1].high;
     const vec  level0 = s[0].level;
@@ -227,7 +227,7 @@ ITQ3_S_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRIC
 
 // One column of the search. A survivor's own feedback reaches the next count columns; before this column it reached the
 // first moved of them.
-ITQ3_S_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int moved, int count) {
+ITQ_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int moved, int count) {
     const float * feedback = ws->feedback[t] + t + 1;
 
     const vec *  from = ws->metric[t & 1];
@@ -236,23 +236,23 @@ ITQ3_S_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int mov
     const ivec * past = ws->history[t & 1];
     ivec *       next = ws->history[~t & 1];
 
-    for (int k = 0; k < HALF; ++k) {
-        const struct grid * even = &ws->grids[butterfly_grid(k)];
-        const struct grid * odd  = &ws->grids[butterfly_grid(k) ^ 2];
+    for (int k = 0; k < ITQ_HALF; ++k) {
+        const struct grid * even = &ws->grids[itq_butterfly_grid(k)];
+        const struct grid * odd  = &ws->grids[itq_butterfly_grid(k) ^ 2];
 
         const vec * low    = ws->pending[t & 1][k];
-        const vec * up     = ws->pending[t & 1][k + HALF];
+        const vec * up     = ws->pending[t & 1][k + ITQ_HALF];
         const vec   y_low  = v_sub(y, low[0]);
         const vec   y_high = v_sub(y, up[0]);
 
         struct survivor s[2];
-        s[0] = survive(from[k], from[k + HALF], y_low, y_high, weight, even, odd);
-        s[1] = survive(from[k], from[k + HALF], y_low, y_high, weight, odd, even);
+        s[0] = survive(from[k], from[k + ITQ_HALF], y_low, y_high, weight, even, odd);
+        s[1] = survive(from[k], from[k + ITQ_HALF], y_low, y_high, weight, odd, even);
         for (int bit = 0; bit < 2; ++bit) {
-            const ivec bits = i_shift_left(i_select(s[bit].high, past[k + HALF], past[k]), 1);
+            const ivec bits = i_shift_left(i_select(s[bit].high, past[k + ITQ_HALF], past[k]), 1);
             ilanes     chosen;
             memcpy(chosen, &s[bit].chosen, sizeof(chosen));
-            for (int l = 0; l < LANES; ++l) {
+            for (int l = 0; l < ITQ_LANES; ++l) {
                 ws->chosen[t][2 * k + bit][l] = (uint8_t) chosen[l];
             }
             to[2 * k + bit]   = s[bit].metric;
@@ -267,10 +267,10 @@ ITQ3_S_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int mov
 }
 
 // Best state of each lane, the lowest number on a tie.
-ITQ3_S_INLINE void best_state(const vec * metric, int32_t * state) {
+ITQ_INLINE void best_state(const vec * metric, int32_t * state) {
     vec  least = metric[0];
     ivec best  = i_all(0);
-    for (int s = 1; s < STATES; ++s) {
+    for (int s = 1; s < ITQ_STATES; ++s) {
         const ivec less = v_greater(least, metric[s]);
         best            = i_select(less, i_all(s), best);
         least           = v_select(less, metric[s], least);
@@ -279,47 +279,47 @@ ITQ3_S_INLINE void best_state(const vec * metric, int32_t * state) {
 }
 
 // Trace back from the states after column last; keep the columns from start to stop.
-ITQ3_S_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last, const int32_t * best) {
+ITQ_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last, const int32_t * best) {
     lanes * levels = (lanes *) ws->levels;
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         int32_t state = best[l];
         for (int t = last; t >= stop; --t) {
-            state = (state >> 1) + (ws->chosen[t][state][l] >> 4) * HALF;
+            state = (state >> 1) + (ws->chosen[t][state][l] >> 4) * ITQ_HALF;
         }
         for (int t = stop - 1; t >= start; --t) {
             const int chosen = ws->chosen[t][state][l];
             ws->code[t][l]   = (uint8_t) (16 * (state & 1) + (chosen & 15));
             levels[t][l]     = (float) itq3_s_levels[chosen & 15];
-            state            = (state >> 1) + (chosen >> 4) * HALF;
+            state            = (state >> 1) + (chosen >> 4) * ITQ_HALF;
         }
     }
 }
 
 // Drop the survivors that were in another state than the best one lookahead columns ago.
-ITQ3_S_INLINE void drop(vec * metric, const ivec * history, const int32_t * best, int lookahead) {
+ITQ_INLINE void drop(vec * metric, const ivec * history, const int32_t * best, int lookahead) {
     ilanes kept;
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         kept[l] = ((const int32_t *) &history[best[l]])[l];
     }
     ivec state;
     memcpy(&state, kept, sizeof(state));
-    state = i_and(i_shift_right(state, lookahead), i_all(STATES - 1));
-    for (int s = 0; s < STATES; ++s) {
-        const ivec same = i_equal(i_and(i_shift_right(history[s], lookahead), i_all(STATES - 1)), state);
-        metric[s]       = v_select(same, metric[s], v_all(UNREACHED));
+    state = i_and(i_shift_right(state, lookahead), i_all(ITQ_STATES - 1));
+    for (int s = 0; s < ITQ_STATES; ++s) {
+        const ivec same = i_equal(i_and(i_shift_right(history[s], lookahead), i_all(ITQ_STATES - 1)), state);
+        metric[s]       = v_select(same, metric[s], v_all(ITQ_UNREACHED));
     }
 }
 
 // First column that the feedback of column t reaches only once its segment is committed.
-ITQ3_S_INLINE int horizon(int t, const struct reach * reach) {
+ITQ_INLINE int horizon(int t, const struct reach * reach) {
     const int stop = (t / reach->segment + 1) * reach->segment + reach->lookahead;
-    return stop < N ? stop : N;
+    return stop < QK_ITQ3_S ? stop : QK_ITQ3_S;
 }
 
 // Path of a block with a small sum of weight[k] * (through[k] - target[k])^2; fills code and levels, changes target.
-ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, const struct reach * reach) {
-    for (int s = 0; s < STATES; ++s) {
-        ws->metric[0][s]     = v_all(s == 0 ? 0.0f : UNREACHED);
+ITQ_INLINE void search(struct ldlq_workspace * ws, const float * weight, const struct reach * reach) {
+    for (int s = 0; s < ITQ_STATES; ++s) {
+        ws->metric[0][s]     = v_all(s == 0 ? 0.0f : ITQ_UNREACHED);
         ws->history[0][s]    = i_all(0);
         ws->pending[0][s][0] = v_all(0);
     }
@@ -327,18 +327,18 @@ ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, cons
     ilanes state;
     int    committed = 0;
     int    before    = 0;  // horizon of the column before
-    for (int t = 0; t < N; ++t) {
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
         const int stop  = reach->coupled ? horizon(t, reach) : t + 1;
         const int moved = before > t + 1 ? before - t - 1 : 0;
         step(ws, t, weight[t], moved, stop - t - 1);
         before = stop;
 
         const int end = committed + reach->segment;
-        if (t + 1 == end + reach->lookahead && t + 1 < N) {
+        if (t + 1 == end + reach->lookahead && t + 1 < QK_ITQ3_S) {
             best_state(ws->metric[~t & 1], state);
             commit(ws, committed, end, t, state);
             drop(ws->metric[~t & 1], ws->history[~t & 1], state, reach->lookahead);
-            for (int k = t + 1; k < N; ++k) {
+            for (int k = t + 1; k < QK_ITQ3_S; ++k) {
                 vec sum = ws->target[k];
                 for (int j = committed; j < end; ++j) {
                     sum = v_sub(sum, v_scale(ws->feedback[j][k], ws->levels[j]));
@@ -348,8 +348,8 @@ ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, cons
             committed = end;
         }
     }
-    best_state(ws->metric[N & 1], state);
-    commit(ws, committed, N, N - 1, state);
+    best_state(ws->metric[QK_ITQ3_S & 1], state);
+    commit(ws, committed, QK_ITQ3_S, QK_ITQ3_S - 1, state);
 }
 
 // Sums of a tile in registers: loops over them are written out because compilers leave them in memory.
@@ -364,9 +364,9 @@ ITQ3_S_INLINE void search(struct ldlq_workspace * ws, const float * weight, cons
     }
 
 // to[k] = from[k] + sum over j < k of A[j][k] from[j], j ascending.
-ITQ3_S_INLINE void through_feedback(const vec * GGML_RESTRICT from, vec * GGML_RESTRICT to,
-                                    float (*GGML_RESTRICT tiles)[N][TILE]) {
-    for (int k = 0; k < N; k += TILE) {
+ITQ_INLINE void through_feedback(const vec * GGML_RESTRICT from, vec * GGML_RESTRICT to,
+                                 float (*GGML_RESTRICT tiles)[QK_ITQ3_S][TILE]) {
+    for (int k = 0; k < QK_ITQ3_S; k += TILE) {
         float (*a)[TILE] = tiles[k / TILE];
         TILE_EACH(TILE_LOAD)
         for (int j = 0; j < k; ++j) {
@@ -382,11 +382,11 @@ ITQ3_S_INLINE void through_feedback(const vec * GGML_RESTRICT from, vec * GGML_R
 }
 
 // y[k] -= sum over j of A[j][k] e[j] for PANEL columns of earlier blocks, j ascending.
-ITQ3_S_CLONES static void feed_forward(const vec * GGML_RESTRICT error, vec * y,
-                                       float (*GGML_RESTRICT panel)[PANEL][TILE]) {
+ITQ_CLONES static void feed_forward(const vec * GGML_RESTRICT error, vec * y,
+                                    float (*GGML_RESTRICT panel)[PANEL][TILE]) {
     const vec * from = y;
     vec *       to   = y;
-    for (int k = 0; k < N; k += TILE) {
+    for (int k = 0; k < QK_ITQ3_S; k += TILE) {
         float (*a)[TILE] = panel[k / TILE];
         TILE_EACH(TILE_LOAD)
         for (int j = 0; j < PANEL; ++j) {
@@ -397,20 +397,20 @@ ITQ3_S_CLONES static void feed_forward(const vec * GGML_RESTRICT error, vec * y,
     }
 }
 
-ITQ3_S_CLONES static void start_from_weights(const vec * GGML_RESTRICT x, vec * GGML_RESTRICT y,
-                                             float (*GGML_RESTRICT tiles)[N][TILE]) {
+ITQ_CLONES static void start_from_weights(const vec * GGML_RESTRICT x, vec * GGML_RESTRICT y,
+                                          float (*GGML_RESTRICT tiles)[QK_ITQ3_S][TILE]) {
     through_feedback(x, y, tiles);
 }
 
 // Copy the feedback within a block; returns whether there is any.
 static bool copy_feedback(struct ldlq_workspace * ws, const float * feedback, int64_t stride) {
     bool coupled = false;
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < QK_ITQ3_S; ++j) {
         memcpy(ws->feedback[j], feedback + j * stride, sizeof(ws->feedback[j]));
-        for (int k = 0; k < N; k += TILE) {
+        for (int k = 0; k < QK_ITQ3_S; k += TILE) {
             memcpy(ws->tiles[k / TILE][j], ws->feedback[j] + k, TILE * sizeof(float));
         }
-        for (int k = j + 1; k < N; ++k) {
+        for (int k = j + 1; k < QK_ITQ3_S; ++k) {
             coupled |= ws->feedback[j][k] != 0.0f;
         }
     }
@@ -419,55 +419,55 @@ static bool copy_feedback(struct ldlq_workspace * ws, const float * feedback, in
 
 static void copy_panel(struct ldlq_workspace * ws, const float * feedback, int64_t stride) {
     for (int j = 0; j < PANEL; ++j) {
-        for (int k = 0; k < N; k += TILE) {
+        for (int k = 0; k < QK_ITQ3_S; k += TILE) {
             memcpy(ws->panel[k / TILE][j], feedback + j * stride + k, TILE * sizeof(float));
         }
     }
 }
 
-// Load and rotate one block of n <= LANES rows; lanes without a row are zero. finite[l] becomes false for a lane that cannot
-// be encoded, and its weights zero.
-ITQ3_S_CLONES static void load_rows(vec * block, const float * src, int64_t stride, int n, bool * finite) {
+// Load and rotate one block of n <= ITQ_LANES rows; lanes without a row are zero. finite[l] becomes false for a lane that
+// cannot be encoded, and its weights zero.
+ITQ_CLONES static void load_rows(vec * block, const float * src, int64_t stride, int n, bool * finite) {
     lanes * x = (lanes *) block;
-    for (int l = 0; l < LANES; ++l) {
-        for (int t = 0; t < N; ++t) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
             x[t][l] = l < n ? src[l * stride + t] : 0.0f;
         }
     }
-    rotate(x);
-    for (int t = 0; t < N; ++t) {
-        for (int l = 0; l < LANES; ++l) {
-            finite[l] &= fabsf(x[t][l]) < MAGNITUDE_LIMIT;  // false for NaN
+    itq_rotate(x);
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            finite[l] &= fabsf(x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
         }
     }
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         if (!finite[l]) {
-            for (int t = 0; t < N; ++t) {
+            for (int t = 0; t < QK_ITQ3_S; ++t) {
                 x[t][l] = 0.0f;
             }
         }
     }
 }
 
-// ldlq.solve for one block of LANES rows: fills best, d and the errors of the rounded weights.
-ITQ3_S_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
-                                     const float * weight, const struct reach * reach, int starts, ggml_half * d,
-                                     vec * GGML_RESTRICT error) {
+// ldlq.solve for one block of ITQ_LANES rows: fills best, d and the errors of the rounded weights.
+ITQ_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
+                                  const float * weight, const struct reach * reach, int starts, ggml_half * d,
+                                  vec * GGML_RESTRICT error) {
     lanes * fold = (lanes *) ws->fold;
     lanes   rms;
     lanes   cost;
-    sum_of_products((lanes *) x, (lanes *) x, fold, rms);
-    for (int l = 0; l < LANES; ++l) {
-        rms[l] = sqrtf(rms[l] * (1.0f / N));
+    itq_sum_of_products((lanes *) x, (lanes *) x, fold, rms);
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        rms[l] = sqrtf(rms[l] * (1.0f / QK_ITQ3_S));
     }
     for (int start = 0; start < starts; ++start) {
         lanes factor;
         vec   factors;
-        for (int l = 0; l < LANES; ++l) {
-            factor[l] = rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
         }
         memcpy(&factors, factor, sizeof(factors));
-        for (int t = 0; t < N; ++t) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
             ws->target[t] = v_mul(y[t], factors);
         }
         search(ws, weight, reach);
@@ -476,50 +476,50 @@ ITQ3_S_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_REST
         lanes       zy;
         lanes       zz;
         const vec * z = ws->through;
-        for (int i = 0, j = N / 2; i < N / 2; ++i, ++j) {
+        for (int i = 0, j = QK_ITQ3_S / 2; i < QK_ITQ3_S / 2; ++i, ++j) {
             ws->fold[i] = v_add(v_mul(v_scale(weight[i], z[i]), y[i]), v_mul(v_scale(weight[j], z[j]), y[j]));
         }
-        fold_sum(fold, zy);
-        for (int i = 0, j = N / 2; i < N / 2; ++i, ++j) {
+        itq_fold_sum(fold, zy);
+        for (int i = 0, j = QK_ITQ3_S / 2; i < QK_ITQ3_S / 2; ++i, ++j) {
             ws->fold[i] = v_add(v_mul(v_scale(weight[i], z[i]), z[i]), v_mul(v_scale(weight[j], z[j]), z[j]));
         }
-        fold_sum(fold, zz);
+        itq_fold_sum(fold, zz);
 
-        ggml_half half[LANES];
+        ggml_half half[ITQ_LANES];
         lanes     scale;
         vec       scales;
-        for (int l = 0; l < LANES; ++l) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
             const float fit = 32.0f * (zy[l] / zz[l]);
-            half[l]         = ggml_fp32_to_fp16(fit < -F16_MAX ? -F16_MAX : fit > F16_MAX ? F16_MAX : fit);
-            scale[l]        = ggml_fp16_to_fp32(half[l]) * 0.03125f;
+            half[l]  = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
+            scale[l] = ggml_fp16_to_fp32(half[l]) * 0.03125f;
         }
         memcpy(&scales, scale, sizeof(scales));
 
         lanes total;
-        for (int i = 0, j = N / 2; i < N / 2; ++i, ++j) {
+        for (int i = 0, j = QK_ITQ3_S / 2; i < QK_ITQ3_S / 2; ++i, ++j) {
             const vec a = v_sub(y[i], v_mul(z[i], scales));
             const vec b = v_sub(y[j], v_mul(z[j], scales));
             ws->fold[i] = v_add(v_scale(weight[i], v_mul(a, a)), v_scale(weight[j], v_mul(b, b)));
         }
-        fold_sum(fold, total);
+        itq_fold_sum(fold, total);
 
-        uint8_t better[LANES];
-        for (int l = 0; l < LANES; ++l) {
+        uint8_t better[ITQ_LANES];
+        for (int l = 0; l < ITQ_LANES; ++l) {
             better[l] = start == 0 || total[l] < cost[l] ? 0xff : 0;
             if (better[l]) {
                 cost[l] = total[l];
                 d[l]    = half[l];
             }
         }
-        for (int t = 0; t < N; ++t) {
-            for (int l = 0; l < LANES; ++l) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
+            for (int l = 0; l < ITQ_LANES; ++l) {
                 ws->best[t][l] = (uint8_t) ((ws->code[t][l] & better[l]) | (ws->best[t][l] & ~better[l]));
             }
         }
     }
 
     lanes scale;
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         if (!(rms[l] > 0) || d[l] == 0x8000) {
             d[l] = 0;
         }
@@ -527,8 +527,8 @@ ITQ3_S_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_REST
     }
     lanes * errors  = (lanes *) error;
     lanes * weights = (lanes *) x;
-    for (int t = 0; t < N; ++t) {
-        for (int l = 0; l < LANES; ++l) {
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
             errors[t][l] = (float) itq3_s_levels[ws->best[t][l] & 15] * scale[l] - weights[t][l];
         }
     }
@@ -540,7 +540,7 @@ static void pack_row(const struct ldlq_workspace * ws, int l, ggml_half d, block
     if (d == 0) {
         return;
     }
-    for (int t = 0; t < N; ++t) {
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
         y->qs[t % 64] |= (uint8_t) ((ws->best[t][l] >> 2 & 3) << 2 * (t / 64));
         y->sel[t / 8] |= (uint8_t) ((ws->best[t][l] >> 4) << t % 8);
     }
@@ -549,8 +549,8 @@ static void pack_row(const struct ldlq_workspace * ws, int l, ggml_half d, block
 size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                             const struct itq3_s_factor * factor, struct itq3_s_search options) {
     const int64_t n  = factor->columns;
-    const int64_t nb = n / N;
-    GGML_ASSERT(n % N == 0);
+    const int64_t nb = n / QK_ITQ3_S;
+    GGML_ASSERT(n % QK_ITQ3_S == 0);
     GGML_ASSERT(options.segment >= 1 && options.lookahead >= 0 && options.lookahead <= LOOKAHEAD &&
                 options.segment + options.lookahead <= WINDOW);
     GGML_ASSERT(options.effort == ITQ3_S_EFFORT_FAST || options.effort == ITQ3_S_EFFORT_DEFAULT);
@@ -564,38 +564,38 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
 
     for (int64_t row = 0; row < nrows; row += ROWS) {
         const int64_t left = nrows - row;
-        bool          finite[GROUPS][LANES];
+        bool          finite[GROUPS][ITQ_LANES];
         memset(finite, true, sizeof(finite));
         for (int64_t b = 0; b < nb; ++b) {
-            const int64_t start    = b * N;
-            const float * feedback = factor->feedback + (factor->full ? start * n + start : b * N * N);
-            struct reach  reach    = { N, 0, false };
-            if (copy_feedback(ws, feedback, factor->full ? n : N)) {
+            const int64_t start    = b * QK_ITQ3_S;
+            const float * feedback = factor->feedback + (factor->full ? start * n + start : b * QK_ITQ3_S * QK_ITQ3_S);
+            struct reach  reach    = { QK_ITQ3_S, 0, false };
+            if (copy_feedback(ws, feedback, factor->full ? n : QK_ITQ3_S)) {
                 reach = (struct reach){ options.segment, options.lookahead, true };
             }
 
-            for (int g = 0; g < GROUPS && g * LANES < left; ++g) {
-                const int rows = left - g * LANES < LANES ? (int) left - g * LANES : LANES;
-                load_rows(ws->x[g], src + (row + g * LANES) * n + start, n, rows, finite[g]);
+            for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
+                const int rows = left - g * ITQ_LANES < ITQ_LANES ? (int) left - g * ITQ_LANES : ITQ_LANES;
+                load_rows(ws->x[g], src + (row + g * ITQ_LANES) * n + start, n, rows, finite[g]);
                 start_from_weights(ws->x[g], ws->y[g], ws->tiles);
             }
             if (factor->full) {
                 for (int64_t j = 0; j < start; j += PANEL) {
                     copy_panel(ws, factor->feedback + j * n + start, n);
-                    for (int g = 0; g < GROUPS && g * LANES < left; ++g) {
+                    for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
                         feed_forward(errors + g * n + j, ws->y[g], ws->panel);
                     }
                 }
             }
-            for (int g = 0; g < GROUPS && g * LANES < left; ++g) {
-                ggml_half d[LANES];
-                solve_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, n_starts[options.effort], d,
+            for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
+                ggml_half d[ITQ_LANES];
+                solve_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, itq3_s_n_starts[options.effort], d,
                            errors + g * n + start);
-                for (int l = 0; l < LANES && g * LANES + l < left; ++l) {
-                    block_itq3_s * block = (block_itq3_s *) dst + (row + g * LANES + l) * nb + b;
+                for (int l = 0; l < ITQ_LANES && g * ITQ_LANES + l < left; ++l) {
+                    block_itq3_s * block = (block_itq3_s *) dst + (row + g * ITQ_LANES + l) * nb + b;
                     pack_row(ws, l, d[l], block);
                     if (!finite[g][l]) {
-                        block->d = F16_NAN;
+                        block->d = ITQ_F16_NAN;
                     }
                 }
             }

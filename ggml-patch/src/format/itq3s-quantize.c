@@ -1,7 +1,8 @@
 // ITQ3_S: the encoder of weights alone. The same arithmetic as gguf_itq3s/scale.py, trellis.py and codec.py, byte for
-// byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by itq3s.cmake).
+// byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
+// itq3s.cmake).
 //
-// LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
+// ITQ_LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
 // lanes, one vector register or a few.
 
 #include "itq3s-lanes.h"
@@ -14,18 +15,18 @@
 #define TERNARY_Z     2.0f
 
 struct workspace {
-    float    x[N][LANES];       // rotated weights
-    float    levels[N][LANES];  // levels of the path found
-    float    fold[N / 2][LANES];
-    float    metric[2][STATES][LANES];
-    uint32_t survivor[2][N][LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + HALF
-    uint32_t symbols[N][LANES];      // nearest symbols of the four grids, 2 bits each
-    uint8_t  code[N][LANES];         // 16*s + 4*q + c of the path found
-    uint8_t  best[N][LANES];
+    float    x[QK_ITQ3_S][ITQ_LANES];       // rotated weights
+    float    levels[QK_ITQ3_S][ITQ_LANES];  // levels of the path found
+    float    fold[QK_ITQ3_S / 2][ITQ_LANES];
+    float    metric[2][ITQ_STATES][ITQ_LANES];
+    uint32_t survivor[2][QK_ITQ3_S][ITQ_LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + ITQ_HALF
+    uint32_t symbols[QK_ITQ3_S][ITQ_LANES];      // nearest symbols of the four grids, 2 bits each
+    uint8_t  code[QK_ITQ3_S][ITQ_LANES];         // 16*s + 4*q + c of the path found
+    uint8_t  best[QK_ITQ3_S][ITQ_LANES];
 };
 
 // Branch metric of grid c: squared distance to its nearest level; a weight half-way takes the lower level.
-ITQ3_S_INLINE float nearest(float y, int c, uint32_t * symbols) {
+ITQ_INLINE float nearest(float y, int c, uint32_t * symbols) {
     static const int8_t levels[16] = ITQ3_S_LEVELS;
     const float         level0     = levels[c];
     const float         level1     = levels[4 + c];
@@ -41,13 +42,13 @@ ITQ3_S_INLINE float nearest(float y, int c, uint32_t * symbols) {
     return distance * distance;
 }
 
-// The two states that k and k + HALF lead to; a tie keeps the survivor from k.
-ITQ3_S_INLINE void butterfly(float (*GGML_RESTRICT from)[LANES], float (*GGML_RESTRICT to)[LANES], int l, int k,
-                             const float * branch, uint32_t * even, uint32_t * odd) {
+// The two states that k and k + ITQ_HALF lead to; a tie keeps the survivor from k.
+ITQ_INLINE void butterfly(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_RESTRICT to)[ITQ_LANES], int l, int k,
+                          const float * branch, uint32_t * even, uint32_t * odd) {
     const float low     = from[k][l];
-    const float high    = from[k + HALF][l];
-    const float same    = branch[butterfly_grid(k)];
-    const float flipped = branch[butterfly_grid(k) ^ 2];
+    const float high    = from[k + ITQ_HALF][l];
+    const float same    = branch[itq_butterfly_grid(k)];
+    const float flipped = branch[itq_butterfly_grid(k) ^ 2];
 
     const float low0  = low + same;
     const float high0 = high + flipped;
@@ -61,11 +62,11 @@ ITQ3_S_INLINE void butterfly(float (*GGML_RESTRICT from)[LANES], float (*GGML_RE
 }
 
 // One weight of the search. The butterflies are written out so that the loop over the lanes is the one to vectorise.
-ITQ3_S_INLINE void step(float (*GGML_RESTRICT from)[LANES], float (*GGML_RESTRICT to)[LANES],
-                        const float * GGML_RESTRICT x, const float * GGML_RESTRICT factor,
-                        uint32_t * GGML_RESTRICT survivor0, uint32_t * GGML_RESTRICT survivor1,
-                        uint32_t * GGML_RESTRICT symbols) {
-    for (int l = 0; l < LANES; ++l) {
+ITQ_INLINE void step(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_RESTRICT to)[ITQ_LANES],
+                     const float * GGML_RESTRICT x, const float * GGML_RESTRICT factor,
+                     uint32_t * GGML_RESTRICT survivor0, uint32_t * GGML_RESTRICT survivor1,
+                     uint32_t * GGML_RESTRICT symbols) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         const float y = x[l] * factor[l];
 
         uint32_t    packed    = 0;
@@ -100,35 +101,35 @@ ITQ3_S_INLINE void step(float (*GGML_RESTRICT from)[LANES], float (*GGML_RESTRIC
 }
 
 // Viterbi search for the path of least squared error from state 0 to any state; fills code and levels.
-ITQ3_S_INLINE void search(struct workspace * ws, const float * factor) {
-    for (int state = 0; state < STATES; ++state) {
-        for (int l = 0; l < LANES; ++l) {
-            ws->metric[0][state][l] = state == 0 ? 0.0f : UNREACHED;
+ITQ_INLINE void search(struct workspace * ws, const float * factor) {
+    for (int state = 0; state < ITQ_STATES; ++state) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            ws->metric[0][state][l] = state == 0 ? 0.0f : ITQ_UNREACHED;
         }
     }
-    for (int t = 0; t < N; t += 2) {
+    for (int t = 0; t < QK_ITQ3_S; t += 2) {
         step(ws->metric[0], ws->metric[1], ws->x[t], factor, ws->survivor[0][t], ws->survivor[1][t], ws->symbols[t]);
         step(ws->metric[1], ws->metric[0], ws->x[t + 1], factor, ws->survivor[0][t + 1], ws->survivor[1][t + 1],
              ws->symbols[t + 1]);
     }
 
     // best final state, the lowest number on a tie
-    float    least[LANES];
-    uint32_t state[LANES];
-    for (int l = 0; l < LANES; ++l) {
+    float    least[ITQ_LANES];
+    uint32_t state[ITQ_LANES];
+    for (int l = 0; l < ITQ_LANES; ++l) {
         least[l] = ws->metric[0][0][l];
         state[l] = 0;
     }
-    for (int s = 1; s < STATES; ++s) {
-        for (int l = 0; l < LANES; ++l) {
+    for (int s = 1; s < ITQ_STATES; ++s) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
             const float m = ws->metric[0][s][l];
             state[l]      = m < least[l] ? (uint32_t) s : state[l];
             least[l]      = m < least[l] ? m : least[l];
         }
     }
 
-    for (int t = N - 1; t >= 0; --t) {
-        for (int l = 0; l < LANES; ++l) {
+    for (int t = QK_ITQ3_S - 1; t >= 0; --t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
             const uint32_t bit  = state[l] & 1;
             const uint32_t k    = state[l] >> 1;
             const uint32_t word = bit ? ws->survivor[1][t][l] : ws->survivor[0][t][l];
@@ -138,109 +139,109 @@ ITQ3_S_INLINE void search(struct workspace * ws, const float * factor) {
 
             ws->code[t][l]   = (uint8_t) (16 * bit + 4 * q + c);
             ws->levels[t][l] = (float) itq3_s_levels[4 * q + c];
-            state[l]         = k + high * HALF;
+            state[l]         = k + high * ITQ_HALF;
         }
     }
 }
 
 // Root mean square of each lane.
-ITQ3_S_INLINE void block_rms(struct workspace * ws, float * rms) {
-    sum_of_products(ws->x, ws->x, ws->fold, rms);
-    for (int l = 0; l < LANES; ++l) {
-        rms[l] = sqrtf(rms[l] * (1.0f / N));
+ITQ_INLINE void block_rms(struct workspace * ws, float * rms) {
+    itq_sum_of_products(ws->x, ws->x, ws->fold, rms);
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        rms[l] = sqrtf(rms[l] * (1.0f / QK_ITQ3_S));
     }
 }
 
 // Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start with
 // the least error wins, the earlier on a tie. ws->best holds the codes.
-ITQ3_S_CLONES static void solve(struct workspace * ws, int starts, ggml_half * d) {
-    float rms[LANES];
-    float error[LANES];
+ITQ_CLONES static void solve(struct workspace * ws, int starts, ggml_half * d) {
+    float rms[ITQ_LANES];
+    float error[ITQ_LANES];
     block_rms(ws, rms);
     for (int start = 0; start < starts; ++start) {
-        float factor[LANES];
-        for (int l = 0; l < LANES; ++l) {
-            factor[l] = rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+        float factor[ITQ_LANES];
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
         }
         search(ws, factor);
 
-        float     xl[LANES];
-        float     ll[LANES];
-        float     scale[LANES];
-        ggml_half half[LANES];
-        sum_of_products(ws->x, ws->levels, ws->fold, xl);
-        sum_of_products(ws->levels, ws->levels, ws->fold, ll);
-        for (int l = 0; l < LANES; ++l) {
+        float     xl[ITQ_LANES];
+        float     ll[ITQ_LANES];
+        float     scale[ITQ_LANES];
+        ggml_half half[ITQ_LANES];
+        itq_sum_of_products(ws->x, ws->levels, ws->fold, xl);
+        itq_sum_of_products(ws->levels, ws->levels, ws->fold, ll);
+        for (int l = 0; l < ITQ_LANES; ++l) {
             const float fit = 32.0f * (xl[l] / ll[l]);
-            half[l]         = ggml_fp32_to_fp16(fit < -F16_MAX ? -F16_MAX : fit > F16_MAX ? F16_MAX : fit);
-            scale[l]        = ggml_fp16_to_fp32(half[l]) * 0.03125f;
+            half[l]  = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
+            scale[l] = ggml_fp16_to_fp32(half[l]) * 0.03125f;
         }
 
-        float residual[LANES];
-        for (int i = 0; i < N / 2; ++i) {
-            for (int l = 0; l < LANES; ++l) {
+        float residual[ITQ_LANES];
+        for (int i = 0; i < QK_ITQ3_S / 2; ++i) {
+            for (int l = 0; l < ITQ_LANES; ++l) {
                 const float a  = ws->x[i][l] - ws->levels[i][l] * scale[l];
-                const float b  = ws->x[i + N / 2][l] - ws->levels[i + N / 2][l] * scale[l];
+                const float b  = ws->x[i + QK_ITQ3_S / 2][l] - ws->levels[i + QK_ITQ3_S / 2][l] * scale[l];
                 ws->fold[i][l] = a * a + b * b;
             }
         }
-        fold_sum(ws->fold, residual);
+        itq_fold_sum(ws->fold, residual);
 
-        uint8_t better[LANES];
-        for (int l = 0; l < LANES; ++l) {
+        uint8_t better[ITQ_LANES];
+        for (int l = 0; l < ITQ_LANES; ++l) {
             better[l] = start == 0 || residual[l] < error[l] ? 0xff : 0;
             if (better[l]) {
                 error[l] = residual[l];
                 d[l]     = half[l];
             }
         }
-        for (int t = 0; t < N; ++t) {
-            for (int l = 0; l < LANES; ++l) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
+            for (int l = 0; l < ITQ_LANES; ++l) {
                 ws->best[t][l] = (uint8_t) ((ws->code[t][l] & better[l]) | (ws->best[t][l] & ~better[l]));
             }
         }
     }
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         if (!(rms[l] > 0)) {
             d[l] = 0;
         }
     }
 }
 
-ITQ3_S_CLONES static void solve_ternary(struct workspace * ws, ggml_half * d) {
-    float rms[LANES];
+ITQ_CLONES static void solve_ternary(struct workspace * ws, ggml_half * d) {
+    float rms[ITQ_LANES];
     block_rms(ws, rms);
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         const float alpha     = TERNARY_ALPHA * rms[l];
         const float threshold = alpha * 0.5f;
         const float scale     = alpha * TERNARY_TO_D;
-        d[l]                  = ggml_fp32_to_fp16(scale < F16_MAX ? scale : F16_MAX);
-        for (int t = 0; t < N; ++t) {
+        d[l]                  = ggml_fp32_to_fp16(scale < ITQ_F16_MAX ? scale : ITQ_F16_MAX);
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
             ws->best[t][l] = (uint8_t) (4 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
         }
     }
 }
 
-// Load and rotate n <= LANES blocks; lanes without a block are zero. finite[l] says whether lane l can be encoded.
-ITQ3_S_CLONES static void load(struct workspace * ws, const float * src, int n, bool * finite) {
-    for (int l = 0; l < LANES; ++l) {
-        for (int t = 0; t < N; ++t) {
-            ws->x[t][l] = l < n ? src[l * N + t] : 0.0f;
+// Load and rotate n <= ITQ_LANES blocks; lanes without a block are zero. finite[l] says whether lane l can be encoded.
+ITQ_CLONES static void load(struct workspace * ws, const float * src, int n, bool * finite) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
+            ws->x[t][l] = l < n ? src[l * QK_ITQ3_S + t] : 0.0f;
         }
     }
-    rotate(ws->x);
+    itq_rotate(ws->x);
 
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         finite[l] = true;
     }
-    for (int t = 0; t < N; ++t) {
-        for (int l = 0; l < LANES; ++l) {
-            finite[l] &= fabsf(ws->x[t][l]) < MAGNITUDE_LIMIT;  // false for NaN
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            finite[l] &= fabsf(ws->x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
         }
     }
-    for (int l = 0; l < LANES; ++l) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
         if (!finite[l]) {
-            for (int t = 0; t < N; ++t) {
+            for (int t = 0; t < QK_ITQ3_S; ++t) {
                 ws->x[t][l] = 0.0f;
             }
         }
@@ -254,7 +255,7 @@ static void pack(const struct workspace * ws, int l, ggml_half d, ggml_half z, b
     }
     y->d = d;
     y->z = z;
-    for (int t = 0; t < N; ++t) {
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
         y->qs[t % 64] |= (uint8_t) ((ws->best[t][l] >> 2 & 3) << 2 * (t / 64));
         y->sel[t / 8] |= (uint8_t) ((ws->best[t][l] >> 4) << t % 8);
     }
@@ -263,22 +264,22 @@ static void pack(const struct workspace * ws, int l, ggml_half d, ggml_half z, b
 static void quantize_blocks(const float * x, block_itq3_s * y, int64_t nb, int codec, int effort) {
     struct workspace ws;
     memset(ws.best, 0, sizeof(ws.best));
-    for (int64_t i = 0; i < nb; i += LANES) {
-        const int n = nb - i < LANES ? (int) (nb - i) : LANES;
+    for (int64_t i = 0; i < nb; i += ITQ_LANES) {
+        const int n = nb - i < ITQ_LANES ? (int) (nb - i) : ITQ_LANES;
 
-        bool      finite[LANES];
-        ggml_half d[LANES];
-        load(&ws, x + i * N, n, finite);
+        bool      finite[ITQ_LANES];
+        ggml_half d[ITQ_LANES];
+        load(&ws, x + i * QK_ITQ3_S, n, finite);
         if (codec == ITQ3_S_CODEC_TERNARY) {
             solve_ternary(&ws, d);
         } else {
-            solve(&ws, n_starts[effort], d);
+            solve(&ws, itq3_s_n_starts[effort], d);
         }
         const ggml_half z = codec == ITQ3_S_CODEC_TERNARY ? ggml_fp32_to_fp16(TERNARY_Z) : 0;
         for (int l = 0; l < n; ++l) {
             pack(&ws, l, d[l], z, &y[i + l]);
             if (!finite[l]) {
-                y[i + l].d = F16_NAN;
+                y[i + l].d = ITQ_F16_NAN;
             }
         }
     }
