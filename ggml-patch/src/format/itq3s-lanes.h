@@ -80,7 +80,7 @@ ITQ_INLINE void itq_sum_of_products(float a[QK_ITQ3_S][ITQ_LANES], float b[QK_IT
     itq_fold_sum(fold, sum);
 }
 
-// Rotate ITQ_LANES blocks of weights into ws->x.
+// Rotate ITQ_LANES blocks of weights in place.
 ITQ_INLINE void itq_rotate(float x[QK_ITQ3_S][ITQ_LANES]) {
     for (int h = 1; h < QK_ITQ3_S; h *= 2) {
         for (int i = 0; i < QK_ITQ3_S; i += 2 * h) {
@@ -97,6 +97,102 @@ ITQ_INLINE void itq_rotate(float x[QK_ITQ3_S][ITQ_LANES]) {
     for (int i = 0; i < QK_ITQ3_S; ++i) {
         for (int l = 0; l < ITQ_LANES; ++l) {
             x[i][l] *= 0.0625f;
+        }
+    }
+}
+
+// Load and rotate n <= ITQ_LANES blocks, stride weights apart; lanes without a block are zero. finite[l] becomes false for
+// a lane that cannot be encoded, and its weights zero.
+ITQ_CLONES static void itq_load(float (*x)[ITQ_LANES], const float * src, int64_t stride, int n, bool * finite) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
+            x[t][l] = l < n ? src[l * stride + t] : 0.0f;
+        }
+    }
+    itq_rotate(x);
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            finite[l] &= fabsf(x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
+        }
+    }
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        if (!finite[l]) {
+            for (int t = 0; t < QK_ITQ3_S; ++t) {
+                x[t][l] = 0.0f;
+            }
+        }
+    }
+}
+
+// Root mean square of each lane.
+ITQ_INLINE void itq_rms(float (*x)[ITQ_LANES], float (*fold)[ITQ_LANES], float * rms) {
+    itq_sum_of_products(x, x, fold, rms);
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        rms[l] = sqrtf(rms[l] * (1.0f / QK_ITQ3_S));
+    }
+}
+
+// What takes the weights of each lane to level units at a start scale.
+ITQ_INLINE void itq_start(int start, const float * rms, float * factor) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+    }
+}
+
+// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d rounded to fp16, and the unit of the levels d/32.
+ITQ_INLINE void itq_refit(const float * xl, const float * ll, ggml_half * d, float * unit) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        const float fit = 32.0f * (xl[l] / ll[l]);
+        d[l]            = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
+        unit[l]         = ggml_fp16_to_fp32(d[l]) * 0.03125f;
+    }
+}
+
+// The best of the start scales so far.
+struct itq_best {
+    float     error[ITQ_LANES];
+    ggml_half d[ITQ_LANES];
+    uint8_t   code[QK_ITQ3_S][ITQ_LANES];  // 16*s + 4*q + c
+};
+
+// Keep what a start found in the lanes where its error is the least; the earlier start on a tie.
+ITQ_INLINE void itq_keep_better(struct itq_best * best, bool first, const float * error, const ggml_half * d,
+                                uint8_t (*code)[ITQ_LANES]) {
+    uint8_t better[ITQ_LANES];
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        better[l] = first || error[l] < best->error[l] ? 0xff : 0;
+        if (better[l]) {
+            best->error[l] = error[l];
+            best->d[l]     = d[l];
+        }
+    }
+    for (int t = 0; t < QK_ITQ3_S; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            best->code[t][l] = (uint8_t) ((code[t][l] & better[l]) | (best->code[t][l] & ~better[l]));
+        }
+    }
+}
+
+// Blocks that are zero, or too small for an fp16 scale, are zero bytes: their scale becomes +0.
+ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * rms) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        if (!(rms[l] > 0) || best->d[l] == 0x8000) {
+            best->d[l] = 0;
+        }
+    }
+}
+
+// The block of a lane. One that could not be encoded gets d = NaN.
+static void itq3_s_pack(const struct itq_best * best, int l, ggml_half z, bool finite, block_itq3_s * y) {
+    memset(y, 0, sizeof(*y));
+    if (!finite) {
+        y->d = ITQ_F16_NAN;
+    } else if (best->d[l] != 0) {
+        y->d = best->d[l];
+        y->z = z;
+        for (int t = 0; t < QK_ITQ3_S; ++t) {
+            y->qs[t % 64] |= (uint8_t) ((best->code[t][l] >> 2 & 3) << 2 * (t / 64));
+            y->sel[t / 8] |= (uint8_t) ((best->code[t][l] >> 4) << t % 8);
         }
     }
 }

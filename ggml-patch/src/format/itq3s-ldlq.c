@@ -140,9 +140,9 @@ struct ldlq_workspace {
     ivec    history[2][ITQ_STATES];                    // the survivor's last selector bits
     uint8_t chosen[QK_ITQ3_S][ITQ_STATES][ITQ_LANES];  // 16*(from k + ITQ_HALF) + 4*q + c
     uint8_t code[QK_ITQ3_S][ITQ_LANES];                // 16*s + 4*q + c of the path found
-    uint8_t best[QK_ITQ3_S][ITQ_LANES];
 
-    struct grid grids[4];
+    struct itq_best best;
+    struct grid     grids[4];
 
     // Parts of the feedback matrix, copied together: its own rows lie a power of two apart and would evict each other.
     float feedback[QK_ITQ3_S][QK_ITQ3_S];            // of the block
@@ -425,47 +425,17 @@ static void copy_panel(struct ldlq_workspace * ws, const float * feedback, int64
     }
 }
 
-// Load and rotate one block of n <= ITQ_LANES rows; lanes without a row are zero. finite[l] becomes false for a lane that
-// cannot be encoded, and its weights zero.
-ITQ_CLONES static void load_rows(vec * block, const float * src, int64_t stride, int n, bool * finite) {
-    lanes * x = (lanes *) block;
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        for (int t = 0; t < QK_ITQ3_S; ++t) {
-            x[t][l] = l < n ? src[l * stride + t] : 0.0f;
-        }
-    }
-    itq_rotate(x);
-    for (int t = 0; t < QK_ITQ3_S; ++t) {
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            finite[l] &= fabsf(x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
-        }
-    }
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!finite[l]) {
-            for (int t = 0; t < QK_ITQ3_S; ++t) {
-                x[t][l] = 0.0f;
-            }
-        }
-    }
-}
-
-// ldlq.solve for one block of ITQ_LANES rows: fills best, d and the errors of the rounded weights.
+// ldlq.solve for one block of ITQ_LANES rows: fills ws->best and the errors of the rounded weights.
 ITQ_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
-                                  const float * weight, const struct reach * reach, int starts, ggml_half * d,
+                                  const float * weight, const struct reach * reach, int starts,
                                   vec * GGML_RESTRICT error) {
     lanes * fold = (lanes *) ws->fold;
     lanes   rms;
-    lanes   cost;
-    itq_sum_of_products((lanes *) x, (lanes *) x, fold, rms);
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        rms[l] = sqrtf(rms[l] * (1.0f / QK_ITQ3_S));
-    }
+    itq_rms((lanes *) x, fold, rms);
     for (int start = 0; start < starts; ++start) {
         lanes factor;
         vec   factors;
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
-        }
+        itq_start(start, rms, factor);
         memcpy(&factors, factor, sizeof(factors));
         for (int t = 0; t < QK_ITQ3_S; ++t) {
             ws->target[t] = v_mul(y[t], factors);
@@ -485,64 +455,33 @@ ITQ_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRIC
         }
         itq_fold_sum(fold, zz);
 
-        ggml_half half[ITQ_LANES];
-        lanes     scale;
-        vec       scales;
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            const float fit = 32.0f * (zy[l] / zz[l]);
-            half[l]  = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
-            scale[l] = ggml_fp16_to_fp32(half[l]) * 0.03125f;
-        }
-        memcpy(&scales, scale, sizeof(scales));
+        ggml_half d[ITQ_LANES];
+        lanes     unit;
+        vec       units;
+        itq_refit(zy, zz, d, unit);
+        memcpy(&units, unit, sizeof(units));
 
         lanes total;
         for (int i = 0, j = QK_ITQ3_S / 2; i < QK_ITQ3_S / 2; ++i, ++j) {
-            const vec a = v_sub(y[i], v_mul(z[i], scales));
-            const vec b = v_sub(y[j], v_mul(z[j], scales));
+            const vec a = v_sub(y[i], v_mul(z[i], units));
+            const vec b = v_sub(y[j], v_mul(z[j], units));
             ws->fold[i] = v_add(v_scale(weight[i], v_mul(a, a)), v_scale(weight[j], v_mul(b, b)));
         }
         itq_fold_sum(fold, total);
-
-        uint8_t better[ITQ_LANES];
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            better[l] = start == 0 || total[l] < cost[l] ? 0xff : 0;
-            if (better[l]) {
-                cost[l] = total[l];
-                d[l]    = half[l];
-            }
-        }
-        for (int t = 0; t < QK_ITQ3_S; ++t) {
-            for (int l = 0; l < ITQ_LANES; ++l) {
-                ws->best[t][l] = (uint8_t) ((ws->code[t][l] & better[l]) | (ws->best[t][l] & ~better[l]));
-            }
-        }
+        itq_keep_better(&ws->best, start == 0, total, d, ws->code);
     }
+    itq_clear_zeros(&ws->best, rms);
 
-    lanes scale;
+    lanes unit;
     for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!(rms[l] > 0) || d[l] == 0x8000) {
-            d[l] = 0;
-        }
-        scale[l] = ggml_fp16_to_fp32(d[l]) * 0.03125f;
+        unit[l] = ggml_fp16_to_fp32(ws->best.d[l]) * 0.03125f;
     }
     lanes * errors  = (lanes *) error;
     lanes * weights = (lanes *) x;
     for (int t = 0; t < QK_ITQ3_S; ++t) {
         for (int l = 0; l < ITQ_LANES; ++l) {
-            errors[t][l] = (float) itq3_s_levels[ws->best[t][l] & 15] * scale[l] - weights[t][l];
+            errors[t][l] = (float) itq3_s_levels[ws->best.code[t][l] & 15] * unit[l] - weights[t][l];
         }
-    }
-}
-
-static void pack_row(const struct ldlq_workspace * ws, int l, ggml_half d, block_itq3_s * y) {
-    memset(y, 0, sizeof(*y));
-    y->d = d;
-    if (d == 0) {
-        return;
-    }
-    for (int t = 0; t < QK_ITQ3_S; ++t) {
-        y->qs[t % 64] |= (uint8_t) ((ws->best[t][l] >> 2 & 3) << 2 * (t / 64));
-        y->sel[t / 8] |= (uint8_t) ((ws->best[t][l] >> 4) << t % 8);
     }
 }
 
@@ -559,7 +498,7 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
     struct ldlq_workspace * ws     = (void *) GGML_PAD((uintptr_t) memory, sizeof(vec));
     vec *                   errors = (vec *) (ws + 1);
     GGML_ASSERT(memory != NULL);
-    memset(ws->best, 0, sizeof(ws->best));
+    memset(&ws->best, 0, sizeof(ws->best));
     set_grids(ws->grids);
 
     for (int64_t row = 0; row < nrows; row += ROWS) {
@@ -576,7 +515,7 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
 
             for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
                 const int rows = left - g * ITQ_LANES < ITQ_LANES ? (int) left - g * ITQ_LANES : ITQ_LANES;
-                load_rows(ws->x[g], src + (row + g * ITQ_LANES) * n + start, n, rows, finite[g]);
+                itq_load((lanes *) ws->x[g], src + (row + g * ITQ_LANES) * n + start, n, rows, finite[g]);
                 start_from_weights(ws->x[g], ws->y[g], ws->tiles);
             }
             if (factor->full) {
@@ -588,15 +527,11 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
                 }
             }
             for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
-                ggml_half d[ITQ_LANES];
-                solve_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, itq3_s_n_starts[options.effort], d,
+                solve_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, itq3_s_n_starts[options.effort],
                            errors + g * n + start);
                 for (int l = 0; l < ITQ_LANES && g * ITQ_LANES + l < left; ++l) {
                     block_itq3_s * block = (block_itq3_s *) dst + (row + g * ITQ_LANES + l) * nb + b;
-                    pack_row(ws, l, d[l], block);
-                    if (!finite[g][l]) {
-                        block->d = ITQ_F16_NAN;
-                    }
+                    itq3_s_pack(&ws->best, l, 0, finite[g][l], block);
                 }
             }
         }

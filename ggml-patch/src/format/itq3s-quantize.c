@@ -22,7 +22,8 @@ struct workspace {
     uint32_t survivor[2][QK_ITQ3_S][ITQ_LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + ITQ_HALF
     uint32_t symbols[QK_ITQ3_S][ITQ_LANES];      // nearest symbols of the four grids, 2 bits each
     uint8_t  code[QK_ITQ3_S][ITQ_LANES];         // 16*s + 4*q + c of the path found
-    uint8_t  best[QK_ITQ3_S][ITQ_LANES];
+
+    struct itq_best best;
 };
 
 // Branch metric of grid c: squared distance to its nearest level; a weight half-way takes the lower level.
@@ -144,143 +145,70 @@ ITQ_INLINE void search(struct workspace * ws, const float * factor) {
     }
 }
 
-// Root mean square of each lane.
-ITQ_INLINE void block_rms(struct workspace * ws, float * rms) {
-    itq_sum_of_products(ws->x, ws->x, ws->fold, rms);
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        rms[l] = sqrtf(rms[l] * (1.0f / QK_ITQ3_S));
-    }
-}
-
 // Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start with
-// the least error wins, the earlier on a tie. ws->best holds the codes.
-ITQ_CLONES static void solve(struct workspace * ws, int starts, ggml_half * d) {
+// the least error wins, the earlier on a tie.
+ITQ_CLONES static void solve(struct workspace * ws, int starts) {
     float rms[ITQ_LANES];
-    float error[ITQ_LANES];
-    block_rms(ws, rms);
+    itq_rms(ws->x, ws->fold, rms);
     for (int start = 0; start < starts; ++start) {
         float factor[ITQ_LANES];
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
-        }
+        itq_start(start, rms, factor);
         search(ws, factor);
 
         float     xl[ITQ_LANES];
         float     ll[ITQ_LANES];
-        float     scale[ITQ_LANES];
-        ggml_half half[ITQ_LANES];
+        float     unit[ITQ_LANES];
+        ggml_half d[ITQ_LANES];
         itq_sum_of_products(ws->x, ws->levels, ws->fold, xl);
         itq_sum_of_products(ws->levels, ws->levels, ws->fold, ll);
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            const float fit = 32.0f * (xl[l] / ll[l]);
-            half[l]  = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
-            scale[l] = ggml_fp16_to_fp32(half[l]) * 0.03125f;
-        }
+        itq_refit(xl, ll, d, unit);
 
-        float residual[ITQ_LANES];
+        float error[ITQ_LANES];
         for (int i = 0; i < QK_ITQ3_S / 2; ++i) {
             for (int l = 0; l < ITQ_LANES; ++l) {
-                const float a  = ws->x[i][l] - ws->levels[i][l] * scale[l];
-                const float b  = ws->x[i + QK_ITQ3_S / 2][l] - ws->levels[i + QK_ITQ3_S / 2][l] * scale[l];
+                const float a  = ws->x[i][l] - ws->levels[i][l] * unit[l];
+                const float b  = ws->x[i + QK_ITQ3_S / 2][l] - ws->levels[i + QK_ITQ3_S / 2][l] * unit[l];
                 ws->fold[i][l] = a * a + b * b;
             }
         }
-        itq_fold_sum(ws->fold, residual);
-
-        uint8_t better[ITQ_LANES];
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            better[l] = start == 0 || residual[l] < error[l] ? 0xff : 0;
-            if (better[l]) {
-                error[l] = residual[l];
-                d[l]     = half[l];
-            }
-        }
-        for (int t = 0; t < QK_ITQ3_S; ++t) {
-            for (int l = 0; l < ITQ_LANES; ++l) {
-                ws->best[t][l] = (uint8_t) ((ws->code[t][l] & better[l]) | (ws->best[t][l] & ~better[l]));
-            }
-        }
+        itq_fold_sum(ws->fold, error);
+        itq_keep_better(&ws->best, start == 0, error, d, ws->code);
     }
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!(rms[l] > 0)) {
-            d[l] = 0;
-        }
-    }
+    itq_clear_zeros(&ws->best, rms);
 }
 
-ITQ_CLONES static void solve_ternary(struct workspace * ws, ggml_half * d) {
+ITQ_CLONES static void solve_ternary(struct workspace * ws) {
     float rms[ITQ_LANES];
-    block_rms(ws, rms);
+    itq_rms(ws->x, ws->fold, rms);
     for (int l = 0; l < ITQ_LANES; ++l) {
         const float alpha     = TERNARY_ALPHA * rms[l];
         const float threshold = alpha * 0.5f;
         const float scale     = alpha * TERNARY_TO_D;
-        d[l]                  = ggml_fp32_to_fp16(scale < ITQ_F16_MAX ? scale : ITQ_F16_MAX);
+        ws->best.d[l]         = ggml_fp32_to_fp16(scale < ITQ_F16_MAX ? scale : ITQ_F16_MAX);
         for (int t = 0; t < QK_ITQ3_S; ++t) {
-            ws->best[t][l] = (uint8_t) (4 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
+            ws->best.code[t][l] = (uint8_t) (4 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
         }
-    }
-}
-
-// Load and rotate n <= ITQ_LANES blocks; lanes without a block are zero. finite[l] says whether lane l can be encoded.
-ITQ_CLONES static void load(struct workspace * ws, const float * src, int n, bool * finite) {
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        for (int t = 0; t < QK_ITQ3_S; ++t) {
-            ws->x[t][l] = l < n ? src[l * QK_ITQ3_S + t] : 0.0f;
-        }
-    }
-    itq_rotate(ws->x);
-
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        finite[l] = true;
-    }
-    for (int t = 0; t < QK_ITQ3_S; ++t) {
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            finite[l] &= fabsf(ws->x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
-        }
-    }
-    for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!finite[l]) {
-            for (int t = 0; t < QK_ITQ3_S; ++t) {
-                ws->x[t][l] = 0.0f;
-            }
-        }
-    }
-}
-
-static void pack(const struct workspace * ws, int l, ggml_half d, ggml_half z, block_itq3_s * y) {
-    memset(y, 0, sizeof(*y));
-    if (d == 0 || d == 0x8000) {
-        return;
-    }
-    y->d = d;
-    y->z = z;
-    for (int t = 0; t < QK_ITQ3_S; ++t) {
-        y->qs[t % 64] |= (uint8_t) ((ws->best[t][l] >> 2 & 3) << 2 * (t / 64));
-        y->sel[t / 8] |= (uint8_t) ((ws->best[t][l] >> 4) << t % 8);
     }
 }
 
 static void quantize_blocks(const float * x, block_itq3_s * y, int64_t nb, int codec, int effort) {
     struct workspace ws;
-    memset(ws.best, 0, sizeof(ws.best));
+    memset(&ws.best, 0, sizeof(ws.best));
     for (int64_t i = 0; i < nb; i += ITQ_LANES) {
         const int n = nb - i < ITQ_LANES ? (int) (nb - i) : ITQ_LANES;
 
         bool      finite[ITQ_LANES];
-        ggml_half d[ITQ_LANES];
-        load(&ws, x + i * QK_ITQ3_S, n, finite);
+        ggml_half z = 0;
+        memset(finite, true, sizeof(finite));
+        itq_load(ws.x, x + i * QK_ITQ3_S, QK_ITQ3_S, n, finite);
         if (codec == ITQ3_S_CODEC_TERNARY) {
-            solve_ternary(&ws, d);
+            solve_ternary(&ws);
+            z = ggml_fp32_to_fp16(TERNARY_Z);
         } else {
-            solve(&ws, itq3_s_n_starts[effort], d);
+            solve(&ws, itq3_s_n_starts[effort]);
         }
-        const ggml_half z = codec == ITQ3_S_CODEC_TERNARY ? ggml_fp32_to_fp16(TERNARY_Z) : 0;
         for (int l = 0; l < n; ++l) {
-            pack(&ws, l, d[l], z, &y[i + l]);
-            if (!finite[l]) {
-                y[i + l].d = ITQ_F16_NAN;
-            }
+            itq3_s_pack(&ws.best, l, z, finite[l], &y[i + l]);
         }
     }
 }
