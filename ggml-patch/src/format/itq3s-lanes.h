@@ -29,12 +29,6 @@
 #    define ITQ_CLONES
 #endif
 
-#if defined(__GNUC__) || defined(__clang__)
-#    define ITQ_INLINE static inline __attribute__((always_inline))
-#else
-#    define ITQ_INLINE static inline
-#endif
-
 #define ITQ_LANES  16
 #define ITQ_STATES 64
 #define ITQ_HALF   (ITQ_STATES / 2)
@@ -48,9 +42,20 @@
 #define ITQ_F16_MAX 65504.0f
 #define ITQ_F16_NAN 0x7e00
 
-// The block's RMS in level units at each start scale, 25.5 / start (scale.py).
-static const float itq3_s_rms_in_levels[] = { (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) };
-static const int   itq3_s_n_starts[]      = { 1, 3 };  // enum itq3_s_effort
+static const int itq_n_starts[] = { 1, 3 };  // enum itq3_s_effort
+
+// What sets a code apart. The functions that take one are inlined into callers that name it, so that it is folded.
+struct itq_code {
+    int    bits;              // of a symbol: a grid has 1 << bits levels
+    int8_t levels[16];        // in units of d/32, index 4*symbol + grid
+    float  rms_in_levels[3];  // the block's RMS in level units at each start scale (scale.py)
+};
+
+static const struct itq_code itq3_s_code = {
+    ITQ3_S_BITS,
+    ITQ3_S_LEVELS,
+    { (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) },
+};
 
 // Grid of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips its
 // high bit. A state is the sum of s[t-1-i] << i.
@@ -133,9 +138,9 @@ ITQ_INLINE void itq_rms(float (*x)[ITQ_LANES], float (*fold)[ITQ_LANES], float *
 }
 
 // What takes the weights of each lane to level units at a start scale.
-ITQ_INLINE void itq_start(int start, const float * rms, float * factor) {
+ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float * rms, float * factor) {
     for (int l = 0; l < ITQ_LANES; ++l) {
-        factor[l] = itq3_s_rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+        factor[l] = code->rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
     }
 }
 
@@ -182,6 +187,19 @@ ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * rms) {
     }
 }
 
+// Symbols and selectors of a lane; the bytes are zero before.
+ITQ_INLINE void itq_pack(int bits, const struct itq_best * best, int l, uint8_t * qs, uint8_t * sel) {
+    const int mask = (1 << bits) - 1;
+    for (int word = 0; word < 4; ++word) {
+        for (int i = 0; i < 64; ++i) {
+            const int t    = 64 * word + i;
+            const int code = best->code[t][l];
+            qs[itq_symbol_byte(bits, word, i)] |= (uint8_t) ((code >> 2 & mask) << itq_symbol_shift(bits, word, i));
+            sel[t / 8] |= (uint8_t) ((code >> 4) << t % 8);
+        }
+    }
+}
+
 // The block of a lane. One that could not be encoded gets d = NaN.
 static void itq3_s_pack(const struct itq_best * best, int l, ggml_half z, bool finite, block_itq3_s * y) {
     memset(y, 0, sizeof(*y));
@@ -190,9 +208,6 @@ static void itq3_s_pack(const struct itq_best * best, int l, ggml_half z, bool f
     } else if (best->d[l] != 0) {
         y->d = best->d[l];
         y->z = z;
-        for (int t = 0; t < QK_ITQ3_S; ++t) {
-            y->qs[t % 64] |= (uint8_t) ((best->code[t][l] >> 2 & 3) << 2 * (t / 64));
-            y->sel[t / 8] |= (uint8_t) ((best->code[t][l] >> 4) << t % 8);
-        }
+        itq_pack(ITQ3_S_BITS, best, l, y->qs, y->sel);
     }
 }

@@ -123,7 +123,7 @@ struct reach {
     bool coupled;  // whether there is feedback within the block
 };
 
-// A grid of four levels.
+// A grid of up to four levels.
 struct grid {
     vec  level[4];
     vec  middle[3];
@@ -153,28 +153,29 @@ struct ldlq_workspace {
     vec y[GROUPS][QK_ITQ3_S];  // what the rounded weights through the feedback should come to
 };
 
-static void set_grids(struct grid * grids) {
+static void set_grids(const struct itq_code * code, struct grid * grids) {
+    const int8_t * levels = code->levels;
     for (int c = 0; c < 4; ++c) {
-        for (int q = 0; q < 4; ++q) {
-            grids[c].level[q] = v_all(itq3_s_levels[4 * q + c]);
+        for (int q = 0; q < 1 << code->bits; ++q) {
+            grids[c].level[q] = v_all(levels[4 * q + c]);
         }
-        for (int q = 0; q < 3; ++q) {
-            grids[c].middle[q] = v_all((itq3_s_levels[4 * q + c] + itq3_s_levels[4 * q + 4 + c]) * 0.5f);
+        for (int q = 0; q + 1 < 1 << code->bits; ++q) {
+            grids[c].middle[q] = v_all((levels[4 * q + c] + levels[4 * q + 4 + c]) * 0.5f);
         }
         grids[c].index = i_all(c);
     }
 }
 
 // Nearest level of a grid, a target half-way takes the lower one; *index is 4*q + c.
-ITQ_INLINE vec nearest_level(vec y, const struct grid * grid, ivec * index) {
-    const ivec above01 = v_greater(y, grid->middle[0]);
-    const ivec above12 = v_greater(y, grid->middle[1]);
-    const ivec above23 = v_greater(y, grid->middle[2]);
-    const ivec four    = i_all(4);
-
-    *index = i_add(i_add(i_add(grid->index, i_and(above01, four)), i_and(above12, four)), i_and(above23, four));
-    return v_select(above23, grid->level[3],
-                    v_select(above12, grid->level[2], v_select(above01, grid->level[1], grid->level[0])));
+ITQ_INLINE vec nearest_level(int bits, vec y, const struct grid * grid, ivec * index) {
+    vec level = grid->level[0];
+    *index    = grid->index;
+    for (int q = 1; q < 1 << bits; ++q) {
+        const ivec above = v_greater(y, grid->middle[q - 1]);
+        *index           = i_add(*index, i_and(above, i_all(4)));
+        level            = v_select(above, grid->level[q], level);
+    }
+    return level;
 }
 
 // One state: its survivor comes from k, with metric low and on grid_low, or from k + ITQ_HALF; a tie keeps the one from k.
@@ -185,12 +186,12 @@ struct survivor {
     ivec chosen;
 };
 
-ITQ_INLINE struct survivor survive(vec low, vec up, vec y_low, vec y_high, float weight, const struct grid * grid_low,
-                                   const struct grid * grid_high) {
+ITQ_INLINE struct survivor survive(int bits, vec low, vec up, vec y_low, vec y_high, float weight,
+                                   const struct grid * grid_low, const struct grid * grid_high) {
     ivec      index_low;
     ivec      index_high;
-    const vec level_low     = nearest_level(y_low, grid_low, &index_low);
-    const vec level_high    = nearest_level(y_high, grid_high, &index_high);
+    const vec level_low     = nearest_level(bits, y_low, grid_low, &index_low);
+    const vec level_high    = nearest_level(bits, y_high, grid_high, &index_high);
     const vec distance_low  = v_sub(y_low, level_low);
     const vec distance_high = v_sub(y_high, level_high);
 
@@ -227,7 +228,7 @@ ITQ_INLINE void carry(const vec * GGML_RESTRICT low, const vec * GGML_RESTRICT u
 
 // One column of the search. A survivor's own feedback reaches the next count columns; before this column it reached the
 // first moved of them.
-ITQ_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int moved, int count) {
+ITQ_INLINE void step(int bits, struct ldlq_workspace * ws, int t, float weight, int moved, int count) {
     const float * feedback = ws->feedback[t] + t + 1;
 
     const vec *  from = ws->metric[t & 1];
@@ -246,17 +247,17 @@ ITQ_INLINE void step(struct ldlq_workspace * ws, int t, float weight, int moved,
         const vec   y_high = v_sub(y, up[0]);
 
         struct survivor s[2];
-        s[0] = survive(from[k], from[k + ITQ_HALF], y_low, y_high, weight, even, odd);
-        s[1] = survive(from[k], from[k + ITQ_HALF], y_low, y_high, weight, odd, even);
+        s[0] = survive(bits, from[k], from[k + ITQ_HALF], y_low, y_high, weight, even, odd);
+        s[1] = survive(bits, from[k], from[k + ITQ_HALF], y_low, y_high, weight, odd, even);
         for (int bit = 0; bit < 2; ++bit) {
-            const ivec bits = i_shift_left(i_select(s[bit].high, past[k + ITQ_HALF], past[k]), 1);
+            const ivec kept = i_shift_left(i_select(s[bit].high, past[k + ITQ_HALF], past[k]), 1);
             ilanes     chosen;
             memcpy(chosen, &s[bit].chosen, sizeof(chosen));
             for (int l = 0; l < ITQ_LANES; ++l) {
                 ws->chosen[t][2 * k + bit][l] = (uint8_t) chosen[l];
             }
             to[2 * k + bit]   = s[bit].metric;
-            next[2 * k + bit] = i_add(bits, i_all(bit));
+            next[2 * k + bit] = i_add(kept, i_all(bit));
         }
         carry(low, up, ws->pending[~t & 1][2 * k], ws->pending[~t & 1][2 * k + 1], feedback, s, moved, count);
         if (count == 0) {
@@ -279,7 +280,8 @@ ITQ_INLINE void best_state(const vec * metric, int32_t * state) {
 }
 
 // Trace back from the states after column last; keep the columns from start to stop.
-ITQ_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last, const int32_t * best) {
+ITQ_INLINE void commit(const struct itq_code * code, struct ldlq_workspace * ws, int start, int stop, int last,
+                       const int32_t * best) {
     lanes * levels = (lanes *) ws->levels;
     for (int l = 0; l < ITQ_LANES; ++l) {
         int32_t state = best[l];
@@ -289,7 +291,7 @@ ITQ_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last
         for (int t = stop - 1; t >= start; --t) {
             const int chosen = ws->chosen[t][state][l];
             ws->code[t][l]   = (uint8_t) (16 * (state & 1) + (chosen & 15));
-            levels[t][l]     = (float) itq3_s_levels[chosen & 15];
+            levels[t][l]     = (float) code->levels[chosen & 15];
             state            = (state >> 1) + (chosen >> 4) * ITQ_HALF;
         }
     }
@@ -317,7 +319,8 @@ ITQ_INLINE int horizon(int t, const struct reach * reach) {
 }
 
 // Path of a block with a small sum of weight[k] * (through[k] - target[k])^2; fills code and levels, changes target.
-ITQ_INLINE void search(struct ldlq_workspace * ws, const float * weight, const struct reach * reach) {
+ITQ_INLINE void search(const struct itq_code * code, struct ldlq_workspace * ws, const float * weight,
+                       const struct reach * reach) {
     for (int s = 0; s < ITQ_STATES; ++s) {
         ws->metric[0][s]     = v_all(s == 0 ? 0.0f : ITQ_UNREACHED);
         ws->history[0][s]    = i_all(0);
@@ -330,13 +333,13 @@ ITQ_INLINE void search(struct ldlq_workspace * ws, const float * weight, const s
     for (int t = 0; t < QK_ITQ3_S; ++t) {
         const int stop  = reach->coupled ? horizon(t, reach) : t + 1;
         const int moved = before > t + 1 ? before - t - 1 : 0;
-        step(ws, t, weight[t], moved, stop - t - 1);
+        step(code->bits, ws, t, weight[t], moved, stop - t - 1);
         before = stop;
 
         const int end = committed + reach->segment;
         if (t + 1 == end + reach->lookahead && t + 1 < QK_ITQ3_S) {
             best_state(ws->metric[~t & 1], state);
-            commit(ws, committed, end, t, state);
+            commit(code, ws, committed, end, t, state);
             drop(ws->metric[~t & 1], ws->history[~t & 1], state, reach->lookahead);
             for (int k = t + 1; k < QK_ITQ3_S; ++k) {
                 vec sum = ws->target[k];
@@ -349,7 +352,7 @@ ITQ_INLINE void search(struct ldlq_workspace * ws, const float * weight, const s
         }
     }
     best_state(ws->metric[QK_ITQ3_S & 1], state);
-    commit(ws, committed, QK_ITQ3_S, QK_ITQ3_S - 1, state);
+    commit(code, ws, committed, QK_ITQ3_S, QK_ITQ3_S - 1, state);
 }
 
 // Sums of a tile in registers: loops over them are written out because compilers leave them in memory.
@@ -426,21 +429,21 @@ static void copy_panel(struct ldlq_workspace * ws, const float * feedback, int64
 }
 
 // ldlq.solve for one block of ITQ_LANES rows: fills ws->best and the errors of the rounded weights.
-ITQ_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
-                                  const float * weight, const struct reach * reach, int starts,
-                                  vec * GGML_RESTRICT error) {
+ITQ_INLINE void solve(const struct itq_code * code, struct ldlq_workspace * ws, vec * GGML_RESTRICT x,
+                      const vec * GGML_RESTRICT y, const float * weight, const struct reach * reach, int starts,
+                      vec * GGML_RESTRICT error) {
     lanes * fold = (lanes *) ws->fold;
     lanes   rms;
     itq_rms((lanes *) x, fold, rms);
     for (int start = 0; start < starts; ++start) {
         lanes factor;
         vec   factors;
-        itq_start(start, rms, factor);
+        itq_start(code, start, rms, factor);
         memcpy(&factors, factor, sizeof(factors));
         for (int t = 0; t < QK_ITQ3_S; ++t) {
             ws->target[t] = v_mul(y[t], factors);
         }
-        search(ws, weight, reach);
+        search(code, ws, weight, reach);
         through_feedback(ws->levels, ws->through, ws->tiles);
 
         lanes       zy;
@@ -480,9 +483,15 @@ ITQ_CLONES static void solve_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRIC
     lanes * weights = (lanes *) x;
     for (int t = 0; t < QK_ITQ3_S; ++t) {
         for (int l = 0; l < ITQ_LANES; ++l) {
-            errors[t][l] = (float) itq3_s_levels[ws->best.code[t][l] & 15] * unit[l] - weights[t][l];
+            errors[t][l] = (float) code->levels[ws->best.code[t][l] & 15] * unit[l] - weights[t][l];
         }
     }
+}
+
+ITQ_CLONES static void solve_itq3_s_ldlq(struct ldlq_workspace * ws, vec * GGML_RESTRICT x, const vec * GGML_RESTRICT y,
+                                         const float * weight, const struct reach * reach, int starts,
+                                         vec * GGML_RESTRICT error) {
+    solve(&itq3_s_code, ws, x, y, weight, reach, starts, error);
 }
 
 size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
@@ -499,7 +508,7 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
     vec *                   errors = (vec *) (ws + 1);
     GGML_ASSERT(memory != NULL);
     memset(&ws->best, 0, sizeof(ws->best));
-    set_grids(ws->grids);
+    set_grids(&itq3_s_code, ws->grids);
 
     for (int64_t row = 0; row < nrows; row += ROWS) {
         const int64_t left = nrows - row;
@@ -527,8 +536,8 @@ size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRIC
                 }
             }
             for (int g = 0; g < GROUPS && g * ITQ_LANES < left; ++g) {
-                solve_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, itq3_s_n_starts[options.effort],
-                           errors + g * n + start);
+                solve_itq3_s_ldlq(ws, ws->x[g], ws->y[g], factor->weight + start, &reach, itq_n_starts[options.effort],
+                                  errors + g * n + start);
                 for (int l = 0; l < ITQ_LANES && g * ITQ_LANES + l < left; ++l) {
                     block_itq3_s * block = (block_itq3_s *) dst + (row + g * ITQ_LANES + l) * nb + b;
                     itq3_s_pack(&ws->best, l, 0, finite[g][l], block);

@@ -20,24 +20,24 @@ struct workspace {
     float    fold[QK_ITQ3_S / 2][ITQ_LANES];
     float    metric[2][ITQ_STATES][ITQ_LANES];
     uint32_t survivor[2][QK_ITQ3_S][ITQ_LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + ITQ_HALF
-    uint32_t symbols[QK_ITQ3_S][ITQ_LANES];      // nearest symbols of the four grids, 2 bits each
+    uint32_t symbols[QK_ITQ3_S][ITQ_LANES];      // nearest symbols of the four grids, side by side
     uint8_t  code[QK_ITQ3_S][ITQ_LANES];         // 16*s + 4*q + c of the path found
 
     struct itq_best best;
 };
 
 // Branch metric of grid c: squared distance to its nearest level; a weight half-way takes the lower level.
-ITQ_INLINE float nearest(float y, int c, uint32_t * symbols) {
-    static const int8_t levels[16] = ITQ3_S_LEVELS;
-    const float         level0     = levels[c];
-    const float         level1     = levels[4 + c];
-    const float         level2     = levels[8 + c];
-    const float         level3     = levels[12 + c];
-    const bool          above01    = y > (level0 + level1) * 0.5f;
-    const bool          above12    = y > (level1 + level2) * 0.5f;
-    const bool          above23    = y > (level2 + level3) * 0.5f;
-    const float         nearest    = above23 ? level3 : above12 ? level2 : above01 ? level1 : level0;
-    *symbols |= ((uint32_t) above01 + (uint32_t) above12 + (uint32_t) above23) << 2 * c;
+ITQ_INLINE float nearest(const struct itq_code * code, float y, int c, uint32_t * symbols) {
+    float    nearest = code->levels[c];
+    uint32_t symbol  = 0;
+    for (int q = 1; q < 1 << code->bits; ++q) {
+        const float lower = code->levels[4 * (q - 1) + c];
+        const float upper = code->levels[4 * q + c];
+        const bool  above = y > (lower + upper) * 0.5f;
+        nearest           = above ? upper : nearest;
+        symbol += above;
+    }
+    *symbols |= symbol << code->bits * c;
 
     const float distance = y - nearest;
     return distance * distance;
@@ -63,18 +63,18 @@ ITQ_INLINE void butterfly(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_R
 }
 
 // One weight of the search. The butterflies are written out so that the loop over the lanes is the one to vectorise.
-ITQ_INLINE void step(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_RESTRICT to)[ITQ_LANES],
-                     const float * GGML_RESTRICT x, const float * GGML_RESTRICT factor,
-                     uint32_t * GGML_RESTRICT survivor0, uint32_t * GGML_RESTRICT survivor1,
-                     uint32_t * GGML_RESTRICT symbols) {
+ITQ_INLINE void step(const struct itq_code * code, float (*GGML_RESTRICT from)[ITQ_LANES],
+                     float (*GGML_RESTRICT to)[ITQ_LANES], const float * GGML_RESTRICT x,
+                     const float * GGML_RESTRICT factor, uint32_t * GGML_RESTRICT survivor0,
+                     uint32_t * GGML_RESTRICT survivor1, uint32_t * GGML_RESTRICT symbols) {
     for (int l = 0; l < ITQ_LANES; ++l) {
         const float y = x[l] * factor[l];
 
         uint32_t    packed    = 0;
-        const float m0        = nearest(y, 0, &packed);
-        const float m1        = nearest(y, 1, &packed);
-        const float m2        = nearest(y, 2, &packed);
-        const float m3        = nearest(y, 3, &packed);
+        const float m0        = nearest(code, y, 0, &packed);
+        const float m1        = nearest(code, y, 1, &packed);
+        const float m2        = nearest(code, y, 2, &packed);
+        const float m3        = nearest(code, y, 3, &packed);
         const float branch[4] = { m0, m1, m2, m3 };
 
         uint32_t even = 0;
@@ -102,15 +102,16 @@ ITQ_INLINE void step(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_RESTRI
 }
 
 // Viterbi search for the path of least squared error from state 0 to any state; fills code and levels.
-ITQ_INLINE void search(struct workspace * ws, const float * factor) {
+ITQ_INLINE void search(const struct itq_code * code, struct workspace * ws, const float * factor) {
     for (int state = 0; state < ITQ_STATES; ++state) {
         for (int l = 0; l < ITQ_LANES; ++l) {
             ws->metric[0][state][l] = state == 0 ? 0.0f : ITQ_UNREACHED;
         }
     }
     for (int t = 0; t < QK_ITQ3_S; t += 2) {
-        step(ws->metric[0], ws->metric[1], ws->x[t], factor, ws->survivor[0][t], ws->survivor[1][t], ws->symbols[t]);
-        step(ws->metric[1], ws->metric[0], ws->x[t + 1], factor, ws->survivor[0][t + 1], ws->survivor[1][t + 1],
+        step(code, ws->metric[0], ws->metric[1], ws->x[t], factor, ws->survivor[0][t], ws->survivor[1][t],
+             ws->symbols[t]);
+        step(code, ws->metric[1], ws->metric[0], ws->x[t + 1], factor, ws->survivor[0][t + 1], ws->survivor[1][t + 1],
              ws->symbols[t + 1]);
     }
 
@@ -135,11 +136,11 @@ ITQ_INLINE void search(struct workspace * ws, const float * factor) {
             const uint32_t k    = state[l] >> 1;
             const uint32_t word = bit ? ws->survivor[1][t][l] : ws->survivor[0][t][l];
             const uint32_t high = word >> k & 1;
-            const uint32_t c    = (2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1)) ^ ((bit ^ high) << 1);
-            const uint32_t q    = ws->symbols[t][l] >> 2 * c & 3;
+            const uint32_t c    = (uint32_t) itq_butterfly_grid((int) k) ^ ((bit ^ high) << 1);
+            const uint32_t q    = ws->symbols[t][l] >> code->bits * c & ((1u << code->bits) - 1);
 
             ws->code[t][l]   = (uint8_t) (16 * bit + 4 * q + c);
-            ws->levels[t][l] = (float) itq3_s_levels[4 * q + c];
+            ws->levels[t][l] = (float) code->levels[4 * q + c];
             state[l]         = k + high * ITQ_HALF;
         }
     }
@@ -147,13 +148,13 @@ ITQ_INLINE void search(struct workspace * ws, const float * factor) {
 
 // Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start with
 // the least error wins, the earlier on a tie.
-ITQ_CLONES static void solve(struct workspace * ws, int starts) {
+ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int starts) {
     float rms[ITQ_LANES];
     itq_rms(ws->x, ws->fold, rms);
     for (int start = 0; start < starts; ++start) {
         float factor[ITQ_LANES];
-        itq_start(start, rms, factor);
-        search(ws, factor);
+        itq_start(code, start, rms, factor);
+        search(code, ws, factor);
 
         float     xl[ITQ_LANES];
         float     ll[ITQ_LANES];
@@ -175,6 +176,10 @@ ITQ_CLONES static void solve(struct workspace * ws, int starts) {
         itq_keep_better(&ws->best, start == 0, error, d, ws->code);
     }
     itq_clear_zeros(&ws->best, rms);
+}
+
+ITQ_CLONES static void solve_itq3_s(struct workspace * ws, int starts) {
+    solve(&itq3_s_code, ws, starts);
 }
 
 ITQ_CLONES static void solve_ternary(struct workspace * ws) {
@@ -205,7 +210,7 @@ static void quantize_blocks(const float * x, block_itq3_s * y, int64_t nb, int c
             solve_ternary(&ws);
             z = ggml_fp32_to_fp16(TERNARY_Z);
         } else {
-            solve(&ws, itq3_s_n_starts[effort]);
+            solve_itq3_s(&ws, itq_n_starts[effort]);
         }
         for (int l = 0; l < n; ++l) {
             itq3_s_pack(&ws.best, l, z, finite[l], &y[i + l]);
