@@ -4,6 +4,7 @@
 #   src/format/    ggml/src/
 #   src/cpu/       ggml/src/ggml-cpu/itq3s/
 #   src/cuda/      ggml/src/ggml-cuda/
+# Patches apply in the order of their numbers: the type, the CPU backend, llama and its tools, tests, the CUDA backend.
 
 # What of llama.cpp its build reads.
 set(ITQ3S_UPSTREAM_PARTS
