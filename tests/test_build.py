@@ -92,6 +92,24 @@ def test_llama_cpp_dir_must_be_llama_cpp(tmp_path: Path) -> None:
     assert done.returncode != 0 and f"{tmp_path} is not a checkout of llama.cpp" in done.stderr
 
 
+def test_a_change_in_the_users_checkout_reaches_the_patched_source(tmp_path: Path) -> None:
+    source = tmp_path / "llama.cpp" / "ggml" / "src"
+    source.mkdir(parents=True)
+    folder = clone(tmp_path / "clone")
+    for patch in (folder / "ggml-patch" / "patches").glob("*.patch"):
+        patch.unlink()  # they would not apply to so small a source
+    tree = tmp_path / "tree"
+    command = ["cmake", f"-DTREE={tree}", "-P", folder / "ggml-patch" / "cmake" / "patched-source.cmake"]
+    for text in ("int first;\n", "int second;\n"):
+        (source / "ggml.c").write_text(text)
+        env = {**os.environ, "LLAMA_CPP_DIR": str(tmp_path / "llama.cpp")}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"upstream {tmp_path / 'llama.cpp'}" in done.stdout
+        assert (tree / "ggml" / "src" / "ggml.c").read_text() == text
+        assert (tree / "ggml" / "src" / "ggml-itq3s.h").exists()
+
+
 @pytest.fixture
 def prepare(tmp_path: Path) -> tuple[Path, Path]:
     """A clone and a script that makes its patched source tree."""

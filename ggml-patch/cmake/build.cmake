@@ -49,15 +49,10 @@ list(APPEND options ${user_options})
 # the key
 #
 
+itq3s_upstream(upstream upstream_id)
 if (LLAMA_CPP_DIR STREQUAL "")
-    itq3s_fetch(upstream upstream_id)
     list(APPEND options "-DLLAMA_BUILD_COMMIT=${upstream_id}")
 else()
-    set(upstream "${LLAMA_CPP_DIR}")
-    if (NOT EXISTS "${upstream}/ggml/src/ggml.c")
-        itq3s_fail("LLAMA_CPP_DIR: ${upstream} is not a checkout of llama.cpp")
-    endif()
-    itq3s_hash_source(upstream_id "${upstream}")
     list(APPEND options "-DLLAMA_BUILD_COMMIT=unknown")
 endif()
 

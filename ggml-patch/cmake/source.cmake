@@ -45,6 +45,21 @@ function(itq3s_hash_source out folder)
     set(${out} "${sha256}" PARENT_SCOPE)
 endfunction()
 
+# Set `folder` to the source to patch, LLAMA_CPP_DIR or else the pinned one, and `id` to what tells it from any other.
+function(itq3s_upstream folder id)
+    if (LLAMA_CPP_DIR STREQUAL "")
+        itq3s_fetch(source source_id)
+    else()
+        set(source "${LLAMA_CPP_DIR}")
+        if (NOT EXISTS "${source}/ggml/src/ggml.c")
+            itq3s_fail("LLAMA_CPP_DIR: ${source} is not a checkout of llama.cpp")
+        endif()
+        itq3s_hash_source(source_id "${source}")
+    endif()
+    set(${folder} "${source}" PARENT_SCOPE)
+    set(${id} "${source_id}" PARENT_SCOPE)
+endfunction()
+
 # Apply every patch to the copies of the files it touches in `stage`.
 function(itq3s_apply_patches stage)
     find_program(ITQ3S_GIT git)
