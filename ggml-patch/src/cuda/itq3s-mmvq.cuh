@@ -1,10 +1,10 @@
 // Matrix times one vector for ITQ3_S, TQ1_0 and TQ2_0: the kernel of generation.
 //
-// On a fast card the integer work to decode the weights and the accesses to the first level of memory should matter more
-// than the products themselves; the kernel is laid out for that, see docs/cuda.md. Two lanes share a block and decode
-// half of it each, which spreads the work that belongs to a half over 128 weights. The weights come in as they are,
-// coalesced, into shared memory, where lanes read blocks an odd number of words apart. Every warp has rows of its own and
-// a ring of tiles of its own, so warps never wait for each other; the activations are in shared memory once for all.
+// On a fast card the integer work to decode the weights and the accesses to the first level of memory should matter
+// more than the products themselves; the kernel is laid out for that, see docs/cuda.md. Two lanes share a block and
+// decode half of it each, which spreads the work that belongs to a half over 128 weights. The weights come in as they
+// are, coalesced, into shared memory, where lanes read blocks an odd number of words apart. Every warp has its own rows
+// and its own ring of tiles, so warps never wait for each other; the activations are in shared memory once for all.
 
 #pragma once
 

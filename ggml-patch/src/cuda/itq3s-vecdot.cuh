@@ -71,8 +71,8 @@ static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const
     return x16[0] | (uint32_t) x16[1] << 16;
 }
 
-// A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector word
-// and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
+// A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
+// word and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
 static __device__ __forceinline__ float itq3_s_dot_chunk(const uint32_t (&sym)[2][4], const int g, const uint32_t sel,
                                                          const uint32_t sel_prev, const float z, const int8_t * y,
                                                          const uint32_t ds) {

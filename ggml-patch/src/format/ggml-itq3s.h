@@ -104,8 +104,8 @@ ITQ_INLINE void itq_grids(const uint8_t * sel, int word, uint64_t * c1, uint64_t
     *c0 = (s << 2 | p >> 6) ^ (s << 4 | p >> 4);
 }
 
-// Byte of qs, and bit of the byte, where the symbol of weight 64*word + i begins. A byte has symbols of two bits from all
-// four words; symbols of one bit would be in the order of the selectors.
+// Byte of qs, and bit of the byte, where the symbol of weight 64*word + i begins. A byte has symbols of two bits from
+// all four words; symbols of one bit would be in the order of the selectors.
 ITQ_INLINE int itq_symbol_byte(int bits, int word, int i) {
     return bits == 1 ? 8 * word + i / 8 : i;
 }

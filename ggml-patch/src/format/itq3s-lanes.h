@@ -1,7 +1,7 @@
 #pragma once
 
-// What the encoders share (private to ggml-base). Names that begin with itq_ are of any code on this trellis, those with
-// itq3_s_ of ITQ3_S alone.
+// What the encoders share (private to ggml-base). Names that begin with itq_ are of any code on this trellis, those
+// with itq3_s_ of ITQ3_S alone.
 //
 // ITQ_LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
 // lanes, one vector register or a few. The arithmetic is that of gguf_itq3s/transform.py, trellis.py and scale.py, byte
@@ -57,8 +57,8 @@ static const struct itq_code itq3_s_code = {
     { (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) },
 };
 
-// Grid of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips its
-// high bit. A state is the sum of s[t-1-i] << i.
+// Grid of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips
+// its high bit. A state is the sum of s[t-1-i] << i.
 ITQ_INLINE int itq_butterfly_grid(int k) {
     return 2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1);
 }
@@ -106,8 +106,8 @@ ITQ_INLINE void itq_rotate(float x[QK_ITQ3_S][ITQ_LANES]) {
     }
 }
 
-// Load and rotate n <= ITQ_LANES blocks, stride weights apart; lanes without a block are zero. finite[l] becomes false for
-// a lane that cannot be encoded, and its weights zero.
+// Load and rotate n <= ITQ_LANES blocks, stride weights apart; lanes without a block are zero. finite[l] becomes false
+// for a lane that cannot be encoded, and its weights zero.
 ITQ_CLONES static void itq_load(float (*x)[ITQ_LANES], const float * src, int64_t stride, int n, bool * finite) {
     for (int l = 0; l < ITQ_LANES; ++l) {
         for (int t = 0; t < QK_ITQ3_S; ++t) {
@@ -144,7 +144,7 @@ ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float *
     }
 }
 
-// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d rounded to fp16, and the unit of the levels d/32.
+// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d rounded to fp16, and d/32, the levels' unit.
 ITQ_INLINE void itq_refit(const float * xl, const float * ll, ggml_half * d, float * unit) {
     for (int l = 0; l < ITQ_LANES; ++l) {
         const float fit = 32.0f * (xl[l] / ll[l]);

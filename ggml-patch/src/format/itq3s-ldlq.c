@@ -178,7 +178,7 @@ ITQ_INLINE vec nearest_level(int bits, vec y, const struct grid * grid, ivec * i
     return level;
 }
 
-// One state: its survivor comes from k, with metric low and on grid_low, or from k + ITQ_HALF; a tie keeps the one from k.
+// One state: its survivor comes from k, with metric low and on grid_low, or from k + ITQ_HALF; a tie keeps that from k.
 struct survivor {
     vec  metric;
     vec  level;

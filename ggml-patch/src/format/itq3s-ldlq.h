@@ -33,8 +33,9 @@ struct itq3_s_search {
 #define ITQ3_S_LDLQ_LOOKAHEAD 16
 #define ITQ3_S_LDLQ_DAMPING   0.003
 
-// Rows of factor->columns weights; returns the bytes written. A block that cannot be encoded (a weight that is not finite,
-// errors that grew beyond float32) gets d = NaN, which ggml_validate_row_data refuses. Best called with 64 rows or more.
+// Rows of factor->columns weights; returns the bytes written. A block that cannot be encoded (a weight that is not
+// finite, errors that grew beyond float32) gets d = NaN, which ggml_validate_row_data refuses. Best called with 64 rows
+// or more.
 GGML_API size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                      const struct itq3_s_factor * factor, struct itq3_s_search search);
 

@@ -146,8 +146,8 @@ ITQ_INLINE void search(const struct itq_code * code, struct workspace * ws, cons
     }
 }
 
-// Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start with
-// the least error wins, the earlier on a tie.
+// Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start
+// with the least error wins, the earlier on a tie.
 ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int starts) {
     float rms[ITQ_LANES];
     itq_rms(ws->x, ws->fold, rms);
