@@ -2,7 +2,7 @@
 //
 // The squares of the input columns, D, are the diagonal of their second moment; taken for the whole of it, the Hessian
 // of the rotated row is H D H in every block, and the calibrated encoder does the rest. The Python form is
-// gguf_itq3s/imatrix.py with hessian.from_diagonal and hessian.factorize.
+// gguf_itq3s/rounding/imatrix.py with hessian.from_diagonal and hessian.factorize.
 
 #include "ggml-threading.h"
 #include "itq3s-ldlq.h"

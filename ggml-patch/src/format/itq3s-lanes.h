@@ -4,8 +4,8 @@
 // with itq3_s_ of ITQ3_S alone.
 //
 // ITQ_LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
-// lanes, one vector register or a few. The arithmetic is that of gguf_itq3s/transform.py, trellis.py and scale.py, byte
-// for byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
+// lanes, one vector register or a few. The arithmetic is that of gguf_itq3s/codec (transform.py, trellis.py, scale.py),
+// byte for byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
 // itq3s.cmake).
 
 #include "ggml-itq3s.h"

@@ -1,4 +1,5 @@
-// ITQ3_S: the calibrated encoder. See gguf_itq3s/ldlq.py for the method; the arithmetic is the same, byte for byte.
+// ITQ3_S: the calibrated encoder. See gguf_itq3s/rounding/ldlq.py for the method; the arithmetic is the same, byte for
+// byte.
 //
 // ITQ_LANES rows are encoded side by side, GROUPS times ITQ_LANES of them against each panel of the feedback matrix.
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Calibrated encoding of ITQ3_S: LDLQ with a trellis search that carries the feedback of every survivor. The method and
-// the arithmetic are those of gguf_itq3s/ldlq.py, byte for byte.
+// the arithmetic are those of gguf_itq3s/rounding/ldlq.py, byte for byte.
 
 #include "ggml-itq3s.h"
 

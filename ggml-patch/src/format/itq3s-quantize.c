@@ -1,5 +1,5 @@
-// ITQ3_S: the encoder of weights alone. The same arithmetic as gguf_itq3s/scale.py, trellis.py and codec.py, byte for
-// byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
+// ITQ3_S: the encoder of weights alone. The same arithmetic as gguf_itq3s/codec (scale.py, trellis.py, blocks.py), byte
+// for byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
 // itq3s.cmake).
 //
 // ITQ_LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the

@@ -1,4 +1,4 @@
-// The CUDA kernels of this repository behind a C interface, run by launch.h. tests/test_cuda_emulated.py compiles and
+// The CUDA kernels of this repository behind a C interface, run by launch.h. tests/cuda/test_emulated.py compiles and
 // calls it.
 
 #include "common.cuh"
