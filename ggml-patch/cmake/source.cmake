@@ -25,6 +25,21 @@ function(itq3s_fetch folder id)
     set(${id} "${release}" PARENT_SCOPE)
 endfunction()
 
+# Set `folder` to the source to patch, LLAMA_CPP_DIR or else the pinned one, and `id` to what tells it from any other.
+function(itq3s_upstream folder id)
+    if (LLAMA_CPP_DIR STREQUAL "")
+        itq3s_fetch(source source_id)
+    else()
+        set(source "${LLAMA_CPP_DIR}")
+        if (NOT EXISTS "${source}/ggml/src/ggml.c")
+            itq3s_fail("LLAMA_CPP_DIR: ${source} is not a checkout of llama.cpp")
+        endif()
+        itq3s_hash_source(source_id "${source}")
+    endif()
+    set(${folder} "${source}" PARENT_SCOPE)
+    set(${id} "${source_id}" PARENT_SCOPE)
+endfunction()
+
 # Set `out` to a hash over the content of the files that match the patterns, relative to `folder`.
 function(itq3s_hash_files out folder)
     file(GLOB_RECURSE files LIST_DIRECTORIES false RELATIVE "${folder}" ${ARGN})
@@ -43,21 +58,6 @@ function(itq3s_hash_source out folder)
     list(TRANSFORM patterns APPEND "/*" REGEX "/[a-z]+$")
     itq3s_hash_files(sha256 "${folder}" ${patterns})
     set(${out} "${sha256}" PARENT_SCOPE)
-endfunction()
-
-# Set `folder` to the source to patch, LLAMA_CPP_DIR or else the pinned one, and `id` to what tells it from any other.
-function(itq3s_upstream folder id)
-    if (LLAMA_CPP_DIR STREQUAL "")
-        itq3s_fetch(source source_id)
-    else()
-        set(source "${LLAMA_CPP_DIR}")
-        if (NOT EXISTS "${source}/ggml/src/ggml.c")
-            itq3s_fail("LLAMA_CPP_DIR: ${source} is not a checkout of llama.cpp")
-        endif()
-        itq3s_hash_source(source_id "${source}")
-    endif()
-    set(${folder} "${source}" PARENT_SCOPE)
-    set(${id} "${source_id}" PARENT_SCOPE)
 endfunction()
 
 # Apply every patch to the copies of the files it touches in `stage`.
