@@ -13,6 +13,7 @@ CUDA_CHECK_ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test eval bench test-arm cuda-check lint format clean distclean
@@ -54,12 +55,12 @@ lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	@files=$$(git ls-files 'ggml-patch/*.h' 'ggml-patch/*.c' 'ggml-patch/*.cpp' 'ggml-patch/*.cu' 'ggml-patch/*.cuh'); \
-	if [ -n "$$files" ]; then $(VENV)/bin/clang-format --dry-run --Werror $$files; fi
+	$(VENV)/bin/clang-format --dry-run --Werror $$($(C_FILES))
 
-format: $(INSTALLED) ## put the Python files into the checked format
+format: $(INSTALLED) ## put the Python, C, C++ and CUDA files into the checked format
 	$(VENV)/bin/ruff check --fix --quiet . || true
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $$($(C_FILES))
 
 clean: ## remove what was built, keep .venv
 	rm -rf $(BUILD) .pytest_cache .mypy_cache .ruff_cache .hypothesis

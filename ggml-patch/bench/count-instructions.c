@@ -1,5 +1,5 @@
-// Instructions that vec_dot of a type executes per 256 weights, counted by single-stepping: the difference between a row
-// of 32 blocks and one of 16, divided by 16. Linux only.
+// Instructions that vec_dot of a type executes per 256 weights, counted by single-stepping: the difference between a
+// row of 32 blocks and one of 16, divided by 16. Linux only.
 //
 //   count-instructions NAME=TYPE...     prints "name instructions"
 

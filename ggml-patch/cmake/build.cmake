@@ -11,7 +11,7 @@ set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize
     test-quantize-fns)
 set(headers
     include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq3s.h
-    ggml/src/ggml-cpu/itq3s/quants-itq3s.h)
+    ggml/src/ggml-cpu/itq3s/itq3s-quants.h)
 
 # Finished builds kept in the cache; the least recently used go.
 set(kept 12)
@@ -49,15 +49,10 @@ list(APPEND options ${user_options})
 # the key
 #
 
+itq3s_upstream(upstream upstream_id)
 if (LLAMA_CPP_DIR STREQUAL "")
-    itq3s_fetch(upstream upstream_id)
     list(APPEND options "-DLLAMA_BUILD_COMMIT=${upstream_id}")
 else()
-    set(upstream "${LLAMA_CPP_DIR}")
-    if (NOT EXISTS "${upstream}/ggml/src/ggml.c")
-        itq3s_fail("LLAMA_CPP_DIR: ${upstream} is not a checkout of llama.cpp")
-    endif()
-    itq3s_hash_source(upstream_id "${upstream}")
     list(APPEND options "-DLLAMA_BUILD_COMMIT=unknown")
 endif()
 
@@ -104,8 +99,8 @@ string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
 
 set(content "${configuration}targets ${binaries}\n")
 if (NOT WANTED STREQUAL "stock")
-    itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/*"
-        "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+    itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/format/*"
+        "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
     string(APPEND content "ggml-patch ${ours}\n")
 endif()
 string(SHA256 key "${content}")

@@ -1,9 +1,10 @@
 # The patched source tree. Files whose content does not change keep their time stamps, so a rebuild stays incremental.
 #
 # Where our files go:
-#   src/*          ggml/src/
-#   src/cpu/**     ggml/src/ggml-cpu/itq3s/
-#   src/cuda/**    ggml/src/ggml-cuda/
+#   src/format/    ggml/src/
+#   src/cpu/       ggml/src/ggml-cpu/itq3s/
+#   src/cuda/      ggml/src/ggml-cuda/
+# Patches apply in the order of their numbers: the type, the CPU backend, llama and its tools, tests, the CUDA backend.
 
 # What of llama.cpp its build reads.
 set(ITQ3S_UPSTREAM_PARTS
@@ -22,6 +23,21 @@ function(itq3s_fetch folder id)
     get_filename_component(release "${release}" NAME)
     set(${folder} "${source}" PARENT_SCOPE)
     set(${id} "${release}" PARENT_SCOPE)
+endfunction()
+
+# Set `folder` to the source to patch, LLAMA_CPP_DIR or else the pinned one, and `id` to what tells it from any other.
+function(itq3s_upstream folder id)
+    if (LLAMA_CPP_DIR STREQUAL "")
+        itq3s_fetch(source source_id)
+    else()
+        set(source "${LLAMA_CPP_DIR}")
+        if (NOT EXISTS "${source}/ggml/src/ggml.c")
+            itq3s_fail("LLAMA_CPP_DIR: ${source} is not a checkout of llama.cpp")
+        endif()
+        itq3s_hash_source(source_id "${source}")
+    endif()
+    set(${folder} "${source}" PARENT_SCOPE)
+    set(${id} "${source_id}" PARENT_SCOPE)
 endfunction()
 
 # Set `out` to a hash over the content of the files that match the patterns, relative to `folder`.
@@ -129,12 +145,7 @@ function(itq3s_prepare_source upstream id tree)
     # our files
     set(ours "")
     set(origins "")
-    file(GLOB files LIST_DIRECTORIES false RELATIVE "${ITQ3S_PATCH_DIR}/src" "${ITQ3S_PATCH_DIR}/src/*")
-    foreach (file IN LISTS files)
-        list(APPEND origins "${file}")
-        list(APPEND ours "ggml/src/${file}")
-    endforeach()
-    foreach (part cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
+    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
         string(REPLACE ":" ";" part "${part}")
         list(GET part 0 from)
         list(GET part 1 to)

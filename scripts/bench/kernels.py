@@ -130,8 +130,8 @@ def build_library(name: str, source: Path, options: list[str]) -> Path:
 def build() -> dict[str, Path | None]:
     """Library folder of every build under comparison: "" is build/bin itself."""
     OUT.mkdir(parents=True, exist_ok=True)
-    script = ROOT / "ggml-patch" / "bench" / "patched-source.cmake"
-    command = ["cmake", f"-DOUT={OUT}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)]
+    script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
+    command = ["cmake", f"-DTREE={OUT / 'patched'}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"upstream (.*)", done.stdout + done.stderr)
     if done.returncode or not found:

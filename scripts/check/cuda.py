@@ -165,17 +165,8 @@ def cublas_headers(nvcc: str, version: str) -> Path | None:
 def prepare_tree(work: Path) -> Path:
     """The patched source, made by the same CMake code as for the build."""
     tree = work / "llama.cpp"
-    cmake = ROOT / "ggml-patch" / "cmake"
-    script = work / "prepare.cmake"
-    script.write_text(
-        "cmake_minimum_required(VERSION 3.21)\n"
-        f'include("{cmake}/settings.cmake")\ninclude("{cmake}/source.cmake")\n'
-        "itq3s_settings()\n"
-        'if (LLAMA_CPP_DIR STREQUAL "")\n  itq3s_fetch(upstream id)\n'
-        'else()\n  set(upstream "${LLAMA_CPP_DIR}")\n  itq3s_hash_source(id "${upstream}")\nendif()\n'
-        f'itq3s_prepare_source("${{upstream}}" "${{id}}" "{tree}")\n'
-    )
-    done = subprocess.run(["cmake", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)])
+    script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
+    done = subprocess.run(["cmake", f"-DTREE={tree}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)])
     if done.returncode:
         raise CheckError("the patched source could not be made; the reason stands above")
     return tree

@@ -31,10 +31,10 @@ def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) ->
         compiler, "-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
         # GCC 12 warns about its own intrinsics
         "-Wno-uninitialized", "-Wno-maybe-uninitialized",
-        "-ffunction-sections", "-Wl,--gc-sections", *flags, f"-I{include}", f"-I{SOURCES}",
+        "-ffunction-sections", "-Wl,--gc-sections", *flags, f"-I{include}", f"-I{SOURCES / 'format'}",
         *(part for path in ("include", "src", "src/ggml-cpu") for part in ("-isystem", str(ggml / path))),
-        str(ROOT / "tests" / "c" / "test-simd.c"), str(SOURCES / "cpu" / "quants-itq3s.c"),
-        *map(str, sorted((SOURCES / "cpu" / "arch" / arch).glob("*.c"))), str(SOURCES / "ggml-itq3s.c"),
+        str(ROOT / "tests" / "c" / "test-simd.c"), str(SOURCES / "cpu" / "itq3s-quants.c"),
+        *map(str, sorted((SOURCES / "cpu" / "arch" / arch).glob("*.c"))), str(SOURCES / "format" / "itq3s-decode.c"),
         str(ggml / "src" / "ggml-cpu" / "quants.c"), "-o", str(program), "-lm",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@
 
 #include "ggml-cpu.h"
 #include "ggml-itq3s.h"
-#include "quants-itq3s.h"
+#include "itq3s-quants.h"
 
 #include <math.h>
 #include <stdbool.h>

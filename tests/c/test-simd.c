@@ -5,9 +5,9 @@
 //
 // Prints a line per check; the exit status is 1 when one fails.
 
-#include "itq3s/quants-itq3s.h"
+#include "itq3s/itq3s-quants.h"
 #if defined(__x86_64__) || defined(__i386__)
-#    include "itq3s/arch/x86/quants-tq.h"
+#    include "itq3s/arch/x86/tq-quants.h"
 #endif
 
 #include "ggml-cpu-impl.h"

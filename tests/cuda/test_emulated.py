@@ -109,7 +109,7 @@ def rotated(x: FloatArray) -> FloatArray:
 
 
 def decoded_offset(t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where weight t of a block is in decoded order, stated in words of the layout (itq3_s.cuh)."""
+    """Where weight t of a block is in decoded order, stated in words of the layout (itq3s-decode.cuh)."""
     chunk, within = t // 32, t % 32
     half, group = chunk % 2, chunk // 2
     word, byte = within // 4, within % 4

@@ -64,9 +64,14 @@ def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
     assert not (folder / "build" / "bin").exists()
 
 
+def test_every_patch_has_a_number_of_its_own() -> None:
+    numbers = [path.name.split("-")[0] for path in sorted((llama.ROOT / "ggml-patch" / "patches").glob("*.patch"))]
+    assert numbers and len(set(numbers)) == len(numbers) and all(len(n) == 4 and n.isdigit() for n in numbers)
+
+
 def test_our_files_never_overwrite_upstreams(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
-    (folder / "ggml-patch" / "src" / "ggml.c").write_text("int x;\n")
+    (folder / "ggml-patch" / "src" / "format" / "ggml.c").write_text("int x;\n")
     done = build(folder)
     assert done.returncode != 0
     assert "would overwrite llama.cpp's own ggml/src/ggml.c" in done.stderr
@@ -85,6 +90,24 @@ def test_a_checkout_of_the_users_own_is_not_changed(tmp_path: Path) -> None:
 def test_llama_cpp_dir_must_be_llama_cpp(tmp_path: Path) -> None:
     done = build(clone(tmp_path / "clone"), LLAMA_CPP_DIR=tmp_path)
     assert done.returncode != 0 and f"{tmp_path} is not a checkout of llama.cpp" in done.stderr
+
+
+def test_a_change_in_the_users_checkout_reaches_the_patched_source(tmp_path: Path) -> None:
+    source = tmp_path / "llama.cpp" / "ggml" / "src"
+    source.mkdir(parents=True)
+    folder = clone(tmp_path / "clone")
+    for patch in (folder / "ggml-patch" / "patches").glob("*.patch"):
+        patch.unlink()  # they would not apply to so small a source
+    tree = tmp_path / "tree"
+    command = ["cmake", f"-DTREE={tree}", "-P", folder / "ggml-patch" / "cmake" / "patched-source.cmake"]
+    for text in ("int first;\n", "int second;\n"):
+        (source / "ggml.c").write_text(text)
+        env = {**os.environ, "LLAMA_CPP_DIR": str(tmp_path / "llama.cpp")}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"upstream {tmp_path / 'llama.cpp'}" in done.stdout
+        assert (tree / "ggml" / "src" / "ggml.c").read_text() == text
+        assert (tree / "ggml" / "src" / "ggml-itq3s.h").exists()
 
 
 @pytest.fixture
@@ -123,9 +146,9 @@ def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None
     assert "GGML_TYPE_ITQ3_S" in (folder / "tree" / "ggml" / "include" / "ggml.h").read_text()
     assert changed() == set()
 
-    with (ours / "src" / "ggml-itq3s.c").open("a") as file:
+    with (ours / "src" / "format" / "itq3s-decode.c").open("a") as file:
         file.write("// changed\n")
-    assert changed() == {"ggml/src/ggml-itq3s.c"}
+    assert changed() == {"ggml/src/itq3s-decode.c"}
 
     (ours / "src" / "cpu" / "arch" / "x86").mkdir(parents=True, exist_ok=True)
     (ours / "src" / "cpu" / "arch" / "x86" / "new.c").write_text("int x;\n")
@@ -134,7 +157,7 @@ def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None
     assert changed() == {"ggml/src/ggml-cpu/itq3s/arch/x86/new.c"}
 
     # a patch that goes leaves the plain file behind
-    (ours / "patches" / "0004-quantize-tool.patch").unlink()
+    (ours / "patches" / "0007-quantize-tool.patch").unlink()
     assert changed() == {"tools/quantize/quantize.cpp"}
     plain = upstream.fetch_source() / "tools" / "quantize" / "quantize.cpp"
     assert (folder / "tree" / "tools" / "quantize" / "quantize.cpp").read_bytes() == plain.read_bytes()

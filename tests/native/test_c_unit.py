@@ -198,9 +198,9 @@ def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
     )
 
     source = upstream.fetch_source()
-    includes = [ggml.headers(), SOURCES, SOURCES / "cpu"]
+    includes = [ggml.headers(), SOURCES / "format", SOURCES / "cpu"]
     system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
-    files = [PROGRAM, *sorted(SOURCES.glob("*.c")), SOURCES / "cpu" / "quants-itq3s.c"]
+    files = [PROGRAM, *sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq3s-quants.c"]
     library = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
     subprocess.run(
         [

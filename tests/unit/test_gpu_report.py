@@ -120,14 +120,14 @@ def test_cuda_check_reads_ptxas() -> None:
 def test_cuda_check_finds_warnings_in_our_files_only() -> None:
     cuda_check = load(ROOT / "scripts" / "check" / "cuda.py")
     log = (
-        'itq3_s.cuh(10): warning #177-D: variable "x" was declared but never referenced\n'
+        'itq3s-decode.cuh(10): warning #177-D: variable "x" was declared but never referenced\n'
         "../ggml-impl.h:312:15: warning: defined but not used\n"
-        "itq3_s-vecdot.cuh:7:1: warning: unused parameter\n"
+        "itq3s-vecdot.cuh:7:1: warning: unused parameter\n"
     )
-    assert len(cuda_check.warnings_of(log, {"itq3_s.cuh", "itq3_s-vecdot.cuh"})) == 2
+    assert len(cuda_check.warnings_of(log, {"itq3s-decode.cuh", "itq3s-vecdot.cuh"})) == 2
 
 
 def test_cuda_check_compiles_what_is_touched() -> None:
     cuda_check = load(ROOT / "scripts" / "check" / "cuda.py")
     files = cuda_check.touched_files()
-    assert {"mmvq.cu", "convert.cu", "itq3_s-quantize.cu", "template-instances/mmq-instance-itq3_s.cu"} <= set(files)
+    assert {"mmvq.cu", "convert.cu", "itq3s-quantize.cu", "template-instances/mmq-instance-itq3_s.cu"} <= set(files)

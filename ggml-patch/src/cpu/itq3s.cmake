@@ -1,5 +1,5 @@
-# Included by ggml_add_cpu_backend_variant_impl: adds the kernels of ITQ3_S to a variant of the CPU backend, the portable
-# ones and those in arch/<architecture>/.
+# Included by ggml_add_cpu_backend_variant_impl: adds the kernels of ITQ3_S to a variant of the CPU backend, the
+# portable ones and those in arch/<architecture>/.
 
 file(GLOB GGML_ITQ3S_SOURCES CONFIGURE_DEPENDS
     ${CMAKE_CURRENT_SOURCE_DIR}/ggml-cpu/itq3s/*.h

@@ -5,12 +5,12 @@
 //
 //   bench [--runs N]
 
-#include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-cuda.h"
+#include "ggml.h"
 
-#include "itq3_s-quantize.cuh"
+#include "itq3s-quantize.cuh"
 
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
@@ -26,13 +26,13 @@
 #include <string>
 #include <vector>
 
-#define CHECK(call)                                                                                   \
-    do {                                                                                              \
-        const cudaError_t status = (call);                                                            \
-        if (status != cudaSuccess) {                                                                  \
-            fprintf(stderr, "error: %s: %s\n", #call, cudaGetErrorString(status));                    \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK(call)                                                                \
+    do {                                                                           \
+        const cudaError_t status = (call);                                         \
+        if (status != cudaSuccess) {                                               \
+            fprintf(stderr, "error: %s: %s\n", #call, cudaGetErrorString(status)); \
+            exit(1);                                                               \
+        }                                                                          \
     } while (0)
 
 static size_t l2_bytes;
@@ -43,7 +43,7 @@ static constexpr int products_per_run = 32;
 static double median(std::vector<double> v) {
     std::sort(v.begin(), v.end());
     const size_t n = v.size();
-    return n % 2 ? v[n/2] : (v[n/2 - 1] + v[n/2])/2;
+    return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
 }
 
 // Something to time: run() returns seconds per product.
@@ -55,7 +55,7 @@ struct contender {
 
 static void measure(std::vector<contender> & contenders, const int runs) {
     for (auto & c : contenders) {
-        for (int i = 0; i < 3; ++i) { // clocks, CUDA graph capture
+        for (int i = 0; i < 3; ++i) {  // clocks, CUDA graph capture
             c.run();
         }
     }
@@ -69,21 +69,24 @@ static void measure(std::vector<contender> & contenders, const int runs) {
 // ggml weights of one type: a graph of products, each with the next of the rotated matrices.
 struct product_graph {
     ggml_backend_t        backend;
-    ggml_context        * ctx   = nullptr;
-    ggml_context        * ctx_w = nullptr;
-    ggml_backend_buffer_t buffer   = nullptr;
-    ggml_backend_buffer_t buffer_w = nullptr;
-    ggml_cgraph         * graph = nullptr;
+    ggml_context *        ctx          = nullptr;
+    ggml_context *        ctx_w        = nullptr;
+    ggml_backend_buffer_t buffer       = nullptr;
+    ggml_backend_buffer_t buffer_w     = nullptr;
+    ggml_cgraph *         graph        = nullptr;
     size_t                weight_bytes = 0;
 
-    product_graph(ggml_backend_t backend, const ggml_type type, const int64_t m, const int64_t k, const int64_t n) : backend(backend) {
-        const size_t bytes  = ggml_row_size(type, k)*m;
-        const int    copies = std::max<int>(2, (4*l2_bytes + bytes - 1)/bytes);
-        weight_bytes = bytes;
+    product_graph(ggml_backend_t backend, const ggml_type type, const int64_t m, const int64_t k, const int64_t n) :
+        backend(backend) {
+        const size_t bytes  = ggml_row_size(type, k) * m;
+        const int    copies = std::max<int>(2, (4 * l2_bytes + bytes - 1) / bytes);
+        weight_bytes        = bytes;
 
-        const ggml_init_params params = {ggml_tensor_overhead()*(copies + 2*products_per_run + 8) + ggml_graph_overhead() + (1 << 20), nullptr, true};
-        ctx_w = ggml_init(params);
-        ctx   = ggml_init(params);
+        const ggml_init_params params = { ggml_tensor_overhead() * (copies + 2 * products_per_run + 8) +
+                                              ggml_graph_overhead() + (1 << 20),
+                                          nullptr, true };
+        ctx_w                         = ggml_init(params);
+        ctx                           = ggml_init(params);
         std::vector<ggml_tensor *> weights;
         for (int i = 0; i < copies; ++i) {
             weights.push_back(ggml_new_tensor_2d(ctx_w, type, k, m));
@@ -91,7 +94,7 @@ struct product_graph {
         buffer_w = ggml_backend_alloc_ctx_tensors(ctx_w, backend);
         ggml_backend_buffer_set_usage(buffer_w, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         ggml_tensor * x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k, n);
-        graph = ggml_new_graph(ctx);
+        graph           = ggml_new_graph(ctx);
         for (int i = 0; i < products_per_run; ++i) {
             ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights[i % copies], x));
         }
@@ -102,27 +105,27 @@ struct product_graph {
         }
 
         // Real blocks of the type: some quantized Gaussian rows, repeated.
-        std::mt19937 rng(1);
+        std::mt19937                    rng(1);
         std::normal_distribution<float> normal(0.0f, 0.02f);
-        const int64_t rows = std::min<int64_t>(m, 16);
-        std::vector<float> source(rows*k);
+        const int64_t                   rows = std::min<int64_t>(m, 16);
+        std::vector<float>              source(rows * k);
         for (float & v : source) {
             v = normal(rng);
         }
         std::vector<uint8_t> data(bytes);
         ggml_quantize_chunk(type, source.data(), data.data(), 0, rows, k, nullptr);
-        const size_t period = ggml_row_size(type, k)*rows;
+        const size_t period = ggml_row_size(type, k) * rows;
         for (size_t at = period; at < bytes; at += period) {
             memcpy(data.data() + at, data.data(), std::min(period, bytes - at));
         }
         for (ggml_tensor * w : weights) {
             ggml_backend_tensor_set(w, data.data(), 0, bytes);
         }
-        std::vector<float> activations(k*n);
+        std::vector<float> activations(k * n);
         for (float & v : activations) {
-            v = 50.0f*normal(rng);
+            v = 50.0f * normal(rng);
         }
-        ggml_backend_tensor_set(x, activations.data(), 0, activations.size()*sizeof(float));
+        ggml_backend_tensor_set(x, activations.data(), 0, activations.size() * sizeof(float));
     }
     ~product_graph() {
         ggml_backend_buffer_free(buffer);
@@ -130,7 +133,7 @@ struct product_graph {
         ggml_free(ctx);
         ggml_free(ctx_w);
     }
-    product_graph(const product_graph &) = delete;
+    product_graph(const product_graph &)             = delete;
     product_graph & operator=(const product_graph &) = delete;
 
     double run() {
@@ -141,42 +144,45 @@ struct product_graph {
             exit(1);
         }
         ggml_backend_synchronize(backend);
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()/products_per_run;
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / products_per_run;
     }
 };
 
 // cuBLAS on F16 weights: result = weights^T * x, float accumulation.
 struct cublas_products {
-    static constexpr int copies = 2; // a matrix alone is larger than the L2 cache of any card
-    cublasHandle_t handle;
-    cudaStream_t   stream;
-    half         * weights[copies];
-    half         * x;
-    half         * y;
-    int            m, k, n;
+    static constexpr int copies = 2;  // a matrix alone is larger than the L2 cache of any card
+    cublasHandle_t       handle;
+    cudaStream_t         stream;
+    half *               weights[copies];
+    half *               x;
+    half *               y;
+    int                  m, k, n;
 
     cublas_products(const int m, const int k, const int n) : m(m), k(k), n(n) {
         CHECK(cudaStreamCreate(&stream));
-        if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS || cublasSetStream(handle, stream) != CUBLAS_STATUS_SUCCESS) {
+        if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS ||
+            cublasSetStream(handle, stream) != CUBLAS_STATUS_SUCCESS) {
             fprintf(stderr, "error: cuBLAS does not start\n");
             exit(1);
         }
-        std::mt19937 rng(1);
+        std::mt19937      rng(1);
         std::vector<half> row(1 << 20);
         for (half & v : row) {
             v = __float2half(std::normal_distribution<float>(0.0f, 0.02f)(rng));
         }
-        const size_t count = (size_t) m*k;
+        const size_t count = (size_t) m * k;
         for (half *& w : weights) {
-            CHECK(cudaMalloc(&w, count*sizeof(half)));
+            CHECK(cudaMalloc(&w, count * sizeof(half)));
             for (size_t at = 0; at < count; at += row.size()) {
-                CHECK(cudaMemcpy(w + at, row.data(), std::min(row.size(), count - at)*sizeof(half), cudaMemcpyHostToDevice));
+                CHECK(cudaMemcpy(w + at, row.data(), std::min(row.size(), count - at) * sizeof(half),
+                                 cudaMemcpyHostToDevice));
             }
         }
-        CHECK(cudaMalloc(&x, (size_t) k*n*sizeof(half)));
-        CHECK(cudaMalloc(&y, (size_t) m*n*sizeof(half)));
-        for (size_t at = 0; at < (size_t) k*n; at += row.size()) {
-            CHECK(cudaMemcpy(x + at, row.data(), std::min(row.size(), (size_t) k*n - at)*sizeof(half), cudaMemcpyHostToDevice));
+        CHECK(cudaMalloc(&x, (size_t) k * n * sizeof(half)));
+        CHECK(cudaMalloc(&y, (size_t) m * n * sizeof(half)));
+        for (size_t at = 0; at < (size_t) k * n; at += row.size()) {
+            CHECK(cudaMemcpy(x + at, row.data(), std::min(row.size(), (size_t) k * n - at) * sizeof(half),
+                             cudaMemcpyHostToDevice));
         }
     }
     ~cublas_products() {
@@ -188,7 +194,7 @@ struct cublas_products {
         cublasDestroy(handle);
         cudaStreamDestroy(stream);
     }
-    cublas_products(const cublas_products &) = delete;
+    cublas_products(const cublas_products &)             = delete;
     cublas_products & operator=(const cublas_products &) = delete;
 
     double run() {
@@ -196,48 +202,49 @@ struct cublas_products {
         CHECK(cudaStreamSynchronize(stream));
         const auto start = std::chrono::steady_clock::now();
         for (int i = 0; i < products_per_run; ++i) {
-            if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, m, n, k, &one, weights[i % copies], CUDA_R_16F, k, x, CUDA_R_16F, k,
-                    &zero, y, CUDA_R_16F, m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) {
+            if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, m, n, k, &one, weights[i % copies], CUDA_R_16F, k, x,
+                             CUDA_R_16F, k, &zero, y, CUDA_R_16F, m, CUBLAS_COMPUTE_32F,
+                             CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) {
                 fprintf(stderr, "error: cublasGemmEx failed\n");
                 exit(1);
             }
         }
         CHECK(cudaStreamSynchronize(stream));
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()/products_per_run;
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / products_per_run;
     }
 };
 
 // Our activation kernel with and without the rotation, launched as for a product with one column.
 struct activation_kernels {
     cudaStream_t stream;
-    float      * x;
-    void       * y;
+    float *      x;
+    void *       y;
     int64_t      k;
 
     explicit activation_kernels(const int64_t k) : k(k) {
         CHECK(cudaStreamCreate(&stream));
-        CHECK(cudaMalloc(&x, k*sizeof(float)));
-        CHECK(cudaMalloc(&y, k/128*sizeof(block_q8_1x4)));
+        CHECK(cudaMalloc(&x, k * sizeof(float)));
+        CHECK(cudaMalloc(&y, k / 128 * sizeof(block_q8_1x4)));
         std::vector<float> host(k);
-        std::mt19937 rng(1);
+        std::mt19937       rng(1);
         for (float & v : host) {
             v = std::normal_distribution<float>()(rng);
         }
-        CHECK(cudaMemcpy(x, host.data(), k*sizeof(float), cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(x, host.data(), k * sizeof(float), cudaMemcpyHostToDevice));
     }
     ~activation_kernels() {
         cudaFree(x);
         cudaFree(y);
         cudaStreamDestroy(stream);
     }
-    activation_kernels(const activation_kernels &) = delete;
+    activation_kernels(const activation_kernels &)             = delete;
     activation_kernels & operator=(const activation_kernels &) = delete;
 
     double run(const bool rotate) {
         // The kernel is short: many of them, in a graph, so that launching is not what is timed.
-        constexpr int count = 256;
-        const dim3 grid((k/ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1)/ITQ3_S_QUANTIZE_WARPS, 1, 1);
-        const dim3 block(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+        constexpr int     count = 256;
+        const dim3        grid((k / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1, 1);
+        const dim3        block(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
         cudaGraphExec_t & exec = rotate ? graph_rotate : graph_plain;
         if (!exec) {
             cudaGraph_t graph;
@@ -258,7 +265,7 @@ struct activation_kernels {
         const auto start = std::chrono::steady_clock::now();
         CHECK(cudaGraphLaunch(exec, stream));
         CHECK(cudaStreamSynchronize(stream));
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()/count;
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / count;
     }
 
     cudaGraphExec_t graph_rotate = nullptr;
@@ -267,7 +274,7 @@ struct activation_kernels {
 
 static double copy_bandwidth(const int runs) {
     const size_t bytes = (size_t) 1 << 30;
-    char *a, *b;
+    char *       a, *b;
     CHECK(cudaMalloc(&a, bytes));
     CHECK(cudaMalloc(&b, bytes));
     CHECK(cudaMemset(a, 1, bytes));
@@ -283,7 +290,7 @@ static double copy_bandwidth(const int runs) {
         float ms;
         CHECK(cudaEventElapsedTime(&ms, start, stop));
         if (r >= 3) {
-            rates.push_back(2.0*bytes/(ms*1e-3)); // read and written
+            rates.push_back(2.0 * bytes / (ms * 1e-3));  // read and written
         }
     }
     cudaFree(a);
@@ -293,16 +300,19 @@ static double copy_bandwidth(const int runs) {
 
 static bool first_line = true;
 
-static void print_result(const char * kind, const char * name, const int64_t m, const int64_t k, const int64_t n, const size_t bytes,
-        const std::vector<double> & seconds) {
+static void print_result(const char * kind, const char * name, const int64_t m, const int64_t k, const int64_t n,
+                         const size_t bytes, const std::vector<double> & seconds) {
     const auto range = std::minmax_element(seconds.begin(), seconds.end());
-    printf("%s\n    {\"kind\": \"%s\", \"name\": \"%s\", \"rows\": %lld, \"k\": %lld, \"columns\": %lld, \"weight_bytes\": %zu, \"runs\": %zu, "
-           "\"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f}",
+    printf(
+        "%s\n    {\"kind\": \"%s\", \"name\": \"%s\", \"rows\": %lld, \"k\": %lld, \"columns\": %lld, "
+        "\"weight_bytes\": %zu, \"runs\": %zu, "
+        "\"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f}",
         first_line ? "" : ",", kind, name, (long long) m, (long long) k, (long long) n, bytes, seconds.size(),
-        1e6*median(seconds), 1e6**range.first, 1e6**range.second);
+        1e6 * median(seconds), 1e6 * *range.first, 1e6 * *range.second);
     first_line = false;
     fflush(stdout);
-    fprintf(stderr, "%-10s %-12s %6lld x %6lld, %3lld columns: %10.2f us\n", kind, name, (long long) m, (long long) k, (long long) n, 1e6*median(seconds));
+    fprintf(stderr, "%-10s %-12s %6lld x %6lld, %3lld columns: %10.2f us\n", kind, name, (long long) m, (long long) k,
+            (long long) n, 1e6 * median(seconds));
 }
 
 int main(int argc, char ** argv) {
@@ -322,7 +332,7 @@ int main(int argc, char ** argv) {
 
     cudaDeviceProp device;
     CHECK(cudaGetDeviceProperties(&device, 0));
-    l2_bytes = device.l2CacheSize;
+    l2_bytes               = device.l2CacheSize;
     ggml_backend_t backend = ggml_backend_cuda_init(0);
     if (!backend) {
         fprintf(stderr, "error: the CUDA backend does not start\n");
@@ -331,38 +341,45 @@ int main(int argc, char ** argv) {
     int driver = 0, runtime = 0;
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
-    printf("{\n  \"device\": \"%s\", \"compute_capability\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %d, \"driver\": %d, \"cuda\": %d,\n",
+    printf(
+        "{\n  \"device\": \"%s\", \"compute_capability\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %d, "
+        "\"driver\": %d, \"cuda\": %d,\n",
         device.name, device.major, device.minor, device.multiProcessorCount, device.l2CacheSize, driver, runtime);
     printf("  \"copy_bytes_per_s\": %.6e,\n  \"results\": [", copy_bandwidth(runs));
 
     // The matrices of a layer of an 8B Llama.
-    const int64_t llama[][2] = {{4096, 4096}, {1024, 4096}, {14336, 4096}, {4096, 14336}};
-    struct group { const char * kind; int64_t n; std::vector<ggml_type> types; };
+    const int64_t llama[][2] = { { 4096, 4096 }, { 1024, 4096 }, { 14336, 4096 }, { 4096, 14336 } };
+    struct group {
+        const char *           kind;
+        int64_t                n;
+        std::vector<ggml_type> types;
+    };
     const group groups[] = {
-        {"mmvq", 1,   {GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S, GGML_TYPE_Q3_K}},
-        {"mmq",  512, {GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S}},
+        { "mmvq", 1, { GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S, GGML_TYPE_Q3_K } },
+        { "mmq", 512, { GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S } },
     };
     for (const group & g : groups) {
         for (const auto & shape : llama) {
             std::vector<std::unique_ptr<product_graph>> graphs;
-            std::vector<contender> contenders;
+            std::vector<contender>                      contenders;
             for (const ggml_type type : g.types) {
                 graphs.push_back(std::make_unique<product_graph>(backend, type, shape[0], shape[1], g.n));
                 product_graph * p = graphs.back().get();
-                contenders.push_back({ggml_type_name(type), [p] { return p->run(); }, {}});
+                contenders.push_back({ ggml_type_name(type), [p] { return p->run(); }, {} });
             }
             measure(contenders, runs);
             for (size_t i = 0; i < contenders.size(); ++i) {
-                print_result(g.kind, contenders[i].name.c_str(), shape[0], shape[1], g.n, graphs[i]->weight_bytes, contenders[i].seconds);
+                print_result(g.kind, contenders[i].name.c_str(), shape[0], shape[1], g.n, graphs[i]->weight_bytes,
+                             contenders[i].seconds);
             }
         }
     }
 
-    for (const auto & shape : {llama[0], llama[3]}) {
-        activation_kernels kernels(shape[1]);
+    for (const auto & shape : { llama[0], llama[3] }) {
+        activation_kernels     kernels(shape[1]);
         std::vector<contender> contenders = {
-            {"rotated", [&] { return kernels.run(true);  }, {}},
-            {"plain",   [&] { return kernels.run(false); }, {}},
+            { "rotated", [&] { return kernels.run(true); }, {} },
+            { "plain", [&] { return kernels.run(false); }, {} },
         };
         measure(contenders, runs);
         for (const contender & c : contenders) {
@@ -370,20 +387,20 @@ int main(int argc, char ** argv) {
         }
     }
 
-    for (const int64_t n : {1, 16}) {
-        const int64_t m = 8192, k = 28672;
-        product_graph   tq1(backend, GGML_TYPE_TQ1_0, m, k, n);
-        product_graph   tq2(backend, GGML_TYPE_TQ2_0, m, k, n);
-        cublas_products f16(m, k, n);
+    for (const int64_t n : { 1, 16 }) {
+        const int64_t          m = 8192, k = 28672;
+        product_graph          tq1(backend, GGML_TYPE_TQ1_0, m, k, n);
+        product_graph          tq2(backend, GGML_TYPE_TQ2_0, m, k, n);
+        cublas_products        f16(m, k, n);
         std::vector<contender> contenders = {
-            {"tq1_0",      [&] { return tq1.run(); }, {}},
-            {"tq2_0",      [&] { return tq2.run(); }, {}},
-            {"cublas_f16", [&] { return f16.run(); }, {}},
+            { "tq1_0", [&] { return tq1.run(); }, {} },
+            { "tq2_0", [&] { return tq2.run(); }, {} },
+            { "cublas_f16", [&] { return f16.run(); }, {} },
         };
         measure(contenders, runs);
-        print_result("ternary", "tq1_0",      m, k, n, tq1.weight_bytes, contenders[0].seconds);
-        print_result("ternary", "tq2_0",      m, k, n, tq2.weight_bytes, contenders[1].seconds);
-        print_result("ternary", "cublas_f16", m, k, n, (size_t) m*k*2,   contenders[2].seconds);
+        print_result("ternary", "tq1_0", m, k, n, tq1.weight_bytes, contenders[0].seconds);
+        print_result("ternary", "tq2_0", m, k, n, tq2.weight_bytes, contenders[1].seconds);
+        print_result("ternary", "cublas_f16", m, k, n, (size_t) m * k * 2, contenders[2].seconds);
     }
     printf("\n  ]\n}\n");
     ggml_backend_free(backend);

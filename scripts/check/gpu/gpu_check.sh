@@ -86,16 +86,8 @@ stage_source() {
     rm -rf "$work/upstream"
     mkdir "$work/upstream"
     tar -xf "$packed/llama.cpp.tar.xz" -C "$work/upstream" --strip-components=1
-    cat > "$work/prepare.cmake" << CMAKE
-cmake_minimum_required(VERSION 3.21)
-include("$root/ggml-patch/cmake/settings.cmake")
-include("$root/ggml-patch/cmake/source.cmake")
-set(LLAMA_CPP_DIR "$work/upstream")
-itq3s_settings()
-itq3s_hash_source(id "$work/upstream")
-itq3s_prepare_source("$work/upstream" "\${id}" "$work/llama.cpp")
-CMAKE
-    cmake -DPython3_EXECUTABLE="$(command -v python3)" -P "$work/prepare.cmake"
+    cmake -DTREE="$work/llama.cpp" -DLLAMA_CPP_DIR="$work/upstream" -DPython3_EXECUTABLE="$(command -v python3)" \
+        -P "$root/ggml-patch/cmake/patched-source.cmake"
 }
 
 stage_build() {

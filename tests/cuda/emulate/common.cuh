@@ -13,7 +13,7 @@
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define GGML_CUDA_RESTRICT __restrict__
+#define GGML_CUDA_RESTRICT    __restrict__
 #define GGML_UNUSED_VARS(...) emulate_unused(__VA_ARGS__)
 template <typename... T> static inline void emulate_unused(const T &...) {}
 
@@ -24,28 +24,56 @@ enum ggml_type { GGML_TYPE_F32, GGML_TYPE_IQ3_S, GGML_TYPE_Q8_0, GGML_TYPE_ITQ3_
 #define QI8_0 8
 #define QI8_1 8
 
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) uint2 { unsigned int x, y; };
-struct alignas(16) uint4 { unsigned int x, y, z, w; };
-struct char2 { signed char x, y; };
-struct alignas(4) char4 { signed char x, y, z, w; };
-static inline char2 make_char2(signed char x, signed char y) { return {x, y}; }
-static inline char4 make_char4(signed char x, signed char y, signed char z, signed char w) { return {x, y, z, w}; }
-static inline int4  make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+struct float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned int x, y;
+};
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+struct char2 {
+    signed char x, y;
+};
+struct alignas(4) char4 {
+    signed char x, y, z, w;
+};
+static inline char2 make_char2(signed char x, signed char y) {
+    return { x, y };
+}
+static inline char4 make_char4(signed char x, signed char y, signed char z, signed char w) {
+    return { x, y, z, w };
+}
+static inline int4 make_int4(int x, int y, int z, int w) {
+    return { x, y, z, w };
+}
 
 // IEEE binary16 and bfloat16 as storage; conversions round to nearest even, as the device's do.
-struct half { uint16_t bits; };
-struct alignas(4) half2 { half x, y; };
-struct nv_bfloat16 { uint16_t bits; };
+struct half {
+    uint16_t bits;
+};
+struct alignas(4) half2 {
+    half x, y;
+};
+struct nv_bfloat16 {
+    uint16_t bits;
+};
 
 static inline float __half2float(const half h) {
-    const uint32_t sign = (uint32_t) (h.bits & 0x8000) << 16;
+    const uint32_t sign     = (uint32_t) (h.bits & 0x8000) << 16;
     const uint32_t exponent = h.bits >> 10 & 0x1F;
     const uint32_t mantissa = h.bits & 0x3FF;
-    float value;
+    float          value;
     if (exponent == 31) {
         value = mantissa ? NAN : INFINITY;
     } else if (exponent == 0) {
@@ -59,30 +87,52 @@ static inline half __float2half(const float f) {
     const uint16_t sign = std::signbit(f) ? 0x8000 : 0;
     const float    a    = std::fabs(f);
     if (std::isnan(f)) {
-        return {(uint16_t) (sign | 0x7E00)};
+        return { (uint16_t) (sign | 0x7E00) };
     }
-    if (a < std::ldexp(1.0f, -14)) { // subnormal; 1024 is the smallest normal number, and carries into it as it should
-        return {(uint16_t) (sign | (uint16_t) std::nearbyint(std::ldexp(a, 24)))};
+    if (a < std::ldexp(1.0f, -14)) {  // subnormal; 1024 is the smallest normal number, and carries into it as it should
+        return { (uint16_t) (sign | (uint16_t) std::nearbyint(std::ldexp(a, 24))) };
     }
     int exponent;
-    std::frexp(a, &exponent); // a = m * 2^exponent, 0.5 <= m < 1
-    const uint32_t mantissa = (uint32_t) std::nearbyint(std::ldexp(a, 11 - exponent)); // 1024 .. 2048
+    std::frexp(a, &exponent);  // a = m * 2^exponent, 0.5 <= m < 1
+    const uint32_t mantissa = (uint32_t) std::nearbyint(std::ldexp(a, 11 - exponent));  // 1024 .. 2048
     const uint32_t bits     = ((uint32_t) (exponent + 14) << 10) + (mantissa - 1024);
-    return {(uint16_t) (sign | (std::isinf(a) || bits >= 0x7C00 ? 0x7C00 : bits))};
+    return { (uint16_t) (sign | (std::isinf(a) || bits >= 0x7C00 ? 0x7C00 : bits)) };
 }
-static inline half2  make_half2(const half x, const half y) { return {x, y}; }
-static inline float2 __half22float2(const half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
-static inline float  __low2float(const half2 h) { return __half2float(h.x); }
+static inline half2 make_half2(const half x, const half y) {
+    return { x, y };
+}
+static inline float2 __half22float2(const half2 h) {
+    return { __half2float(h.x), __half2float(h.y) };
+}
+static inline float __low2float(const half2 h) {
+    return __half2float(h.x);
+}
 
-struct block_q8_1  { half2 ds; int8_t qs[QK8_1]; };
-struct block_tq1_0 { uint8_t qs[48]; uint8_t qh[4]; half d; };
-struct block_tq2_0 { uint8_t qs[64]; half d; };
+struct block_q8_1 {
+    half2  ds;
+    int8_t qs[QK8_1];
+};
+struct block_tq1_0 {
+    uint8_t qs[48];
+    uint8_t qh[4];
+    half    d;
+};
+struct block_tq2_0 {
+    uint8_t qs[64];
+    half    d;
+};
 static_assert(sizeof(block_tq1_0) == 54 && sizeof(block_tq2_0) == 66, "wrong block sizes");
 
 template <ggml_type type> struct ggml_cuda_type_traits;
-#include "itq3_s-type-traits.cuh"
+#include "itq3s-type-traits.cuh"
 
-enum ggml_glu_op { GGML_GLU_OP_REGLU, GGML_GLU_OP_GEGLU, GGML_GLU_OP_SWIGLU, GGML_GLU_OP_SWIGLU_OAI, GGML_GLU_OP_SWIGLU_CLAMP };
+enum ggml_glu_op {
+    GGML_GLU_OP_REGLU,
+    GGML_GLU_OP_GEGLU,
+    GGML_GLU_OP_SWIGLU,
+    GGML_GLU_OP_SWIGLU_OAI,
+    GGML_GLU_OP_SWIGLU_CLAMP
+};
 struct ggml_cuda_mm_fusion_args_device {
     const void * x_bias    = nullptr;
     const void * gate      = nullptr;
@@ -91,14 +141,19 @@ struct ggml_cuda_mm_fusion_args_device {
     float        glu_limit = 0.0f;
 };
 
-template <typename dst_t>
-using dequantize_kq_t = void (*)(const void * vx, const int64_t ib, dst_t * y, const int tid);
+template <typename dst_t> using dequantize_kq_t = void (*)(const void * vx, const int64_t ib, dst_t * y, const int tid);
 
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
-static inline void __syncthreads() { emulate::block_barrier(); }
-static inline void __syncwarp() { emulate::warp_barrier(0xFFFFFFFF); }
-static inline void ggml_cuda_syncwarp() { __syncwarp(); }
+static inline void __syncthreads() {
+    emulate::block_barrier();
+}
+static inline void __syncwarp() {
+    emulate::warp_barrier(0xFFFFFFFF);
+}
+static inline void ggml_cuda_syncwarp() {
+    __syncwarp();
+}
 
 template <typename T>
 static inline T __shfl_xor_sync(const uint32_t mask, const T value, const int lane_mask, const int width) {
@@ -107,34 +162,44 @@ static inline T __shfl_xor_sync(const uint32_t mask, const T value, const int la
     }
     return emulate::exchange(value, emulate::this_lane() ^ lane_mask);
 }
-template <int width>
-static inline int warp_reduce_any(int x) {
-    for (int mask = width/2; mask > 0; mask /= 2) {
+template <int width> static inline int warp_reduce_any(int x) {
+    for (int mask = width / 2; mask > 0; mask /= 2) {
         x |= __shfl_xor_sync(0xFFFFFFFF, x, mask, width);
     }
     return x;
 }
 
-template <int width>
-static inline float warp_reduce_sum(float x) {
-    for (int mask = width/2; mask > 0; mask /= 2) {
+template <int width> static inline float warp_reduce_sum(float x) {
+    for (int mask = width / 2; mask > 0; mask /= 2) {
         x += __shfl_xor_sync(0xFFFFFFFF, x, mask, width);
     }
     return x;
 }
 
-static inline constexpr int ggml_cuda_get_physical_warp_size() { return emulate::warp_size; }
+static inline constexpr int ggml_cuda_get_physical_warp_size() {
+    return emulate::warp_size;
+}
 
 static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
     for (int i = 0; i < 4; ++i) {
-        c += (int) (int8_t) (a >> 8*i) * (int) (int8_t) (b >> 8*i);
+        c += (int) (int8_t) (a >> 8 * i) * (int) (int8_t) (b >> 8 * i);
     }
     return c;
 }
 
-template <typename T> static inline T min(const T a, const T b) { return a < b ? a : b; }
+template <typename T> static inline T min(const T a, const T b) {
+    return a < b ? a : b;
+}
 
-static inline uint3    init_fastdiv_values(const uint64_t d) { return {0, 0, (unsigned int) d}; }
-static inline uint32_t fastdiv(const uint32_t n, const uint3 values) { return n/values.z; }
-static inline uint32_t fastmodulo(const uint32_t n, const uint3 values) { return n % values.z; }
-static inline uint2    fast_div_modulo(const uint32_t n, const uint3 values) { return {n/values.z, n % values.z}; }
+static inline uint3 init_fastdiv_values(const uint64_t d) {
+    return { 0, 0, (unsigned int) d };
+}
+static inline uint32_t fastdiv(const uint32_t n, const uint3 values) {
+    return n / values.z;
+}
+static inline uint32_t fastmodulo(const uint32_t n, const uint3 values) {
+    return n % values.z;
+}
+static inline uint2 fast_div_modulo(const uint32_t n, const uint3 values) {
+    return { n / values.z, n % values.z };
+}

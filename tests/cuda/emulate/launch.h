@@ -1,6 +1,6 @@
-// Runs a CUDA kernel on the CPU with its launch structure: every thread of a block is a fiber, blocks run one after another.
-// Fibers stop at barriers and at warp operations until all partners are there, so a kernel that lets a lane miss a shuffle
-// or a barrier ends the test instead of passing by luck.
+// Runs a CUDA kernel on the CPU with its launch structure: every thread of a block is a fiber, blocks run one after
+// another. Fibers stop at barriers and at warp operations until all partners are there, so a kernel that lets a lane
+// miss a shuffle or a barrier ends the test instead of passing by luck.
 
 #pragma once
 
@@ -33,7 +33,7 @@ struct fiber {
     uint3             thread;
     int               linear  = 0;
     bool              done    = false;
-    const int *       waiting = nullptr; // generation counter it waits for, and the value that is not enough
+    const int *       waiting = nullptr;  // generation counter it waits for, and the value that is not enough
     int               passed  = 0;
 };
 
@@ -59,8 +59,8 @@ inline block * current_block = nullptr;
 inline fiber * current       = nullptr;
 
 inline void fail(const char * what) {
-    fprintf(stderr, "CUDA emulation: %s (block %u,%u,%u thread %u,%u,%u)\n", what,
-        block_index.x, block_index.y, block_index.z, thread_index.x, thread_index.y, thread_index.z);
+    fprintf(stderr, "CUDA emulation: %s (block %u,%u,%u thread %u,%u,%u)\n", what, block_index.x, block_index.y,
+            block_index.z, thread_index.x, thread_index.y, thread_index.z);
     abort();
 }
 
@@ -71,7 +71,7 @@ inline void wait_for(const int & generation) {
 }
 
 inline warp & this_warp() {
-    return current_block->warps[current->linear/warp_size];
+    return current_block->warps[current->linear / warp_size];
 }
 inline int this_lane() {
     return current->linear % warp_size;
@@ -101,15 +101,14 @@ inline void block_barrier() {
     }
 }
 
-template <typename T>
-T exchange(const T value, const int source_lane) {
+template <typename T> T exchange(const T value, const int source_lane) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "too large for a lane's slot");
     warp & w = this_warp();
     memcpy(&w.slot[this_lane()], &value, sizeof(T));
     warp_barrier(0xFFFFFFFF);
     T result;
     memcpy(&result, &w.slot[source_lane], sizeof(T));
-    warp_barrier(0xFFFFFFFF); // the slots are free again
+    warp_barrier(0xFFFFFFFF);  // the slots are free again
     return result;
 }
 
@@ -125,7 +124,7 @@ inline void fiber_main() {
 }
 
 inline void prepare(fiber & f) {
-    f.stack.resize(128*1024);
+    f.stack.resize(128 * 1024);
     getcontext(&f.context);
     f.context.uc_stack.ss_sp   = f.stack.data();
     f.context.uc_stack.ss_size = f.stack.size();
@@ -136,46 +135,50 @@ inline void prepare(fiber & f) {
 // kernel(args...) for every thread of a grid.
 template <typename kernel_t, typename... args_t>
 void launch(const dim3 grid, const dim3 dims, kernel_t kernel, args_t... args) {
-    const int nthreads = dims.x*dims.y*dims.z;
+    const int nthreads = dims.x * dims.y * dims.z;
     if (nthreads % warp_size != 0) {
         fail("a block that is no multiple of a warp");
     }
     grid_dim  = grid;
     block_dim = dims;
-    for (unsigned int bz = 0; bz < grid.z; ++bz) for (unsigned int by = 0; by < grid.y; ++by) for (unsigned int bx = 0; bx < grid.x; ++bx) {
-        block b;
-        b.body  = [&] { kernel(args...); };
-        b.live  = nthreads;
-        b.warps.resize(nthreads/warp_size);
-        block_index   = {bx, by, bz};
-        current_block = &b;
-        for (int i = 0; i < nthreads; ++i) {
-            auto f = std::make_unique<fiber>();
-            f->linear = i;
-            f->thread = {i % dims.x, i / dims.x % dims.y, i / dims.x / dims.y};
-            prepare(*f);
-            b.fibers.push_back(std::move(f));
-        }
-        while (b.live > 0) {
-            bool progress = false;
-            for (auto & f : b.fibers) {
-                if (f->done || (f->waiting && *f->waiting == f->passed)) {
-                    continue;
+    for (unsigned int bz = 0; bz < grid.z; ++bz) {
+        for (unsigned int by = 0; by < grid.y; ++by) {
+            for (unsigned int bx = 0; bx < grid.x; ++bx) {
+                block b;
+                b.body = [&] { kernel(args...); };
+                b.live = nthreads;
+                b.warps.resize(nthreads / warp_size);
+                block_index   = { bx, by, bz };
+                current_block = &b;
+                for (int i = 0; i < nthreads; ++i) {
+                    auto f    = std::make_unique<fiber>();
+                    f->linear = i;
+                    f->thread = { i % dims.x, i / dims.x % dims.y, i / dims.x / dims.y };
+                    prepare(*f);
+                    b.fibers.push_back(std::move(f));
                 }
-                progress     = true;
-                f->waiting   = nullptr;
-                current      = f.get();
-                thread_index = f->thread;
-                swapcontext(&b.scheduler, &f->context);
-            }
-            if (!progress) {
-                fail("threads wait for others that never come");
+                while (b.live > 0) {
+                    bool progress = false;
+                    for (auto & f : b.fibers) {
+                        if (f->done || (f->waiting && *f->waiting == f->passed)) {
+                            continue;
+                        }
+                        progress     = true;
+                        f->waiting   = nullptr;
+                        current      = f.get();
+                        thread_index = f->thread;
+                        swapcontext(&b.scheduler, &f->context);
+                    }
+                    if (!progress) {
+                        fail("threads wait for others that never come");
+                    }
+                }
             }
         }
     }
 }
 
-} // namespace emulate
+}  // namespace emulate
 
 #define threadIdx emulate::thread_index
 #define blockIdx  emulate::block_index

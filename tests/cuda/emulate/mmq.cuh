@@ -6,7 +6,7 @@
 
 #include "common.cuh"
 
-static constexpr int QK8_1_MMQ = 4*QK8_1;
+static constexpr int QK8_1_MMQ = 4 * QK8_1;
 
 struct block_q8_1_mmq {
     union {
@@ -18,7 +18,7 @@ struct block_q8_1_mmq {
 static_assert(sizeof(block_q8_1_mmq) == 144, "wrong block size");
 
 #define MMQ_TILE_NE_K 32
-#define MMQ_TILE_Y_K  (MMQ_TILE_NE_K + MMQ_TILE_NE_K/QI8_1)
+#define MMQ_TILE_Y_K  (MMQ_TILE_NE_K + MMQ_TILE_NE_K / QI8_1)
 
 enum mmq_q8_1_ds_layout { MMQ_Q8_1_DS_LAYOUT_D4 };
 
@@ -27,57 +27,64 @@ struct tile_x_sizes {
 };
 
 // The configuration of IQ3_S from Volta on, for the widths 16 (16 rows a warp) and 64 (32 rows a warp).
-static constexpr int ggml_cuda_mmq_get_I(ggml_type, int, bool) { return 128; }
-static constexpr int ggml_cuda_mmq_get_nthreads(ggml_type, int, bool) { return 256; }
-static constexpr int ggml_cuda_mmq_get_sram_stride(ggml_type, int, bool) { return 2*MMQ_TILE_NE_K + 2*MMQ_TILE_NE_K/QI8_0 + 4; }
-static constexpr int ggml_cuda_mmq_get_rows_per_warp(ggml_type, int J, bool) { return J >= 48 && J % 16 == 0 ? 32 : 16; }
+static constexpr int ggml_cuda_mmq_get_I(ggml_type, int, bool) {
+    return 128;
+}
+static constexpr int ggml_cuda_mmq_get_nthreads(ggml_type, int, bool) {
+    return 256;
+}
+static constexpr int ggml_cuda_mmq_get_sram_stride(ggml_type, int, bool) {
+    return 2 * MMQ_TILE_NE_K + 2 * MMQ_TILE_NE_K / QI8_0 + 4;
+}
+static constexpr int ggml_cuda_mmq_get_rows_per_warp(ggml_type, int J, bool) {
+    return J >= 48 && J % 16 == 0 ? 32 : 16;
+}
 static constexpr tile_x_sizes mmq_get_dp4a_tile_x_sizes(ggml_type, int I) {
-    return tile_x_sizes{I*MMQ_TILE_NE_K*2 + I, I*MMQ_TILE_NE_K*2/QI8_0 + I/(QI8_0/2), 0};
+    return tile_x_sizes{ I * MMQ_TILE_NE_K * 2 + I, I * MMQ_TILE_NE_K * 2 / QI8_0 + I / (QI8_0 / 2), 0 };
 }
 
 // Fragments of the warp-wide m16n8k32 product: lane -> elements.
 namespace ggml_cuda_mma {
 
-template <int I_, int J_, typename T>
-struct tile {
+template <int I_, int J_, typename T> struct tile {
     static constexpr int I  = I_;
     static constexpr int J  = J_;
-    static constexpr int ne = I*J/32;
-    T x[ne];
+    static constexpr int ne = I * J / 32;
+    T                    x[ne];
 
     static int get_i(const int l) {
         const int lane = emulate::this_lane();
-        return I == 8 ? lane/4 : l/2 % 2*8 + lane/4;
+        return I == 8 ? lane / 4 : l / 2 % 2 * 8 + lane / 4;
     }
     static int get_j(const int l) {
         const int lane = emulate::this_lane();
-        return I == 8 ? l*4 + lane % 4 : 2*(lane % 4) + l % 2;
+        return I == 8 ? l * 4 + lane % 4 : 2 * (lane % 4) + l % 2;
     }
 };
 
-} // namespace ggml_cuda_mma
+}  // namespace ggml_cuda_mma
 
 // B: 8 columns of 8 words.
 static inline void load_generic(ggml_cuda_mma::tile<8, 8, int> & B, const int * y, const int stride) {
     for (int l = 0; l < B.ne; ++l) {
-        B.x[l] = y[B.get_i(l)*stride + B.get_j(l)];
+        B.x[l] = y[B.get_i(l) * stride + B.get_j(l)];
     }
 }
 
 // C = A*B for an A whose words are all alike, which is what our code multiplies.
-static inline void mma(
-        ggml_cuda_mma::tile<16, 8, int> & C, const ggml_cuda_mma::tile<16, 8, int> & A, const ggml_cuda_mma::tile<8, 8, int> & B) {
+static inline void mma(ggml_cuda_mma::tile<16, 8, int> & C, const ggml_cuda_mma::tile<16, 8, int> & A,
+                       const ggml_cuda_mma::tile<8, 8, int> & B) {
     for (int l = 1; l < A.ne; ++l) {
         if (A.x[l] != A.x[0]) {
             emulate::fail("mma: the rows of A differ");
         }
     }
     // Word k of column j is held by lane 4*j + k % 4 in element k/4.
-    int column[8] = {0};
+    int column[8] = { 0 };
     for (int j = 0; j < 8; ++j) {
         for (int k = 0; k < 8; ++k) {
-            const int word = emulate::exchange(B.x[k/4], 4*j + k % 4);
-            column[j] = ggml_cuda_dp4a(A.x[0], word, column[j]);
+            const int word = emulate::exchange(B.x[k / 4], 4 * j + k % 4);
+            column[j]      = ggml_cuda_dp4a(A.x[0], word, column[j]);
         }
     }
     for (int l = 0; l < C.ne; ++l) {
@@ -92,37 +99,37 @@ static float emulate_product(const int * x, const int * y, const int i, const in
     for (int c = 0; c < 4; ++c) {
         int sumi = 0;
         for (int l = 0; l < 8; ++l) {
-            const int xw = x[i*(mma_layout ? 76 : 65) + k00 + 8*c + l];
-            sumi = ggml_cuda_dp4a(xw, y[j*MMQ_TILE_Y_K + 4 + 8*c + l], sumi);
+            const int xw = x[i * (mma_layout ? 76 : 65) + k00 + 8 * c + l];
+            sumi         = ggml_cuda_dp4a(xw, y[j * MMQ_TILE_Y_K + 4 + 8 * c + l], sumi);
         }
-        const int scale = mma_layout ? i*76 + 64 + k00/8 + c : 65*I + 8*i + i/4 + k00/8 + c;
-        sum += ((const float *) x)[scale]*((const float *) y)[j*MMQ_TILE_Y_K + c]*sumi;
+        const int scale = mma_layout ? i * 76 + 64 + k00 / 8 + c : 65 * I + 8 * i + i / 4 + k00 / 8 + c;
+        sum += ((const float *) x)[scale] * ((const float *) y)[j * MMQ_TILE_Y_K + c] * sumi;
     }
     return sum;
 }
 
 // The outputs that this thread holds, in upstream's order: f(index in sum, row, column).
-template <ggml_type type, int J, bool fallback, typename F>
-static void emulate_for_each_output(F f) {
-    constexpr int I = 128;
+template <ggml_type type, int J, bool fallback, typename F> static void emulate_for_each_output(F f) {
+    constexpr int I      = 128;
     constexpr int nwarps = 8;
 #ifdef TURING_MMA_AVAILABLE
     typedef ggml_cuda_mma::tile<16, 8, int> tile_C;
-    constexpr int rows_per_warp = ggml_cuda_mmq_get_rows_per_warp(type, J, fallback);
-    constexpr int ntx = rows_per_warp/tile_C::I;
-    static_assert(I/rows_per_warp*ntx == nwarps, "wrong shape");
-    for (int j0 = 0; j0 < J; j0 += ntx*tile_C::J) {
+    constexpr int                           rows_per_warp = ggml_cuda_mmq_get_rows_per_warp(type, J, fallback);
+    constexpr int                           ntx           = rows_per_warp / tile_C::I;
+    static_assert(I / rows_per_warp * ntx == nwarps, "wrong shape");
+    for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
         for (int n = 0; n < ntx; ++n) {
             for (int l = 0; l < tile_C::ne; ++l) {
-                f((j0/tile_C::J + n)*tile_C::ne + l, (int) (threadIdx.y/ntx)*rows_per_warp + n*tile_C::I + tile_C::get_i(l),
-                    j0 + (int) (threadIdx.y % ntx)*tile_C::J + tile_C::get_j(l));
+                f((j0 / tile_C::J + n) * tile_C::ne + l,
+                  (int) (threadIdx.y / ntx) * rows_per_warp + n * tile_C::I + tile_C::get_i(l),
+                  j0 + (int) (threadIdx.y % ntx) * tile_C::J + tile_C::get_j(l));
             }
         }
     }
 #else
     for (int j0 = 0; j0 < J; j0 += nwarps) {
         for (int i0 = 0; i0 < I; i0 += 32) {
-            f(j0/nwarps*I/32 + i0/32, i0 + (int) threadIdx.x, j0 + (int) threadIdx.y);
+            f(j0 / nwarps * I / 32 + i0 / 32, i0 + (int) threadIdx.x, j0 + (int) threadIdx.y);
         }
     }
 #endif
@@ -130,13 +137,11 @@ static void emulate_for_each_output(F f) {
 
 template <ggml_type type, int J, bool fallback>
 static void ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a(const int * x, const int * y, float * sum, const int k00) {
-    emulate_for_each_output<type, J, fallback>([&](const int index, const int i, const int j) {
-        sum[index] += emulate_product<false, 128>(x, y, i, j, k00);
-    });
+    emulate_for_each_output<type, J, fallback>(
+        [&](const int index, const int i, const int j) { sum[index] += emulate_product<false, 128>(x, y, i, j, k00); });
 }
 template <ggml_type type, int J, bool fallback, mmq_q8_1_ds_layout>
 static void ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma(const int * x, const int * y, float * sum, const int k00) {
-    emulate_for_each_output<type, J, fallback>([&](const int index, const int i, const int j) {
-        sum[index] += emulate_product<true, 128>(x, y, i, j, k00);
-    });
+    emulate_for_each_output<type, J, fallback>(
+        [&](const int index, const int i, const int j) { sum[index] += emulate_product<true, 128>(x, y, i, j, k00); });
 }

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "itq3_s.cuh"
+#include "itq3s-decode.cuh"
 
 // TQ2_0: byte b of word m (0..15) of qs holds the weights 128*(m/8) + 32*g + 4*(m % 8) + b at bit 2*g, g = 0..3.
 ITQ3_S_FUNC uint32_t tq2_0_digits(const uint32_t qs, const int g) {

@@ -27,7 +27,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QK_ITQ3_S 256
+#if defined(__GNUC__) || defined(__clang__)
+#    define ITQ_INLINE static inline __attribute__((always_inline))
+#else
+#    define ITQ_INLINE static inline
+#endif
+
+#define QK_ITQ3_S   256
+#define ITQ3_S_BITS 2  // of a symbol
 
 // In units of d/32, index 4*symbol + grid. They fit 7 bits: level + 64 is an unsigned operand that cannot saturate
 // maddubs or dpbusd.
@@ -70,7 +77,7 @@ GGML_API void dequantize_row_itq3_s(const block_itq3_s * GGML_RESTRICT x, float 
 GGML_API void quantize_row_itq3_s_ref(const float * GGML_RESTRICT x, block_itq3_s * GGML_RESTRICT y, int64_t k);
 
 // Rows of n_per_row weights, a multiple of 256; returns the bytes written. With an importance matrix (or NULL) they are
-// encoded as in ggml-itq3s-ldlq.h; 64 rows or more a call are fastest then.
+// encoded as in itq3s-ldlq.h; 64 rows or more a call are fastest then.
 GGML_API size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                 int64_t n_per_row, const float * imatrix);
 
@@ -78,8 +85,13 @@ GGML_API size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RES
 GGML_API size_t quantize_itq3_s_effort(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                        int64_t n_per_row, int codec, int effort);
 
+//
+// Decoding. Names that begin with itq_ are of any code on this trellis; what sets one code apart, the bits of a symbol
+// and the table of levels, they take as constants that are folded when they are inlined.
+//
+
 // The two parity checks of 64 weights at once: bit i of *c1 and *c0 belongs to weight 64*word + i.
-static inline void itq3_s_grids(const uint8_t * sel, int word, uint64_t * c1, uint64_t * c0) {
+ITQ_INLINE void itq_grids(const uint8_t * sel, int word, uint64_t * c1, uint64_t * c0) {
     uint64_t s = 0;
     uint64_t p = 0;  // the 64 selectors before
     for (int i = 0; i < 8; ++i) {
@@ -92,17 +104,33 @@ static inline void itq3_s_grids(const uint8_t * sel, int word, uint64_t * c1, ui
     *c0 = (s << 2 | p >> 6) ^ (s << 4 | p >> 4);
 }
 
-// The 256 levels of a block.
-static inline void itq3_s_decode_levels(const uint8_t * qs, const uint8_t * sel, int8_t * levels) {
-    static const int8_t table[16] = ITQ3_S_LEVELS;
+// Byte of qs, and bit of the byte, where the symbol of weight 64*word + i begins. A byte has symbols of two bits from
+// all four words; symbols of one bit would be in the order of the selectors.
+ITQ_INLINE int itq_symbol_byte(int bits, int word, int i) {
+    return bits == 1 ? 8 * word + i / 8 : i;
+}
+
+ITQ_INLINE int itq_symbol_shift(int bits, int word, int i) {
+    return bits == 1 ? i % 8 : 2 * word;
+}
+
+// The 256 levels of a block whose symbols have `bits` bits and whose table has 4 << bits levels.
+ITQ_INLINE void itq_decode_levels(int bits, const int8_t * table, const uint8_t * qs, const uint8_t * sel,
+                                  int8_t * levels) {
+    const int mask = (1 << bits) - 1;
     for (int word = 0; word < 4; ++word) {
         uint64_t c1, c0;
-        itq3_s_grids(sel, word, &c1, &c0);
+        itq_grids(sel, word, &c1, &c0);
         for (int i = 0; i < 64; ++i) {
-            const int q           = qs[i] >> 2 * word & 3;
+            const int q           = qs[itq_symbol_byte(bits, word, i)] >> itq_symbol_shift(bits, word, i) & mask;
             levels[64 * word + i] = table[4 * q + 2 * (int) (c1 >> i & 1) + (int) (c0 >> i & 1)];
         }
     }
+}
+
+static inline void itq3_s_decode_levels(const uint8_t * qs, const uint8_t * sel, int8_t * levels) {
+    static const int8_t table[16] = ITQ3_S_LEVELS;
+    itq_decode_levels(ITQ3_S_BITS, table, qs, sel, levels);
 }
 
 #ifdef __cplusplus

@@ -1,13 +1,13 @@
 // Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
 //
 // MMVQ: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in
-// decoded order (itq3_s.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4 layout;
-// for ITQ3_S rotated and in decoded order as above.
+// decoded order (itq3s-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4
+// layout; for ITQ3_S rotated and in decoded order as above.
 
 #pragma once
 
-#include "itq3_s-fwht.cuh"
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-fwht.cuh"
+#include "itq3s-vecdot.cuh"
 #include "mmq.cuh"
 
 #include <cstdint>
@@ -69,6 +69,21 @@ static __device__ __forceinline__ void itq3_s_quantize_chunk(const float (&v)[IT
     sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2, ITQ3_S_LANES);
 }
 
+// Block ib of the row at x, rotated if the product wants it so, in 8 bits as above. Values from ne00 on are zero.
+template <bool rotate>
+static __device__ __forceinline__ void itq3_s_quantize_block(const float * x, const int64_t ib, const int64_t ne00,
+                                                             const int lane, int8_t (&q)[ITQ3_S_VALUES], float & d,
+                                                             int & sum) {
+    float v[ITQ3_S_VALUES] = { 0.0f };
+    if (ib * ITQ3_S_BLOCK < ne00) {
+        itq3_s_load_values(x + ib * ITQ3_S_BLOCK, lane, v);
+    }
+    if constexpr (rotate) {
+        itq3_s_rotate(v, lane);
+    }
+    itq3_s_quantize_chunk(v, q, d, sum);
+}
+
 // A lane's bytes to their places in the 128 bytes of its group, in decoded and in natural order.
 static __device__ __forceinline__ void itq3_s_store_decoded(int8_t * qs, const int lane,
                                                             const int8_t (&q)[ITQ3_S_VALUES]) {
@@ -108,18 +123,10 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     const int64_t i2 = blockIdx.z - i3 * ne2.z;
 
     ggml_cuda_pdl_sync();
-    float v[ITQ3_S_VALUES] = { 0.0f };
-    if (ib * ITQ3_S_BLOCK < ne00) {
-        itq3_s_load_values(x + i3 * s03 + i2 * s02 + i1 * s01 + ib * ITQ3_S_BLOCK, lane, v);
-    }
-    if constexpr (rotate) {
-        itq3_s_rotate(v, lane);
-    }
-
     int8_t q[ITQ3_S_VALUES];
     float  d;
     int    sum;
-    itq3_s_quantize_chunk(v, q, d, sum);
+    itq3_s_quantize_block<rotate>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, q, d, sum);
 
     const int      chunk = lane / 4;
     const int      group = rotate ? chunk % 2 : chunk / 4;
@@ -157,16 +164,10 @@ quantize_mmq_q8_1_itq3_s(const float * __restrict__ x, const int32_t * __restric
         row               = i01 * s01 + (blockIdx.z % ne2) * s02 + (blockIdx.z / ne2) * s03;
     }
 
-    float v[ITQ3_S_VALUES] = { 0.0f };
-    if (ib * ITQ3_S_BLOCK < ne00) {
-        itq3_s_load_values(x + row + ib * ITQ3_S_BLOCK, lane, v);
-    }
-    itq3_s_rotate(v, lane);
-
     int8_t q[ITQ3_S_VALUES];
     float  d;
     int    sum;
-    itq3_s_quantize_chunk(v, q, d, sum);
+    itq3_s_quantize_block<true>(x + row, ib, ne00, lane, q, d, sum);
 
     const int chunk  = lane / 4;
     const int nwrite = scatter ? n_expert_used : 1;

@@ -1,7 +1,7 @@
 #pragma once
 
 // Calibrated encoding of ITQ3_S: LDLQ with a trellis search that carries the feedback of every survivor. The method and
-// the arithmetic are those of gguf_itq3s/ldlq.py, byte for byte.
+// the arithmetic are those of gguf_itq3s/rounding/ldlq.py, byte for byte.
 
 #include "ggml-itq3s.h"
 
@@ -33,8 +33,9 @@ struct itq3_s_search {
 #define ITQ3_S_LDLQ_LOOKAHEAD 16
 #define ITQ3_S_LDLQ_DAMPING   0.003
 
-// Rows of factor->columns weights; returns the bytes written. A block that cannot be encoded (a weight that is not finite,
-// errors that grew beyond float32) gets d = NaN, which ggml_validate_row_data refuses. Best called with 64 rows or more.
+// Rows of factor->columns weights; returns the bytes written. A block that cannot be encoded (a weight that is not
+// finite, errors that grew beyond float32) gets d = NaN, which ggml_validate_row_data refuses. Best called with 64 rows
+// or more.
 GGML_API size_t quantize_itq3_s_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                      const struct itq3_s_factor * factor, struct itq3_s_search search);
 

@@ -159,9 +159,9 @@ static inline __m256i itq3_s_load_2x128(const void * a, const void * b) {
                                    _mm_loadu_si128((const __m128i *) b), 1);
 }
 
-// The selectors of `pairs` pairs of blocks, out of n, transposed. ITQ3_S_COLUMNS bytes a block, best a line of the cache:
-// byte 16 + m holds those of weights m, m+32, m+64, ..., m+224, and the 16 bytes before carry them on from m = 31 to
-// m = 0, a bit higher.
+// The selectors of `pairs` pairs of blocks, out of n, transposed. ITQ3_S_COLUMNS bytes a block, best a line of the
+// cache: byte 16 + m holds those of weights m, m+32, m+64, ..., m+224, and the 16 bytes before carry them on from
+// m = 31 to m = 0, a bit higher.
 #            define ITQ3_S_COLUMNS 64
 static inline void itq3_s_transpose(const block_itq3_s * x, int n, int pairs, uint8_t * columns) {
     const __m256i mask_1 = _mm256_set1_epi8(0x55);

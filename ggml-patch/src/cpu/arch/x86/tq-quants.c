@@ -1,6 +1,6 @@
-// Dot products of TQ1_0 and TQ2_0 with AVX-512 VNNI, beside upstream's AVX2 (patch 0010 branches to them).
+// Dot products of TQ1_0 and TQ2_0 with AVX-512 VNNI, beside upstream's AVX2 (0004-cpu-arch-tq.patch branches to them).
 
-#include "quants-tq.h"
+#include "tq-quants.h"
 
 #if defined(GGML_TQ_AVX512)
 

@@ -1,14 +1,14 @@
 // MMQ for ITQ3_S, TQ1_0 and TQ2_0: tiles of signed bytes with one scale per 32, for upstream's int8 product of Q8_0
 // tiles. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
 //
-// ITQ3_S tiles are in decoded order (itq3_s.cuh), as quantize_mmq_q8_1_itq3_s stores the activations. The integer part
-// of the zero-point is folded into the bytes, so the zero-points that are in use, 0 and 2, cost nothing. What is left
-// of any other goes into the padding of the tile row as a float and is applied in a pass of its own when a warp meets
-// one.
+// ITQ3_S tiles are in decoded order (itq3s-decode.cuh), as quantize_mmq_q8_1_itq3_s stores the activations. The integer
+// part of the zero-point is folded into the bytes, so the zero-points that are in use, 0 and 2, cost nothing. What is
+// left of any other goes into the padding of the tile row as a float and is applied in a pass of its own when a warp
+// meets one.
 
 #pragma once
 
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-vecdot.cuh"
 
 #if defined(AMD_MFMA_AVAILABLE) || defined(TURING_MMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
 #    define ITQ3_S_MMQ_MMA_LAYOUT true

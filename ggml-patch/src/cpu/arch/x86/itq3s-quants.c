@@ -1,7 +1,7 @@
 // CPU kernels of ITQ3_S, AVX2 and AVX-512. docs/kernels.md explains them.
 
-#include "../../quants-itq3s.h"
-#include "decode-itq3s.h"
+#include "../../itq3s-quants.h"
+#include "itq3s-decode.h"
 
 #include "ggml-cpu-impl.h"
 #include "quants.h"

@@ -7,8 +7,8 @@
 
 #include "common.cuh"
 #include "convert.cuh"
-#include "itq3_s-fwht.cuh"
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-fwht.cuh"
+#include "itq3s-vecdot.cuh"
 
 template <typename dst_t>
 static __device__ __forceinline__ void itq3_s_store_values(dst_t * y, const float (&v)[ITQ3_S_VALUES]) {

@@ -1,7 +1,7 @@
 // CPU kernels of ITQ3_S, NEON: with the dot product instructions where the target has them, without elsewhere.
 // docs/kernels.md explains them.
 
-#include "../../quants-itq3s.h"
+#include "../../itq3s-quants.h"
 
 #include "ggml-cpu-impl.h"
 #include "quants.h"

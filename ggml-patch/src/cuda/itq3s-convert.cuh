@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "itq3_s-dequantize.cuh"
+#include "itq3s-dequantize.cuh"
 
 template <typename dst_t, dequantize_kq_t<dst_t> dequantize>
 static void dequantize_rows_256_cuda(const void * vx, dst_t * y, const int64_t ne00, const int64_t ne01,

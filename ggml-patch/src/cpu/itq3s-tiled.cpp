@@ -1,13 +1,13 @@
 // The tiled matrix product for ITQ3_S, TQ1_0 and TQ2_0.
 
-#include "tiled-itq3s.h"
+#include "itq3s-tiled.h"
 
 #include "ggml-impl.h"
 #include "ggml.h"
 
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_IX86) || defined(_M_X64)
-#    include "arch/x86/decode-itq3s.h"
-#    include "arch/x86/quants-tq.h"
+#    include "arch/x86/itq3s-decode.h"
+#    include "arch/x86/tq-quants.h"
 #endif
 
 #include <cstring>

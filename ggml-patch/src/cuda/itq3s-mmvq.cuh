@@ -1,14 +1,14 @@
 // Matrix times one vector for ITQ3_S, TQ1_0 and TQ2_0: the kernel of generation.
 //
-// On a fast card the integer work to decode the weights and the accesses to the first level of memory should matter more
-// than the products themselves; the kernel is laid out for that, see docs/cuda.md. Two lanes share a block and decode
-// half of it each, which spreads the work that belongs to a half over 128 weights. The weights come in as they are,
-// coalesced, into shared memory, where lanes read blocks an odd number of words apart. Every warp has rows of its own and
-// a ring of tiles of its own, so warps never wait for each other; the activations are in shared memory once for all.
+// On a fast card the integer work to decode the weights and the accesses to the first level of memory should matter
+// more than the products themselves; the kernel is laid out for that, see docs/cuda.md. Two lanes share a block and
+// decode half of it each, which spreads the work that belongs to a half over 128 weights. The weights come in as they
+// are, coalesced, into shared memory, where lanes read blocks an odd number of words apart. Every warp has its own rows
+// and its own ring of tiles, so warps never wait for each other; the activations are in shared memory once for all.
 
 #pragma once
 
-#include "itq3_s-vecdot.cuh"
+#include "itq3s-vecdot.cuh"
 #include "unary.cuh"
 
 #include <cstdint>
@@ -52,32 +52,15 @@ static __device__ __forceinline__ float itq3_s_dot_half(const uint32_t * x, cons
     uint32_t sym[2][4];
     itq3_s_transpose_symbols(q, sym);
 
-    const float2 dz     = itq3_s_half2_bits(x[ITQ3_S_WORD_DZ]);
-    const int4   ds_all = *((const int4 *) y->ds);
-    const int    ds[4]  = { ds_all.x, ds_all.y, ds_all.z, ds_all.w };
-    float        sum    = 0.0f;
+    const float2 dz = itq3_s_half2_bits(x[ITQ3_S_WORD_DZ]);
+    int          ds[4];
+    itq3_s_load_words(y->ds, ds);
+    float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
         const uint32_t * sel  = x + ITQ3_S_WORD_SEL + 2 * g + j;
         const uint32_t   prev = g == 0 && j == 0 ? 0 : sel[-1];
-        uint32_t         c1, c0, even, odd;
-        itq3_s_subset_planes(sel[0], prev, c1, c0);
-        itq3_s_subset_pairs(c1, c0, even, odd);
-
-        const int4 u_lo = ((const int4 *) y->qs)[2 * g + 0];
-        const int4 u_hi = ((const int4 *) y->qs)[2 * g + 1];
-        const int  u[8] = { u_lo.x, u_lo.y, u_lo.z, u_lo.w, u_hi.x, u_hi.y, u_hi.z, u_hi.w };
-        int        sumi = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t negative = itq3_s_index_nibbles(sym, even, odd, g, i);
-            const uint32_t positive = negative ^ 0x88888888;
-            sumi                    = ggml_cuda_dp4a(itq3_s_levels_negative(negative), u[2 * i + 0], sumi);
-            sumi                    = ggml_cuda_dp4a(itq3_s_levels_positive(positive), u[2 * i + 0], sumi);
-            sumi                    = ggml_cuda_dp4a(itq3_s_levels_negative(negative >> 16), u[2 * i + 1], sumi);
-            sumi                    = ggml_cuda_dp4a(itq3_s_levels_positive(positive >> 16), u[2 * i + 1], sumi);
-        }
-        sum += q8_1x4_d(ds[g]) * (sumi - dz.y * q8_1x4_s(ds[g]));
+        sum += itq3_s_dot_chunk(sym, g, sel[0], prev, dz.y, y->qs + 32 * g, ds[g]);
     }
     return dz.x * (1.0f / 32.0f) * sum;
 }
@@ -101,20 +84,14 @@ static __device__ __forceinline__ float tq2_0_dot_half(const uint32_t * tile, co
     y += j;
     uint32_t q[8];
     tq_load_words(tile, x + 32 * j, q);
-    const int4 ds_all = *((const int4 *) y->ds);
-    const int  ds[4]  = { ds_all.x, ds_all.y, ds_all.z, ds_all.w };
-    float      sum    = 0.0f;
+    int ds[4];
+    itq3_s_load_words(y->ds, ds);
+    float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-        const int4 u_lo = ((const int4 *) y->qs)[2 * g + 0];
-        const int4 u_hi = ((const int4 *) y->qs)[2 * g + 1];
-        const int  u[8] = { u_lo.x, u_lo.y, u_lo.z, u_lo.w, u_hi.x, u_hi.y, u_hi.z, u_hi.w };
-        int        sumi = 0;
-#pragma unroll
-        for (int m = 0; m < 8; ++m) {
-            sumi = ggml_cuda_dp4a(tq2_0_digits(q[m], g), u[m], sumi);
-        }
-        sum += q8_1x4_d(ds[g]) * (sumi - q8_1x4_s(ds[g]));  // digits are one more than the weights
+        int u[8];
+        itq3_s_load_words(y->qs + 32 * g, u);
+        sum += q8_1x4_d(ds[g]) * (tq2_0_dot(q, g, u) - q8_1x4_s(ds[g]));  // digits are one more than the weights
     }
     return __half2float(((const half *) tile)[(x + sizeof(block_tq2_0::qs)) / sizeof(half)]) * sum;
 }
@@ -135,20 +112,18 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
     }
 #pragma unroll
     for (int n = 0; n < 5; ++n) {  // weights 32*n + 16*j + 0..15
-        const int4 u = ((const int4 *) y[n / 4].qs)[2 * (n % 4) + j];
-        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(a[0]), u.x, sumi[n]);
-        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(a[1]), u.y, sumi[n]);
-        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(a[2]), u.z, sumi[n]);
-        sumi[n]      = ggml_cuda_dp4a(tq1_0_next(a[3]), u.w, sumi[n]);
+        int u[4];
+        itq3_s_load_words(y[n / 4].qs + 32 * (n % 4) + 16 * j, u);
+        sumi[n] = tq1_0_dot_next(a, u, sumi[n]);
     }
     b[0] = tq1_0_begin(qb[0]);
     b[1] = tq1_0_begin(qb[1]);
 #pragma unroll
-    for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 8*j + 0..7
-        const int  c = 1 + n / 2;
-        const int2 u = ((const int2 *) y[1].qs)[4 * c + 2 * (n % 2) + j];
-        sumi[4 + c]  = ggml_cuda_dp4a(tq1_0_next(b[0]), u.x, sumi[4 + c]);
-        sumi[4 + c]  = ggml_cuda_dp4a(tq1_0_next(b[1]), u.y, sumi[4 + c]);
+    for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 8*j + 0..7, in chunk 5 + n/2
+        const int k = 5 + n / 2;
+        int       u[2];
+        itq3_s_load_words(y[1].qs + 32 * (k - 4) + 16 * (n % 2) + 8 * j, u);
+        sumi[k] = tq1_0_dot_next(b, u, sumi[k]);
     }
     {  // weights 240 + 8*j + 0..7
         tq1_0_state s = tq1_0_begin(qc[0]);
@@ -157,19 +132,21 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
         for (int n = 0; n < 4; ++n) {
             digits[n] = tq1_0_next(s);
         }
-        const int2 u = ((const int2 *) y[1].qs)[14 + j];
-        sumi[7]      = ggml_cuda_dp4a(j == 0 ? digits[0] : digits[2], u.x, sumi[7]);
-        sumi[7]      = ggml_cuda_dp4a(j == 0 ? digits[1] : digits[3], u.y, sumi[7]);
+        int u[2];
+        itq3_s_load_words(y[1].qs + 112 + 8 * j, u);
+        sumi[7] = ggml_cuda_dp4a(j == 0 ? digits[0] : digits[2], u[0], sumi[7]);
+        sumi[7] = ggml_cuda_dp4a(j == 0 ? digits[1] : digits[3], u[1], sumi[7]);
     }
 
-    const int4 ds_lo = *((const int4 *) y[0].ds);
-    const int4 ds_hi = *((const int4 *) y[1].ds);
-    const int  ds[8] = { ds_lo.x, ds_lo.y, ds_lo.z, ds_lo.w, ds_hi.x, ds_hi.y, ds_hi.z, ds_hi.w };
-    float      sum   = 0.0f;
+    int ds[2][4];
+    itq3_s_load_words(y[0].ds, ds[0]);
+    itq3_s_load_words(y[1].ds, ds[1]);
+    float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         // Digits are one more than the weights; the sum is of the whole chunk, so one lane of the two takes it off.
-        sum += q8_1x4_d(ds[k]) * (j == 0 ? sumi[k] - q8_1x4_s(ds[k]) : sumi[k]);
+        const int ds_k = ds[k / 4][k % 4];
+        sum += q8_1x4_d(ds_k) * (j == 0 ? sumi[k] - q8_1x4_s(ds_k) : sumi[k]);
     }
     return __half2float(((const half *) tile)[(x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh)) / sizeof(half)]) *
            sum;

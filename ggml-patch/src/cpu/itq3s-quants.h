@@ -3,7 +3,7 @@
 #include "ggml-itq3s.h"
 
 // CPU kernels of ITQ3_S. The dot product needs no rotated weight: with H orthogonal and symmetric,
-// dot(H v, x) = dot(v, H x), so the activation row is rotated once and quantized to 8 bits (Q8_K_H, blocks of block_q8_K).
+// dot(H v, x) = dot(v, H x), so the activation row is rotated once and quantized to 8 bits (Q8_K_H, in block_q8_K).
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-// Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq3_s-vecdot.cuh) four lanes share a block.
+// Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq3s-vecdot.cuh) four lanes share a block.
 template <> struct ggml_cuda_type_traits<GGML_TYPE_ITQ3_S> {
     static constexpr int qk = QK_K;
     static constexpr int qr = 4;

@@ -1,5 +1,5 @@
-#include "itq3_s-launch.cuh"
-#include "itq3_s-mmvq.cuh"
+#include "itq3s-launch.cuh"
+#include "itq3s-mmvq.cuh"
 
 // Shared memory that every card since Ampere lets a CUDA block have.
 static constexpr size_t max_shared_bytes = 96 * 1024;

@@ -1,15 +1,15 @@
-// ITQ3_S: encoding with an importance matrix. The squares of the input columns, D, are the diagonal of their second moment;
-// taken for the whole of it, the Hessian of the rotated row is H D H in every block, and the calibrated encoder does the
-// rest. The Python form is gguf_itq3s/imatrix.py with hessian.from_diagonal and hessian.factorize.
+// ITQ3_S: encoding with an importance matrix, and the function for callers that may or may not have one.
+//
+// The squares of the input columns, D, are the diagonal of their second moment; taken for the whole of it, the Hessian
+// of the rotated row is H D H in every block, and the calibrated encoder does the rest. The Python form is
+// gguf_itq3s/rounding/imatrix.py with hessian.from_diagonal and hessian.factorize.
 
-#include "ggml-itq3s-ldlq.h"
 #include "ggml-threading.h"
+#include "itq3s-ldlq.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define N QK_ITQ3_S
 
 // Factors of one importance matrix, shared by the threads that encode a tensor.
 struct cached_factor {
@@ -26,12 +26,12 @@ static struct cached_factor * current_factor = NULL;
 // Factor (H D H + damping) = U U^T of one block with U upper triangular: feedback = U / diag(U), weight = diag(U)^2.
 static void factorize_block(const float * importance, double damping, float * feedback, double * weight) {
     // H D H has the element fwht(D)[i ^ j] / 256 in row i and column j.
-    double spectrum[N];
-    for (int i = 0; i < N; ++i) {
+    double spectrum[QK_ITQ3_S];
+    for (int i = 0; i < QK_ITQ3_S; ++i) {
         spectrum[i] = importance[i];
     }
-    for (int h = 1; h < N; h *= 2) {
-        for (int i = 0; i < N; ++i) {
+    for (int h = 1; h < QK_ITQ3_S; h *= 2) {
+        for (int i = 0; i < QK_ITQ3_S; ++i) {
             if (!(i & h)) {
                 const double a  = spectrum[i];
                 const double b  = spectrum[i + h];
@@ -42,22 +42,24 @@ static void factorize_block(const float * importance, double damping, float * fe
     }
 
     // Cholesky with rows and columns in reverse order; i ^ j does not change when both are reversed.
-    double (*lower)[N] = malloc(sizeof(double[N][N]));
+    double (*lower)[QK_ITQ3_S] = malloc(sizeof(double[QK_ITQ3_S][QK_ITQ3_S]));
     GGML_ASSERT(lower != NULL);
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < QK_ITQ3_S; ++i) {
         for (int j = 0; j <= i; ++j) {
-            double sum = spectrum[i ^ j] / N + (i == j ? damping : 0.0);
+            double sum = spectrum[i ^ j] / QK_ITQ3_S + (i == j ? damping : 0.0);
             for (int k = 0; k < j; ++k) {
                 sum -= lower[i][k] * lower[j][k];
             }
             lower[i][j] = i == j ? sqrt(sum) : sum / lower[j][j];
         }
     }
-    for (int j = 0; j < N; ++j) {
-        for (int k = 0; k < N; ++k) {
-            feedback[j * N + k] = k < j ? 0.0f : (float) (lower[N - 1 - j][N - 1 - k] / lower[N - 1 - k][N - 1 - k]);
+    for (int j = 0; j < QK_ITQ3_S; ++j) {
+        for (int k = 0; k < QK_ITQ3_S; ++k) {
+            feedback[j * QK_ITQ3_S + k] = k < j ? 0.0f
+                                                : (float) (lower[QK_ITQ3_S - 1 - j][QK_ITQ3_S - 1 - k] /
+                                                           lower[QK_ITQ3_S - 1 - k][QK_ITQ3_S - 1 - k]);
         }
-        weight[j] = lower[N - 1 - j][N - 1 - j] * lower[N - 1 - j][N - 1 - j];
+        weight[j] = lower[QK_ITQ3_S - 1 - j][QK_ITQ3_S - 1 - j] * lower[QK_ITQ3_S - 1 - j][QK_ITQ3_S - 1 - j];
     }
     free(lower);
 }
@@ -74,15 +76,15 @@ static struct cached_factor * make_factor(const float * importance, int64_t n, d
     double *               weights = malloc((size_t) n * sizeof(double));
     GGML_ASSERT(cached != NULL && weights != NULL);
     cached->importance = malloc((size_t) n * sizeof(float));
-    cached->feedback   = malloc((size_t) n * N * sizeof(float));
+    cached->feedback   = malloc((size_t) n * QK_ITQ3_S * sizeof(float));
     cached->weight     = malloc((size_t) n * sizeof(float));
     GGML_ASSERT(cached->importance != NULL && cached->feedback != NULL && cached->weight != NULL);
     memcpy(cached->importance, importance, (size_t) n * sizeof(float));
 
     double total = 0.0;
-    for (int64_t i = 0; i < n; i += N) {
-        factorize_block(importance + i, ITQ3_S_LDLQ_DAMPING * mean, cached->feedback + i * N, weights + i);
-        for (int64_t j = i; j < i + N; ++j) {
+    for (int64_t i = 0; i < n; i += QK_ITQ3_S) {
+        factorize_block(importance + i, ITQ3_S_LDLQ_DAMPING * mean, cached->feedback + i * QK_ITQ3_S, weights + i);
+        for (int64_t j = i; j < i + QK_ITQ3_S; ++j) {
             total += weights[j];
         }
     }
@@ -127,7 +129,7 @@ static void release_factor(struct cached_factor * cached) {
 
 size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,
                                int64_t n_per_row, const float * imatrix) {
-    GGML_ASSERT(n_per_row % N == 0);
+    GGML_ASSERT(n_per_row % QK_ITQ3_S == 0);
     double mean = 0.0;
     bool   bad  = false;
     for (int64_t i = 0; i < n_per_row; ++i) {
@@ -143,4 +145,12 @@ size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_REST
     const size_t               size   = quantize_itq3_s_ldlq(src, dst, nrows, &cached->factor, search);
     release_factor(cached);
     return size;
+}
+
+size_t quantize_itq3_s(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, int64_t n_per_row,
+                       const float * imatrix) {
+    if (imatrix != NULL) {
+        return quantize_itq3_s_imatrix(src, dst, nrows, n_per_row, imatrix);
+    }
+    return quantize_itq3_s_effort(src, dst, nrows, n_per_row, ITQ3_S_CODEC_TRELLIS, ITQ3_S_EFFORT_DEFAULT);
 }

@@ -1,9 +1,9 @@
 // CPU kernels of ITQ3_S, portable C.
 
-#include "quants-itq3s.h"
+#include "itq3s-quants.h"
 
-#include "arch-fallback-itq3s.h"
 #include "ggml-cpu-impl.h"
+#include "itq3s-arch-fallback.h"
 #include "simd-mappings.h"
 
 #include <assert.h>
@@ -14,8 +14,8 @@ void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
     quantize_row_itq3_s_ref(x, y, k);
 }
 
-// As quantize_row_q8_K_ref, with nothing left open: the rounding comes from a function, so that no compiler fuses it with
-// the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined.
+// As quantize_row_q8_K_ref, with nothing left open: the rounding comes from a function, so that no compiler fuses it
+// with the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined.
 static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML_RESTRICT y) {
     float amax = 0.0f;
     float max  = 0.0f;

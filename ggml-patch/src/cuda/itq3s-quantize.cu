@@ -1,11 +1,11 @@
-#include "itq3_s-launch.cuh"
+#include "itq3s-launch.cuh"
 #include "quantize.cuh"
 
-#include "itq3_s-quantize.cuh"
+#include "itq3s-quantize.cuh"
 
 #include "ggml-itq3s.h"
 
-// itq3_s.cuh stands alone; its levels are those of the format.
+// itq3s-decode.cuh stands alone; its levels are those of the format.
 static constexpr bool levels_are_those_of_the_format() {
     constexpr int levels[] = ITQ3_S_LEVELS;
     for (int i = 0; i < 16; ++i) {
