@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test eval bench test-arm cuda-check lint format clean distclean
+.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with 
 
 test: build ## run all tests
 	$(PY) -m pytest --slow $(PYTEST_ARGS)
+
+test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow ones
+	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
 	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)

@@ -41,6 +41,7 @@ def test_trained_ternary_model_from_checkpoint_to_perplexity(tokenizer: Path, tm
     found = convert(tmp_path / "model" / "ternary", tmp_path / "found.gguf", *keep)
     forced = convert(tmp_path / "model" / "latent", tmp_path / "forced.gguf", *keep, "--ternary", "force")
     matrices = [name for name in found if name.startswith("blk.") and "norm" not in name]
+    assert len(matrices) == 7
     for name in matrices:
         assert found[name].tensor_type == forced[name].tensor_type == Q.TQ2_0
         np.testing.assert_allclose(values(found[name]), values(forced[name]), rtol=2.0**-10, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -263,7 +264,6 @@ def test_a_file_that_is_there_survives_a_failed_conversion(llama_copy: Path, tmp
 def test_two_conversions_to_one_file(
     checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fcntl = pytest.importorskip("fcntl")
     with (tmp_path / "out.gguf.partial").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1

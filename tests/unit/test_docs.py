@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +24,6 @@ def test_levels_in_the_format_description() -> None:
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("first.svg", "second.svg"):
         done = script("tables/format_picture.py", "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr

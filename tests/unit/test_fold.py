@@ -27,6 +27,8 @@ def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str],
     assert set(plan.norms["blk.0.ffn_norm.weight"]) == {
         f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
     }
+    assert set(plan.norms["blk.1.attn_norm.weight"]) == {f"blk.1.attn_{part}.weight" for part in "qkv"}
+    assert plan.norms["output_norm.weight"] == ("output.weight",)
     for name, value in before.items():
         norm = plan.norm_of(name)
         if name in plan.norms:

@@ -1,0 +1,110 @@
+"""The package is packed whole, and nothing in the repository tells of the machines and plans that it was made by."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "gguf_itq3s"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy (setuptools would write into build/) by the setuptools that is installed."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(PACKAGE, source / "gguf_itq3s", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, out], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (made,) = out.glob("gguf_itq3s-*.whl")
+    return made
+
+
+def test_the_wheel_holds_every_module(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = next(archive.read(name).decode() for name in archive.namelist() if "entry_points" in name)
+    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms >= {"codec", "rounding", "checkpoint", "calibration", "convert", "inspect", "evaluate"}
+    assert packed == modules | {"gguf_itq3s/py.typed"}
+    assert {f"gguf_itq3s/{room}/__init__.py" for room in rooms} <= packed
+    assert "gguf-itq3s = gguf_itq3s.cli:main" in entry_points
+
+
+# ------------------------------------------------------------------------------------------------------- traces
+
+#: What must not stand in a file: pattern -> the files that may.
+TRACES: dict[str, tuple[str, ...]] = {
+    r"(?<![\w.~$}/-])/(?:home|Users|root|work|workspace|mnt|data)/\w": (),  # of somebody's machine
+    r"\bissue\s+#?\d": (),
+    r"\bdesign section\b": (),
+    # The evaluation looks for its text there, and says so.
+    r"\.\./shared\b": ("tests/", "gguf_itq3s/evaluate/wikitext.py"),
+}
+#: Where an address may point: formats' namespaces, licences, sources that are named, the index of PyTorch's CPU builds.
+HOSTS = {
+    "creativecommons.org", "download.pytorch.org", "github.com", "huggingface.co", "keepachangelog.com",
+    "matplotlib.org", "purl.org", "semver.org", "www.w3.org",
+}  # fmt: skip
+
+
+def texts() -> dict[str, str]:
+    """Every text file that is, or is about to be, in the repository, by its name."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found = {}
+    for name in listed.stdout.split("\0"):
+        path = ROOT / name
+        if name and path.is_file() and path != Path(__file__).resolve():
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue  # pictures and weights
+    return found
+
+
+def traces(name: str, text: str) -> list[str]:
+    """The lines of a file that hold a trace, as file:line: text."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        hosts = set(re.findall(r"\bhttps?://([\w.-]+)", line))
+        patterns = [p for p, allowed in TRACES.items() if not name.startswith(allowed)]
+        if hosts - HOSTS or any(re.search(pattern, line, re.IGNORECASE) for pattern in patterns):
+            found.append(f"{name}:{number}: {line.strip()[:120]}")
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: what belongs to the repository is not known")
+def test_no_file_holds_traces() -> None:
+    files = texts()
+    assert {"README.md", "pyproject.toml", "gguf_itq3s/cli.py", ".ci/run"} <= set(files)
+    assert [line for name, text in files.items() for line in traces(name, text)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "see /home/someone/gguf", 'open("/work/data/x")', "as issue 3 asks", "Issue #12", "design section 2.6",
+        "put it into ../shared/data", "--index-url https://mirror.example.net/simple",
+    ],
+)  # fmt: skip
+def test_traces_are_found(line: str) -> None:
+    assert traces("scripts/demo.py", f"fine\n{line}\n") == [f"scripts/demo.py:2: {line}"]
+
+
+def test_what_is_no_trace() -> None:
+    lines = ["~/.cache/gguf-itq3s", "/usr/local/cuda", "/proc/self/status", "https://github.com/a/b", "$HOME/work/x"]
+    assert traces("scripts/demo.py", "\n".join(lines)) == []
+    assert traces("gguf_itq3s/evaluate/wikitext.py", "``../shared/data`` beside the checkout") == []
