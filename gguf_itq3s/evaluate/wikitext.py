@@ -46,8 +46,8 @@ def _download(folder: Path) -> None:
     from huggingface_hub import hf_hub_download
 
     ways = (
-        f"set {VARIABLE} to the path of {TEST_NAME}, or put that file into ../shared/data/wikitext-2 beside the "
-        f"checkout, or connect to the network so that {REPOSITORY} can be downloaded from the Hugging Face Hub"
+        f"set {VARIABLE} to the path of {TEST_NAME}, give another text (--text), or connect to the network so that "
+        f"{REPOSITORY} can be downloaded from the Hugging Face Hub"
     )
     try:
         archive = Path(hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=REVISION))

@@ -1,5 +1,5 @@
 // The SIMD kernels of ITQ3_S, TQ1_0 and TQ2_0 against the portable C, on random and adversarial blocks, and against the
-// reference vectors. Compiled with the flags of the variant under test (tests/test_simd.py, scripts/check/arm.py).
+// reference vectors. Compiled with the flags of the variant under test (tests/native/test_simd.py, scripts/check/arm.py).
 //
 //   test-simd [VECTORS]    VECTORS: per block 100 bytes and 256 doubles, the rotated values
 //
