@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -37,13 +39,13 @@ class Device:
         self.library = ctypes.CDLL(str(library))
         self.library.emulate_vec_dot.restype = ctypes.c_float
 
-    def __call__(self, name: str, *args: object) -> float:
+    def __call__(self, name: str, *args: npt.NDArray[Any] | int | np.integer[Any] | None) -> float:
         converted = [
             a.ctypes.data_as(ctypes.c_void_p)
             if isinstance(a, np.ndarray)
-            else ctypes.c_int64(a)
+            else ctypes.c_int64(operator.index(a))
             if a is not None
-            else None  # type: ignore[arg-type]
+            else None
             for a in args
         ]
         return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)

@@ -99,7 +99,12 @@ def test_a_change_in_the_users_checkout_reaches_the_patched_source(tmp_path: Pat
     for patch in (folder / "ggml-patch" / "patches").glob("*.patch"):
         patch.unlink()  # they would not apply to so small a source
     tree = tmp_path / "tree"
-    command = ["cmake", f"-DTREE={tree}", "-P", folder / "ggml-patch" / "cmake" / "patched-source.cmake"]
+    command: list[str | Path] = [
+        "cmake",
+        f"-DTREE={tree}",
+        "-P",
+        folder / "ggml-patch" / "cmake" / "patched-source.cmake",
+    ]
     for text in ("int first;\n", "int second;\n"):
         (source / "ggml.c").write_text(text)
         env = {**os.environ, "LLAMA_CPP_DIR": str(tmp_path / "llama.cpp")}

@@ -199,16 +199,14 @@ def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
     includes = [ggml.headers(), SOURCES / "format", SOURCES / "cpu"]
     system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
     files = [PROGRAM, *sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq3s-quants.c"]
-    library = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
-    subprocess.run(
-        [
-            compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
-            *sanitizers.FLAGS,
-            "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
-            *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq3s",
-        ],
-        check=True, stderr=sys.stderr,
-    )  # fmt: skip
+    library: list[str | Path] = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
+    command: list[str | Path] = [
+        compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
+        *sanitizers.FLAGS,
+        "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
+        *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq3s",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stderr=sys.stderr)
     done = subprocess.run([tmp_path / "test-itq3s", blob], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all passed" in done.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
 from gguf_itq3s.calibration import store
 from gguf_itq3s.calibration.store import read_manifest
@@ -32,8 +33,9 @@ def test_conversion_with_statistics(
             convert(ConvertOptions(model, path, pure=True, fold_norms=folded, calibration=statistics))
             reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
             for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
-                h = opened.hessian(name)
-                assert h is not None
+                collected = opened.hessian(name)
+                assert collected is not None
+                h: npt.NDArray[np.floating] = collected
                 entry = opened.entries[name]
                 if entry.norm and not folded:
                     h = hessian.scale_columns(h, weights[entry.norm])

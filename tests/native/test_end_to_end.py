@@ -127,7 +127,20 @@ def test_perplexity_is_near_the_original(files: dict[str, Path], tmp_path: Path)
 def test_greedy_text_repeats(files: dict[str, Path]) -> None:
     """llama-cli and llama-completion, each twice with a fixed seed and no sampling."""
     for tool, mode in (("llama-cli", "--single-turn"), ("llama-completion", "-no-cnv")):
-        options = ["-m", files["itq3_s"], "-p", PROMPT, "-n", "40", "--temp", "0", "--seed", "1", "-t", "1"]
+        options: list[str | Path] = [
+            "-m",
+            files["itq3_s"],
+            "-p",
+            PROMPT,
+            "-n",
+            "40",
+            "--temp",
+            "0",
+            "--seed",
+            "1",
+            "-t",
+            "1",
+        ]
         texts = [llama.run(tool, *options, mode, "--no-warmup", "--simple-io").stdout for _ in range(2)]
         first, second = (text[text.find(PROMPT) :].split("[ Prompt")[0] for text in texts)
         assert len(first) > len(PROMPT) + 60
@@ -135,7 +148,7 @@ def test_greedy_text_repeats(files: dict[str, Path]) -> None:
 
 
 def test_threads_do_not_change_the_text(files: dict[str, Path]) -> None:
-    options = ["-m", files["pure"], "-p", PROMPT, "-n", "32", "--temp", "0", "-no-cnv", "--no-warmup"]
+    options: list[str | Path] = ["-m", files["pure"], "-p", PROMPT, "-n", "32", "--temp", "0", "-no-cnv", "--no-warmup"]
     one, two = (llama.run("llama-completion", *options, "-t", n).stdout for n in ("1", "2"))
     assert one == two
     assert len(one.partition(PROMPT)[2]) > 60

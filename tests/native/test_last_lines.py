@@ -40,7 +40,7 @@ esac
     )
     (tmp_path / "llama-completion").chmod(0o755)
     (tmp_path / "ran").mkdir()
-    options = ["--bin", tmp_path, "--model", tmp_path, "--tool", "llama-completion", "--load", "0"]
+    options: list[str | Path] = ["--bin", tmp_path, "--model", tmp_path, "--tool", "llama-completion", "--load", "0"]
     done = run("--runs", "12", "--jobs", "1", *options)
     assert done.returncode == 1 and "exit code 3" in done.stderr
     assert done.stdout.splitlines()[-1].split() == ["llama-completion", "12", "2", "1"]

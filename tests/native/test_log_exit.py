@@ -23,7 +23,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/c/log-exit.cpp, with the library that the tools were built with."""
     out = tmp_path_factory.mktemp("log-exit") / "log-exit"
     source = upstream.fetch_source()
-    command = [
+    command: list[str | Path] = [
         os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{source / 'common'}",
         f"-I{source / 'ggml' / 'include'}", llama.ROOT / "tests" / "c" / "log-exit.cpp", "-o", out, "-pthread",
         f"-L{llama.BIN}", "-lllama-common", f"-Wl,-rpath,{llama.BIN}", "-Wl,--allow-shlib-undefined",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +13,7 @@ Rows = npt.NDArray[np.float32]
 def smooth(count: int, seed: int = 0) -> dict[str, Rows]:
     """The three distributions of the acceptance limits: name -> float32 (count / 4096, 4096)."""
     rng = np.random.default_rng(seed)
-    draws = {
+    draws: dict[str, Callable[[int], np.ndarray]] = {
         "gaussian": rng.standard_normal,
         "laplace": lambda n: rng.laplace(size=n),
         "student-t4": lambda n: rng.standard_t(4, n),

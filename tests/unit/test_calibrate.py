@@ -64,6 +64,7 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
             plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
             for reader in readers:
                 found = opened.hessian(f"blk.{layer}.{reader}.weight")
+                assert found is not None
                 np.testing.assert_allclose(found, second_moment(plain), rtol=2e-3, atol=2e-4)
                 assert manifest.entries[f"blk.{layer}.{reader}.weight"].norm is not None
         for module, reader in (("self_attn.o_proj", "attn_output"), ("mlp.down_proj", "ffn_down")):
@@ -71,6 +72,7 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
                 opened.hessian(f"blk.{layer}.{reader}.weight"),
                 second_moment(seen[f"{modules}.{module}"][0]),
             )
+            assert found is not None
             np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
     files = load_file(out / "layer-0000.safetensors")
     assert len(files) == 4, "matrices that read the same input share statistics"
@@ -96,6 +98,7 @@ def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Pa
         total += entry.tokens
         if entry.tokens == int(rows.sum()):
             found = opened.hessian("blk.0.ffn_up_exps.weight", expert)
+            assert found is not None
             np.testing.assert_allclose(found, second_moment(plain[rows]), rtol=1e-2, atol=2e-2)
             compared += 1
         down = manifest.entries[f"blk.0.ffn_down_exps.weight[{expert}]"]

@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 from gguf_itq3s import __version__, upstream
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import native
-from gguf_itq3s.convert import output
 
 ROOT = Path(__file__).resolve().parents[2]
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -76,6 +75,11 @@ def remove_first_from_index(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {k: v for k, v in weight_map.items() if v != paths[0].name}}))
+
+
+def remove_last_shard_and_index(folder: Path) -> None:
+    shard(folder)[2].unlink()
+    (folder / "model.safetensors.index.json").unlink()
 
 
 def forget_a_tensor(folder: Path) -> None:
@@ -129,7 +133,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         r"model-00002-of-00003\.safetensors: is named in model\.safetensors\.index\.json but not there; ",
     ),
     "missing shard, no index": (
-        lambda f: (shard(f)[2].unlink(), (f / "model.safetensors.index.json").unlink())[-1],
+        remove_last_shard_and_index,
         r"model-00003-of-00003\.safetensors: this shard is not there; ",
     ),
     "shard missing from the index": (
@@ -140,7 +144,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         forget_a_tensor, r"model-00002-of-00003\.safetensors: \S+: is listed in the index but not in this shard; ",
     ),
     "damaged index": (
-        lambda f: (shard(f), (f / "model.safetensors.index.json").write_text("{}"))[0] and None,
+        lambda f: (shard(f), (f / "model.safetensors.index.json").write_text("{}")),
         r"model\.safetensors\.index\.json: has no weight_map; ",
     ),
     "damaged pickle": (pickle_only, r"pytorch_model\.bin: is truncated or corrupt .*; "),
@@ -230,8 +234,8 @@ def test_full_disk_is_found_before_the_work(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    usage = output.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1
     line = one_error(capfd.readouterr().err)
     assert re.search(r"out\.gguf: needs [0-9.]+ KiB, 1000 B are free; free some space", line)
@@ -245,7 +249,8 @@ def test_output_that_cannot_grow(checkpoint: Callable[[str], Path], tmp_path: Pa
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    command = [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py", checkpoint("llama"), tmp_path / "out.gguf"]
+    script = ROOT / "scripts" / "convert_hf_to_itq3s.py"
+    command: list[str | Path] = [sys.executable, script, checkpoint("llama"), tmp_path / "out.gguf"]
     done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 1
     line = one_error(done.stderr)
@@ -277,15 +282,16 @@ def test_two_conversions_to_one_file(
 @pytest.mark.slow
 def test_script_command_and_subcommand_are_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
-    commands = {
+    commands: dict[str, list[str | Path]] = {
         "script": [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py"],
         "command": [binaries / "convert-hf-to-itq3s"],
         "subcommand": [binaries / "gguf-itq3s", "convert"],
     }
     for name, command in commands.items():
-        arguments = [checkpoint("llama"), tmp_path / f"{name}.gguf", "--effort", "fast"]
+        arguments: list[str | Path] = [checkpoint("llama"), tmp_path / f"{name}.gguf", "--effort", "fast"]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["command", "script", "subcommand"]
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
 
@@ -337,10 +343,11 @@ def test_unreachable_source_is_one_line(checkpoint: Callable[[str], Path], tmp_p
         **os.environ, "GGUF_ITQ3S_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "",
     }  # fmt: skip
     environment.pop("LLAMA_CPP_DIR", None)
-    for command in (
+    commands: list[list[str | Path]] = [
         [sys.executable, "-m", "gguf_itq3s.cli", "convert", checkpoint("llama"), tmp_path / "out.gguf"],
         [sys.executable, ROOT / "scripts" / "fetch_llama_cpp.py"],
-    ):
+    ]
+    for command in commands:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 1
         lines = done.stderr.splitlines()

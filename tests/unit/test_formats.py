@@ -10,7 +10,7 @@ from gguf_itq3s.codec import scale
 from gguf_itq3s.codec.blocks import decode_blocks, encode_trellis, unpack
 from gguf_itq3s.codec.formats import ITQ3_S_FORMAT, Format
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS
+from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS, search
 from gguf_itq3s.rounding import ldlq
 
 #: One symbol bit, eight levels, no zero-point: 66 bytes for 256 weights.
@@ -51,7 +51,7 @@ def test_feedback_of_another_format() -> None:
     """Without feedback the calibrated search is the plain one, for any format."""
     target = np.random.default_rng(0).standard_normal((256, 5)).astype(np.float32) * 33.5
     found = ldlq.search(target, np.eye(256, dtype=np.float32), np.ones(256, np.float32), ldlq.Search(4, 4), TWO_BITS)
-    plain = scale.search(target, TWO_BITS.trellis, TWO_BITS.levels)
+    plain = search(target, TWO_BITS.trellis, TWO_BITS.levels)
     for got, expected in zip(found, plain, strict=True):
         np.testing.assert_array_equal(got, expected)
 

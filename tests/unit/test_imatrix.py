@@ -34,8 +34,10 @@ def write(path: Path, moments: dict[str, np.ndarray], counts: float = 10.0) -> P
 def test_mean_squares_are_read(tmp_path: Path) -> None:
     values = {"a.weight": np.arange(1.0, 257)[None], "e.weight": np.random.default_rng(0).random((3, 512))}
     read = imatrix.read(write(tmp_path / "i.gguf", values))
-    np.testing.assert_allclose(read.diagonal("a.weight", 256), values["a.weight"][0], rtol=1e-6)
-    np.testing.assert_allclose(read.diagonal("e.weight", 512, 2), values["e.weight"][2], rtol=1e-6)
+    plain, expert = read.diagonal("a.weight", 256), read.diagonal("e.weight", 512, 2)
+    assert plain is not None and expert is not None
+    np.testing.assert_allclose(plain, values["a.weight"][0], rtol=1e-6)
+    np.testing.assert_allclose(expert, values["e.weight"][2], rtol=1e-6)
     assert read.diagonal("b.weight", 256) is None
     with pytest.raises(UserError, match="512 values for a matrix of 256"):
         read.diagonal("e.weight", 256, 0)

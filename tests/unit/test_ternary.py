@@ -69,7 +69,9 @@ def test_ordinary_weights_are_not_ternary() -> None:
     hnp.arrays(np.float16, (2, 2), elements=st.floats(2.0**-14, 1000, width=16)),
     st.sampled_from([Q.TQ1_0, Q.TQ2_0]),
 )
-def test_recognised_weights_survive_encoding_exactly(trits: np.ndarray, scales: np.ndarray, qtype: Q) -> None:
+def test_recognised_weights_survive_encoding_exactly(
+    trits: np.ndarray, scales: np.ndarray, qtype: gguf.GGMLQuantizationType
+) -> None:
     weights = (trits * scales.astype(np.float32).repeat(256, axis=1)).astype(np.float32)
     found = ternary.recognise(weights)
     assert found is not None and found.in_float16
