@@ -87,10 +87,10 @@ def readers_in_checkpoint(names: Iterable[str], layers: int) -> dict[str, list[s
         layers: how many layers it has.
     """
     by_gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
-    here = {by_gguf_name.get_name(name, try_suffixes=(".weight",)): name for name in names}
+    here = {gguf_name: name for name in names if (gguf_name := by_gguf_name.get_name(name, try_suffixes=(".weight",)))}
     readers: dict[str, list[str]] = {}
     for gguf_name, name in here.items():
-        norm = norm_read_by(gguf_name) if gguf_name else None
+        norm = norm_read_by(gguf_name)
         if norm in here:
             readers.setdefault(here[norm], []).append(name)
     return readers

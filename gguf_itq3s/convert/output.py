@@ -165,10 +165,7 @@ class OutputFile:
 
     def _finished(self) -> list[dict[str, Any]]:
         """Records of the tensors that an earlier run of the same conversion has written, as far as they are intact."""
-        try:
-            first, *records = [json.loads(line) for line in self.journal.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError):
-            return []
+        first, *records = self._journal_lines() or [{}]
         if first != {"fingerprint": self.fingerprint} or self._file.read(len(self.header)) != self.header:
             return []
         offset = self._data_start
@@ -178,6 +175,17 @@ class OutputFile:
                 return records[:count]
             offset += _padded(size)
         return records
+
+    def _journal_lines(self) -> list[dict[str, Any]]:
+        """The lines up to the first that is not a whole record: a kill may tear the last one."""
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError):
+            for text in self.journal.read_bytes().splitlines():
+                line = json.loads(text)
+                if not isinstance(line, dict):
+                    break
+                lines.append(line)
+        return lines
 
     def _checksum(self, size: int) -> int | None:
         """CRC-32 of the next ``size`` bytes, None if there are fewer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ import llama
 from gguf_itq3s import report
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
-from gguf_itq3s.evaluate import plots, tools, wikitext
-from gguf_itq3s.evaluate.rows import kv_rows, weight_rows
+from gguf_itq3s.evaluate import command, plots, runner, tools, wikitext
+from gguf_itq3s.evaluate.rows import Row, kv_rows, weight_rows
 
 PRINTED = """
 ====== Perplexity statistics ======
@@ -129,7 +131,7 @@ def test_no_text_names_the_three_ways(tmp_path: Path, monkeypatch: pytest.Monkey
         raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(UserError, match=r"no route.*set WIKITEXT2.*shared/data.*Hugging Face Hub"):
+    with pytest.raises(UserError, match=r"no route.*set WIKITEXT2.*--text.*Hugging Face Hub"):
         wikitext.test_path()
 
 
@@ -146,3 +148,34 @@ def test_download_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(llama.MODEL), "--rows", "q9_z"]) == 1
     assert "no row is called q9_z; take some of: f16" in capsys.readouterr().err
+
+
+def test_matplotlib_is_asked_for_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A plain install lacks it: the command says so at once, and says what to install."""
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("the work began"))
+    assert main(["eval", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: matplotlib: is not installed; pip install 'gguf-itq3s[eval]'\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "same"),
+    [
+        ({"calibration_tokens": 7}, Row("a", "X", "", "package", calibrated=True), False),
+        ({"imatrix_tokens": 7}, Row("a", "X", "", "llama-quantize", ("X",), imatrix=True), False),
+        ({"calibration_tokens": 7}, Row("a", "X", "", "llama-quantize", ("X",)), True),
+        ({"keep": True}, Row("a", "X", "", "package", calibrated=True), True),
+    ],
+)
+def test_results_are_cached_by_what_decides_them(changes: dict[str, Any], row: Row, same: bool, tmp_path: Path) -> None:
+    def path(settings: runner.Settings, digest: str = "text") -> Path:
+        evaluation = object.__new__(runner.Evaluation)
+        evaluation.settings, evaluation.work, evaluation.common = settings, tmp_path, "model, text, tools, windows"
+        evaluation.__dict__["training"] = tmp_path, digest
+        return evaluation._row_path(row)
+
+    plain = runner.Settings(tmp_path, tmp_path)
+    assert (path(plain) == path(replace(plain, **changes))) is same
+    assert (path(plain) == path(plain, "another training text")) is not (row.imatrix or row.calibrated)

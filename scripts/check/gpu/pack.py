@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from gguf_itq3s import upstream
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.evaluate import wikitext
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 LIMIT: Final = 60 * 2**20
@@ -89,10 +91,9 @@ def pack_model(target: Path) -> None:
 
 
 def pack_text(target: Path) -> None:
-    wikitext = ROOT.parent / "shared" / "data" / "wikitext-2" / "wiki.test.raw"
-    if wikitext.exists():
-        target.write_bytes(wikitext.read_bytes())
-    else:
+    try:
+        target.write_bytes(wikitext.test_path().read_bytes())
+    except UserError:
         pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
         target.write_text("\n".join(p.read_text() for p in pages if p.exists()))
 
