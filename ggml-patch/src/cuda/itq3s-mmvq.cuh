@@ -60,7 +60,7 @@ static __device__ __forceinline__ float itq3_s_dot_half(const uint32_t * x, cons
     for (int g = 0; g < 4; ++g) {
         const uint32_t * sel  = x + ITQ3_S_WORD_SEL + 2 * g + j;
         const uint32_t   prev = g == 0 && j == 0 ? 0 : sel[-1];
-        sum += itq3_s_dot_chunk(sym, g, sel[0], prev, dz.y, y->qs + 32 * g, ds[g]);
+        sum += itq3_s_dot_chunk(sym, g, sel[0], prev, dz.y, (const int4 *) y->qs + 2 * g, ds[g]);
     }
     return dz.x * (1.0f / 32.0f) * sum;
 }
@@ -90,7 +90,7 @@ static __device__ __forceinline__ float tq2_0_dot_half(const uint32_t * tile, co
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
         int u[8];
-        itq3_s_load_words(y->qs + 32 * g, u);
+        itq3_s_load_words((const int4 *) y->qs + 2 * g, u);
         sum += q8_1x4_d(ds[g]) * (tq2_0_dot(q, g, u) - q8_1x4_s(ds[g]));  // digits are one more than the weights
     }
     return __half2float(((const half *) tile)[(x + sizeof(block_tq2_0::qs)) / sizeof(half)]) * sum;
@@ -113,7 +113,7 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
 #pragma unroll
     for (int n = 0; n < 5; ++n) {  // weights 32*n + 16*j + 0..15
         int u[4];
-        itq3_s_load_words(y[n / 4].qs + 32 * (n % 4) + 16 * j, u);
+        itq3_s_load_words((const int4 *) y[n / 4].qs + 2 * (n % 4) + j, u);
         sumi[n] = tq1_0_dot_next(a, u, sumi[n]);
     }
     b[0] = tq1_0_begin(qb[0]);
@@ -122,7 +122,7 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
     for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 8*j + 0..7, in chunk 5 + n/2
         const int k = 5 + n / 2;
         int       u[2];
-        itq3_s_load_words(y[1].qs + 32 * (k - 4) + 16 * (n % 2) + 8 * j, u);
+        itq3_s_load_words((const int2 *) y[1].qs + 4 * (k - 4) + 2 * (n % 2) + j, u);
         sumi[k] = tq1_0_dot_next(b, u, sumi[k]);
     }
     {  // weights 240 + 8*j + 0..7
@@ -133,7 +133,7 @@ static __device__ __forceinline__ float tq1_0_dot_half(const uint32_t * tile, co
             digits[n] = tq1_0_next(s);
         }
         int u[2];
-        itq3_s_load_words(y[1].qs + 112 + 8 * j, u);
+        itq3_s_load_words((const int2 *) y[1].qs + 14 + j, u);
         sumi[7] = ggml_cuda_dp4a(j == 0 ? digits[0] : digits[2], u[0], sumi[7]);
         sumi[7] = ggml_cuda_dp4a(j == 0 ? digits[1] : digits[3], u[1], sumi[7]);
     }

@@ -74,7 +74,7 @@ static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const
 // A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
 // word and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
 static __device__ __forceinline__ float itq3_s_dot_chunk(const uint32_t (&sym)[2][4], const int g, const uint32_t sel,
-                                                         const uint32_t sel_prev, const float z, const int8_t * y,
+                                                         const uint32_t sel_prev, const float z, const int4 * y,
                                                          const uint32_t ds) {
     uint32_t c1, c0, even, odd;
     itq3_s_subset_planes(sel, sel_prev, c1, c0);
@@ -144,13 +144,13 @@ static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restr
 
     const float2 dz = itq3_s_half2_bits(x[ITQ3_S_WORD_DZ]);
     int          ds[2];
-    itq3_s_load_words(y->ds + 2 * h, ds);
+    itq3_s_load_words((const int2 *) y->ds + h, ds);
     float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
         const int k = 2 * (2 * h + g) + j;
         sum += itq3_s_dot_chunk(sym, g, x[ITQ3_S_WORD_SEL + k], k == 0 ? 0 : x[ITQ3_S_WORD_SEL + k - 1], dz.y,
-                                y->qs + 32 * (2 * h + g), ds[g]);
+                                (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
     }
     return dz.x * (1.0f / 32.0f) * sum;
 }
@@ -176,7 +176,7 @@ static __device__ __forceinline__ float vec_dot_tq2_0_q8_1(const void * __restri
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
         int u[4];
-        itq3_s_load_words(y->qs + 32 * g + 16 * s, u);
+        itq3_s_load_words((const int4 *) y->qs + 2 * g + s, u);
         sum += q8_1x4_d(ds[g]) * (tq2_0_dot(q, g, u) - tq_sum(u, 0));
     }
     return __half2float(x->d) * sum;
@@ -200,7 +200,7 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restri
 #pragma unroll
     for (int n = 0; n < 5; ++n) {  // weights 32*n + 8*l + 0..7
         int u[2];
-        itq3_s_load_words(y[n / 4].qs + 32 * (n % 4) + 8 * l, u);
+        itq3_s_load_words((const int2 *) y[n / 4].qs + 4 * (n % 4) + l, u);
         sumi[n] = tq1_0_dot_next(a, u, sumi[n]);
         sumu[n] = tq_sum(u, sumu[n]);
     }
@@ -208,13 +208,13 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restri
     for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 4*l + 0..3, in chunk 5 + n/2
         const int k = 5 + n / 2;
         int       u[1];
-        itq3_s_load_words(y[1].qs + 32 * (k - 4) + 16 * (n % 2) + 4 * l, u);
+        itq3_s_load_words((const int *) y[1].qs + 8 * (k - 4) + 4 * (n % 2) + l, u);
         sumi[k] = tq1_0_dot_next(b, u, sumi[k]);
         sumu[k] = tq_sum(u, sumu[k]);
     }
     {  // weights 240 + 4*l + 0..3
         int u[1];
-        itq3_s_load_words(y[1].qs + 112 + 4 * l, u);
+        itq3_s_load_words((const int *) y[1].qs + 28 + l, u);
         uint32_t digit = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
