@@ -58,6 +58,7 @@ lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache > /dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/clang-format --dry-run --Werror $$($(C_FILES))
 
 format: $(INSTALLED) ## put the Python, C, C++ and CUDA files into the checked format

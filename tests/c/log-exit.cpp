@@ -54,7 +54,7 @@ static pid_t other_thread() {
 }
 
 int main(int argc, char ** argv) {
-    way = argc > 1 ? argv[1] : "";
+    way              = argc > 1 ? argv[1] : "";
     common_log * log = common_log_main();
     signal(SIGUSR1, exit_with_3);
 
