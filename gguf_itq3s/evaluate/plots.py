@@ -10,8 +10,9 @@ from typing import Any, Final
 from ..errors import UserError
 
 _NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity": "perplexity"}
-#: Codes for models that were trained ternary: on others they lose by orders of magnitude and would squeeze the rest.
-_TERNARY: Final = ("TQ1_0", "TQ2_0")
+#: Types far from the choice that the plots are for, which would squeeze the others: codes for models that were trained
+#: ternary, and eight bits.
+_LEFT_OUT: Final = ("F16", "TQ1_0", "TQ2_0", "Q8_0")
 #: How a file was made -> marker and filling; the first word that the row's description holds.
 _MARKERS: Final = (
     ("calibrated", "*", "full"), ("imatrix", "o", "none"), ("mix", "s", "full"), ("pure", "o", "full"),
@@ -38,8 +39,8 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def shown(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that a plot shows: all but F16, the ternary types and the literal ternary code."""
-    return [r for r in results if r["type"] not in ("F16", *_TERNARY) and "literal" not in r["how"]]
+    """The rows that a plot shows: all but F16, eight bits, the ternary types and the literal ternary code."""
+    return [r for r in results if r["type"] not in _LEFT_OUT and "literal" not in r["how"]]
 
 
 def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
@@ -60,7 +61,7 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
         return
     figure, axis = plt.subplots(figsize=(9, 5))
     types = list(dict.fromkeys(r["type"] for r in sorted(rows, key=lambda r: r["file_bits"])))
-    palette = plt.get_cmap("tab10").colors
+    palette = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 3]  # without the red, which is ours
     others = [name for name in types if name != "ITQ3_S"]
     colours = {"ITQ3_S": "crimson"} | {name: palette[i % len(palette)] for i, name in enumerate(others)}
     for r in rows:
@@ -79,7 +80,7 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
     if measure == "perplexity" and (f16 := [r for r in results if r["type"] == "F16"]):
         names.append(axis.axhline(f16[0][measure], color="k", linestyle=":", linewidth=1, label="F16"))
     axis.set(xlabel="bits per weight of the file", ylabel=_NAMES[measure], yscale="log", xscale="log")
-    ticks = [3, 3.5, 4, 4.5, 5, 6, 8]
+    ticks = [3, 3.25, 3.5, 4, 4.5, 5]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.xaxis.minorticks_off()
     axis.grid(alpha=0.3)

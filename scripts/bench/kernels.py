@@ -10,7 +10,6 @@ drift. Only ratios inside one run mean something.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -32,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 import gguf  # noqa: E402
 
+from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.codec import blocks  # noqa: E402
+from gguf_itq3s.codec.native import NativeLibrary, library_name  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
 from scripts.bench import model  # noqa: E402
 
@@ -150,11 +151,7 @@ def build() -> dict[str, Path | None]:
 
 def models(names: Iterable[str]) -> dict[str, Path]:
     """The random Llama in every type, written where it is missing."""
-    library = ctypes.CDLL(str(BIN / "libggml-base.so"))
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p,
-    ]  # fmt: skip
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library = NativeLibrary(BIN / library_name())
     folder = OUT / "models"
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.gguf" for name in names}
@@ -267,20 +264,16 @@ def check_targets(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     return checks
 
 
-def roofline_table(result: dict[str, Any]) -> list[str]:
+def roofline_table(result: dict[str, Any]) -> str:
     """How far each type is from what one core can read and multiply."""
     medians = result["medians"]
     limits = medians["roofline"]
-    lines = [
-        "",
-        "Distance from the limits of one core. Weights/s the memory can feed: its GB/s by the bytes of a weight;"
-        " vec_dot has its data in the cache and may exceed it. Generation: GB/s of model read.",
-        "",
-        "| type | memory feeds, G weights/s | vec_dot, part of the products limit | tiled, part of the products limit |"
-        " generation, GB/s | part of the memory limit |",
-        "| --- " * 6 + "|",
-    ]
+    header = [
+        "type", "memory feeds, G weights/s", "vec_dot, part of the products limit",
+        "tiled, part of the products limit", "generation, GB/s", "part of the memory limit",
+    ]  # fmt: skip
     products = limits.get("products")
+    rows = []
     for name, dot in medians["dot"].items():
         if "AVX2" in name:
             continue  # the limit of the products is that of the full instruction set
@@ -294,32 +287,38 @@ def roofline_table(result: dict[str, Any]) -> list[str]:
             f"{read:.1f}" if read else "",
             f"{read / limits['memory_1']:.0%}" if read else "",
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append([name, *cells])
+    return report.markdown(header, rows)
 
 
 def table(result: dict[str, Any]) -> str:
     medians = result["medians"]
     tests = [t for t in ("dot", "tiled", "generation", "prompt", "generation_all", "prompt_all") if t in medians]
-    lines = [f"{result['processor']}, {result['cores']} cores, {result['rounds']} interleaved rounds, medians.", ""]
-    lines += ["- " + UNITS[test] for test in (*tests, "instructions")]
-    lines += ["", "| type | bytes/weight | instructions | " + " | ".join(tests) + " |"]
-    lines += ["| --- " * (len(tests) + 3) + "|"]
+    rows = []
     for name in dict.fromkeys(n for test in tests for n in medians[test]):
         cells = [f"{medians[test][name]:.1f}" if name in medians[test] else "" for test in tests]
         count = result["instructions"].get(name)
-        row = [name, f"{bytes_per_weight(name):.3f}", f"{count:.0f}" if count else "", *cells]
-        lines.append("| " + " | ".join(row) + " |")
+        rows.append([name, f"{bytes_per_weight(name):.3f}", f"{count:.0f}" if count else "", *cells])
+    parts = [
+        f"{result['processor']}, {result['cores']} cores, {result['rounds']} interleaved rounds, medians.\n",
+        "\n".join("- " + UNITS[test] for test in (*tests, "instructions")) + "\n",
+        report.markdown(["type", "bytes/weight", "instructions", *tests], rows),
+    ]
     for test in ("quantize", "roofline"):
         if test in medians:
             values = ", ".join(f"{name} {value:.1f}" for name, value in medians[test].items())
-            lines += ["", f"{UNITS[test]}: {values}."]
-    lines += roofline_table(result)
-    lines += ["", "| test | what | measured | at least |", "| --- | --- | --- | --- |"]
+            parts.append(f"{UNITS[test]}: {values}.\n")
+    parts += [
+        "Distance from the limits of one core. Weights/s the memory can feed: its GB/s by the bytes of a weight;"
+        " vec_dot has its data in the cache and may exceed it. Generation: GB/s of model read.\n",
+        roofline_table(result),
+    ]
+    checks = []
     for check in result["targets"]:
         mark = "" if check["got"] >= check["least"] else " (missed)"
-        lines.append(f"| {check['test']} | {check['what']} | {check['got']:.2f}{mark} | {check['least']} |")
-    return "\n".join(lines) + "\n"
+        checks.append([check["test"], check["what"], f"{check['got']:.2f}{mark}", str(check["least"])])
+    parts.append(report.markdown(["test", "what", "measured", "at least"], checks, left=2))
+    return "\n".join(parts)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

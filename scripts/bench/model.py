@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 
-import gguf_itq3s.codec.types  # noqa: F401  registers ITQ3_S in gguf-py
+from gguf_itq3s.codec.native import NativeLibrary
 
 N_EMBD = 2048
 N_FF = 5632
@@ -33,18 +32,15 @@ MATRICES = {
 WEIGHTS = N_LAYER * sum(rows * columns for rows, columns in MATRICES.values()) + N_VOCAB * N_EMBD
 
 
-def quantized_pool(library: Any, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """The bytes of ``POOL`` Gaussian weights in the type, by ``library``'s ggml_quantize_chunk."""
+def quantized_pool(library: NativeLibrary, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The bytes of ``POOL`` Gaussian weights in the type."""
     x = (np.random.default_rng(1).standard_normal(POOL) * 0.02).astype(np.float32)
     if kind == gguf.GGMLQuantizationType.F16:
         return x.astype(np.float16).view(np.uint8)
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    out = np.empty(POOL // block * size, dtype=np.uint8)
-    library.ggml_quantize_chunk(int(kind), x.ctypes.data, out.ctypes.data, 0, 1, POOL, None)
-    return out
+    return library.quantize_type(x[None], kind).ravel()
 
 
-def write(path: Path, kind: gguf.GGMLQuantizationType, library: Any) -> None:
+def write(path: Path, kind: gguf.GGMLQuantizationType, library: NativeLibrary) -> None:
     """Write the model with its matrices in ``kind``, embedding and output (tied) in Q6_K, norms in F32.
 
     Half-written files keep the suffix .partial.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from pathlib import Path
 
@@ -10,23 +9,18 @@ import gguf
 import pytest
 
 import llama
-from gguf_itq3s.codec.native import library_path
+from gguf_itq3s.codec.native import NativeLibrary
 from scripts.bench import kernels, model
 
 
 @pytest.mark.parametrize("name", ["ITQ3_S", "TQ1_0", "F16"])
-def test_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: NativeLibrary) -> None:
     sizes = {"N_EMBD": 512, "N_FF": 768, "N_HEAD": 4, "N_HEAD_KV": 2, "N_LAYER": 2, "N_VOCAB": 300}
     for constant, value in sizes.items():
         monkeypatch.setattr(model, constant, value)
     shapes = {"attn_q": (512, 512), "attn_k": (256, 512), "attn_v": (256, 512), "attn_output": (512, 512)}
     shapes |= {"ffn_gate": (768, 512), "ffn_up": (768, 512), "ffn_down": (512, 768)}
     monkeypatch.setattr(model, "MATRICES", shapes)
-    library = ctypes.CDLL(str(library_path()))
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p,
-    ]  # fmt: skip
-
     path = tmp_path / f"{name}.gguf"
     model.write(path, gguf.GGMLQuantizationType(kernels.TYPES[name]), library)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

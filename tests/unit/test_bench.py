@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def test_table_and_targets(tmp_path: Path) -> None:
     assert got["dot", "ITQ3_S over Q3_K"] == 0.5
     assert got["dot", "ITQ3_S (AVX2) over Q3_K (AVX2)"] == 70 / 80
     assert got["quantize", "ITQ3_S, M weights/s"] == 29
-    text = kernels.table(measured)
+    text = re.sub(" +", " ", kernels.table(measured))  # without the padding of the columns
     assert "| ITQ3_S | 0.391 | 49 | 10.0 |" in text
     assert "| dot | ITQ3_S over Q3_K | 0.50 (missed) | 1.8 |" in text
     # 20 GB/s of 100-byte blocks; 10 tokens/s of a model of 1 GB
