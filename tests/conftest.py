@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import one_thread  # noqa: F401
 import pinned_source  # noqa: F401
 
 # isort: split

@@ -26,10 +26,12 @@ def cells(table: str) -> dict[str, list[float]]:
 
 def test_error_table_is_the_one_in_the_readme(library: native.NativeLibrary, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    before, _, rest = readme.partition("<!-- error table -->")
-    written, _, after = rest.partition("<!-- end of error table -->")
+    begin, end = "<!-- begin error table -->", "<!-- end error table -->"
+    assert readme.count(begin) == readme.count(end) == 1
+    before, _, rest = readme.partition(begin)
+    written, _, after = rest.partition(end)
     copy = tmp_path / "copy.md"
-    copy.write_text(f"{before}<!-- error table -->\nold\n<!-- end of error table -->{after}")
+    copy.write_text(f"{before}{begin}\nold\n{end}{after}")
     done = script("tables/errors.py", "--update", copy)
     assert done.returncode == 0, done.stderr
     made = copy.read_text()
@@ -52,7 +54,7 @@ def test_error_table_needs_its_marks(library: native.NativeLibrary, tmp_path: Pa
     page = tmp_path / "page.md"
     page.write_text("no marks")
     done = script("tables/errors.py", "--update", page)
-    assert done.returncode == 1 and re.match(r"error: .*page\.md: has no <!-- error table -->", done.stderr)
+    assert done.returncode == 1 and re.match(r"error: .*page\.md: has no <!-- begin error table -->", done.stderr)
     assert page.read_text() == "no marks"
 
 
