@@ -114,13 +114,13 @@ def test_llama_quantize_default_mix_keeps_the_output_at_more_bits(files: dict[st
 
 @pytest.mark.parametrize("kind", ["itq3_s", "pure"])
 def test_perplexity_is_that_of_the_dequantized_weights(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    text = llama.evaluation_text(tmp_path)
+    text = llama.evaluation_text()
     expected = llama.perplexity(dequantized(files[kind], tmp_path / "f16.gguf"), text)
     assert llama.perplexity(files[kind], text) == pytest.approx(expected, rel=0.005)
 
 
 def test_perplexity_is_near_the_original(files: dict[str, Path], tmp_path: Path) -> None:
-    text = llama.evaluation_text(tmp_path)
+    text = llama.evaluation_text()
     assert llama.perplexity(files["itq3_s"], text) < 1.1 * llama.perplexity(files["f16"], text)
 
 
@@ -169,7 +169,7 @@ def test_mixture_of_experts_runs(tmp_path: Path) -> None:
     made = convert(folder, tmp_path / "moe.gguf", "--pure")
     experts = [t for t in gguf.GGUFReader(made).tensors if "_exps" in t.name]
     assert len(experts) == 6 and all(t.tensor_type == ITQ3_S for t in experts)
-    text = llama.evaluation_text(tmp_path)
+    text = llama.evaluation_text()
     expected = llama.perplexity(dequantized(made, tmp_path / "moe-f16.gguf"), text, chunks=4, context=256)
     assert llama.perplexity(made, text, chunks=4, context=256) == pytest.approx(expected, rel=0.005)
 

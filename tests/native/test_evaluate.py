@@ -25,7 +25,7 @@ def test_evaluation_of_the_bundled_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
-    text.write_bytes(llama.evaluation_text(tmp_path).read_bytes()[:20_000])
+    text.write_bytes(llama.evaluation_text().read_bytes()[:20_000])
     monkeypatch.setenv("WIKITEXT2", str(text))
     keys = ["f16", "q8_0-pure", "itq3_s-pure", "convert-pure-unfolded", "kv-itq3_s-q4_0"]
     command = [

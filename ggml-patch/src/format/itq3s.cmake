@@ -11,6 +11,6 @@ if (NOT MSVC)
     if (GGML_SYSTEM_ARCH STREQUAL "x86")
         list(APPEND GGML_ITQ3S_FLAGS -mprefer-vector-width=512)
     endif()
-    set_source_files_properties(itq3s-decode.c itq3s-quantize.c itq3s-ldlq.c
+    set_source_files_properties(itq3s-decode.c itq3s-quantize.c itq3s-ldlq.c itq3s-imatrix.c
         PROPERTIES COMPILE_OPTIONS "${GGML_ITQ3S_FLAGS}")
 endif()
