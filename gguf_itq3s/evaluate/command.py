@@ -93,7 +93,8 @@ def results_table(results: Sequence[Result]) -> str:
     ]
     lines = [
         [r["type"], r["how"], f"{r['file_bits']:.3f}", f"{r['tensor_bits']:.3f}", f"{r['bytes'] / 2**20:.2f}",
-         f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}", f"{r['mean_kld']:.5f} ± {r['mean_kld_error']:.5f}",
+         f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}",
+         f"{round(r['mean_kld'], 5) + 0.0:.5f} ± {r['mean_kld_error']:.5f}",  # no minus before a zero
          f"{r['kld_99']:.4f} ± {r['kld_99_error']:.4f}",
          f"{100 * r['same_top']:.2f} ± {100 * r['same_top_error']:.2f}", f"`{r['key']}`"]
         for r in sorted(results, key=lambda r: (-r["file_bits"], r["mean_kld"]))
