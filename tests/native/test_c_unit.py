@@ -173,8 +173,11 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
         ([("a", 499, 256, 0)], 128, "'a' has invalid ggml type 499"),
         ([("a", 502, 256, 0)], 128, "'a' has invalid ggml type 502"),
+        ([("a", 9, 256, 0)], 512, "'a' has type q8_1, which is never in a file"),
+        ([("a", 15, 256, 0)], 512, "'a' has type q8_K, which is never in a file"),
+        ([("a", 501, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),
     ],
-    ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond"],
+    ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond", "q8_1", "q8_K", "q8_K_h"],
 )
 def test_the_reader_refuses(
     tensors: list[tuple[str, int, int, int]], data: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -195,7 +195,7 @@ def tensor_info(name: str, shape: tuple[int, int], kind: int) -> bytes:
         ((256, 512), 500, "offset"),
         ((512, 128), 500, None),  # a whole file, of another model
         ((256, 256), 499, "invalid ggml type 499"),
-        ((256, 256), 501, "offset"),
+        ((256, 256), 501, "never in a file"),
     ],
     ids=["row length", "row of 128", "more rows", "longer rows", "type in a gap", "activation type"],
 )
