@@ -119,9 +119,9 @@ class Evaluation:
         self.text = self.work / "text.txt"
         self.text.write_text(wikitext.read(settings.text or wikitext.test_path()), encoding="utf-8", newline="\n")
         self.f16 = self._f16_file()
-        self.common = hash_of(
-            _file_digest(self.f16), _file_digest(self.text), self.tools.digest(), settings.chunks, settings.context
-        )
+        # The model alone: statistics of it serve every text that is scored.
+        self.model = hash_of(_file_digest(self.f16), self.tools.digest(), settings.context)
+        self.common = hash_of(self.model, _file_digest(self.text), settings.chunks)
         self.base = self.work / f"base-{self.common}.kld"
 
     def _f16_file(self) -> Path:
@@ -152,7 +152,7 @@ class Evaluation:
     def imatrix(self) -> Path:
         """The importance matrix of the F16 model, made if it is not there."""
         text, digest = self.training
-        path = self.work / f"imatrix-{hash_of(self.common, digest, self.settings.imatrix_tokens)}.gguf"
+        path = self.work / f"imatrix-{hash_of(self.model, digest, self.settings.imatrix_tokens)}.gguf"
         if not path.is_file():
             partial = path.with_name(f"partial-{path.name}")  # the tool chooses its format by the suffix
             windows = max(1, self.settings.imatrix_tokens // self.settings.context)
@@ -166,7 +166,7 @@ class Evaluation:
         """Second moments of the model's activations, collected if they are not there."""
         text, digest = self.training
         tokens = self.settings.calibration_tokens
-        path = self.work / f"calibration-{hash_of(self.common, digest, tokens)}"
+        path = self.work / f"calibration-{hash_of(self.model, digest, tokens)}"
         options = CalibrationOptions(self.settings.model, [text], path, tokens=tokens, context=self.settings.context)
         calibrate(options)  # returns at once if the folder is complete
         return path

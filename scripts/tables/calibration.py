@@ -133,7 +133,7 @@ def main() -> int:
     for text, path in {"wikitext": wikitext.test_path(), "topics": topics}.items():
         for name, folder in models.items():
             settings = Settings(
-                folder, args.work_dir / f"{name}-{text}", chunks=args.chunks, threads=args.threads, text=path,
+                folder, args.work_dir / name, chunks=args.chunks, threads=args.threads, text=path,
                 training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,
             )  # fmt: skip
             rows = evaluate(settings, {"": ROWS})[""]
