@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from ..checkpoint import trust
 from .options import FORMS, FULL_COLUMNS, CalibrationOptions
 from .pipeline import calibrate
 
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--batch", type=int, default=CalibrationOptions.batch, help="windows at a time (default: %(default)s)"
     )
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
+from ..checkpoint import trust
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
@@ -36,14 +37,14 @@ class LayeredModel:
 
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder, self.device, self.checkpoint = options.model, torch.device(options.device), checkpoint
-        self.config = AutoConfig.from_pretrained(options.model)
         try:
-            with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
-        except (ValueError, KeyError) as error:
+            with trust.transformers_for(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
+                self.config = transformers.AutoConfig.from_pretrained(options.model)
+                model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+                self.model = model.eval()
+        except (ValueError, KeyError, ImportError) as error:
             raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
         self.base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
         text = self.config.get_text_config()

@@ -25,6 +25,7 @@ class CalibrationOptions:
         hessian: ``full``, ``block``, or None: full up to :data:`FULL_COLUMNS` columns.
         device: torch device.
         batch: windows at a time.
+        trust_remote_code: Python code of the model folder may run.
     """
 
     model: Path
@@ -35,6 +36,7 @@ class CalibrationOptions:
     hessian: str | None = None
     device: str = "cpu"
     batch: int = 8
+    trust_remote_code: bool = False
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""

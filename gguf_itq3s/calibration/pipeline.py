@@ -34,7 +34,7 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         KeyboardInterrupt: interrupted; the same call continues.
     """
 
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
     if checkpoint.model.arch not in fold.ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")

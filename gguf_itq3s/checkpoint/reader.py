@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import upstream
 from ..errors import UserError
-from . import bitnet, lazy
+from . import bitnet, lazy, trust
 from .policy import Model
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
@@ -130,29 +131,32 @@ class Checkpoint:
         return False
 
 
-def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: bool = False) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, model_name: str | None = None, verbose: bool = False, trust_remote_code: bool = False
+) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
 
     Args:
         folder: a local Hugging Face folder.
         model_name: ``general.name`` instead of the folder's or the model card's.
         verbose: let the libraries log.
+        trust_remote_code: Python code of the folder may run.
 
     Raises:
-        UserError: the folder is not a complete checkpoint of a supported architecture.
+        UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
     _check_folder(folder)
     conversion = upstream.load_conversion()
     import torch
-    import transformers
 
     logging.basicConfig(format="%(message)s")
     for name in ("hf-to-gguf", "gguf"):
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
-    if not verbose:
-        transformers.logging.set_verbosity_error()
 
-    with torch.inference_mode(), _read_not_mapped():
+    gate = trust.transformers_for(folder, trust_remote_code)
+    with gate as transformers, torch.inference_mode(), _read_not_mapped():
+        if not verbose:
+            transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder)
         files = _check_weights(folder)
         with _reading(folder):
@@ -164,12 +168,13 @@ def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: boo
     return _checkpoint(folder, reader, tensors, files)
 
 
-def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:
     """What :func:`open_checkpoint` would give of a checkpoint whose weights, and tokenizer, are not there.
 
     Args:
         folder: with ``config.json``.
         shapes: of the checkpoint's tensors, numpy order, by their names in it.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         Tensors that cannot be loaded, and a writer without a tokenizer.
@@ -192,7 +197,7 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
         found = (self.filter_tensors((name, partial(tensor, name, shape))) for name, shape in shapes.items())
         return dict(item for item in found if item is not None)
 
-    with torch.inference_mode(), _reading(folder):
+    with trust.transformers_for(folder, trust_remote_code), torch.inference_mode(), _reading(folder):
         model_class: Any = _model_class(conversion, folder)
         members = {"model_arch": model_class.model_arch, "index_tensors": index_tensors, "set_vocab": lambda _: None}
         reader: Any = type(model_class.__name__, (model_class,), members)(
@@ -211,11 +216,12 @@ def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: l
     return Checkpoint(folder, tensors, _model_facts(writer, tensors), writer, files)
 
 
-def download(repository: str) -> Path:
+def download(repository: str, *, trust_remote_code: bool = False) -> Path:
     """Fetch a model of the Hugging Face hub into its cache and return the folder.
 
     Args:
         repository: ``organisation/name``, with ``@revision`` if wanted.
+        trust_remote_code: fetch its Python files too.
 
     Raises:
         UserError: no such model, no access, or no network.
@@ -224,9 +230,11 @@ def download(repository: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
-    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "tokenization_*.py"]
+    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors"]
+    if trust_remote_code:
+        patterns.append("*.py")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=[*patterns, "*.safetensors"]))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         remedy = "check the name, the network, and HF_TOKEN for a gated model"
         raise UserError(f"hf:{repository}", str(error), remedy) from error
@@ -339,6 +347,9 @@ def _check_pickle(path: Path) -> None:
 
     try:
         torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = "holds other things than weights, which are not loaded, or is corrupt"
+        raise UserError(path, what, "convert it to safetensors where it may run its code") from error
     except Exception as error:  # pickles fail in many ways
         raise UserError(path, f"is truncated or corrupt ({type(error).__name__})", "download it again") from error
 
@@ -364,7 +375,7 @@ def _reader_class(model_class: Any) -> Any:
     def set_vocab(self: Any) -> None:
         try:
             model_class.set_vocab(self)
-        except (KeyboardInterrupt, MemoryError):
+        except (UserError, KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
             folder = self.dir_model

@@ -63,7 +63,10 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     """
     messages = messages or sys.stderr
     encoder = _encoder(options, messages)
-    checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
+    checkpoint = open_checkpoint(
+        options.model, model_name=options.model_name, verbose=options.verbose,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
     ternaries = _find_ternaries(checkpoint, options, messages)
     _check(options)
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors import SafetensorError, safe_open
 
 from .. import report
-from ..checkpoint import policy
+from ..checkpoint import policy, trust
 from ..checkpoint.reader import Checkpoint, open_shapes
 from ..codec.types import ITQ3_S
 from ..errors import UserError
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 
-def read_shapes(folder: Path) -> Shapes:
+def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     """Shape of every tensor by name, no weights read.
 
     Raises:
@@ -102,7 +102,7 @@ def read_shapes(folder: Path) -> Shapes:
         files = sorted(folder.glob("*.safetensors"))
     if files and all(file.is_file() for file in files):
         return _header_shapes(files)
-    return _meta_shapes(folder, names)
+    return _meta_shapes(folder, names, trust_remote_code)
 
 
 def _header_shapes(files: Sequence[Path]) -> Shapes:
@@ -117,14 +117,13 @@ def _header_shapes(files: Sequence[Path]) -> Shapes:
     return shapes
 
 
-def _meta_shapes(folder: Path, names: Sequence[str] | None) -> Shapes:
+def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
+        with trust.transformers_for(folder, trusted) as transformers, torch.device("meta"):
+            transformers.logging.set_verbosity_error()
+            config = transformers.AutoConfig.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         remedy = "download the safetensors files, or use a transformers that knows the architecture"
@@ -203,13 +202,14 @@ def compute_bytes(config: Mapping[str, Any]) -> int:
     return 4 * _MICRO_BATCH * (int(config.get("vocab_size") or 0) + 3 * widest)
 
 
-def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
+def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Sizes of everything.
 
     Args:
         folder: Hugging Face folder; ``config.json`` and an index are enough.
         context: tokens of context.
         memory: bytes there are, or None.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         ``weights`` (count), ``types`` (name -> ``bytes``, ``pure_bytes``, ``bits``), ``cache`` (name -> bytes),
@@ -219,7 +219,9 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
         UserError: as :func:`read_config` and :func:`read_shapes`, or the config does not describe the cache.
     """
     config = read_config(folder)
-    checkpoint = open_shapes(folder, read_shapes(folder))
+    checkpoint = open_shapes(
+        folder, read_shapes(folder, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
+    )
     try:
         layers = layers_of(config)
     except (KeyError, ZeroDivisionError) as error:
@@ -274,6 +276,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ctx", type=int, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 
@@ -286,6 +289,6 @@ def _size(argument: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    result = plan(args.model, args.ctx, args.vram)
+    result = plan(args.model, args.ctx, args.vram, trust_remote_code=args.trust_remote_code)
     print(json.dumps(result, indent=1) if args.json else text(result))
     return 0

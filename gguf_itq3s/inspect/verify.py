@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
 from .. import report
+from ..checkpoint import trust
 from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
@@ -27,7 +28,7 @@ _PART: Final = 1 << 22
 Reference = dict[str, tuple[tuple[int, ...], Callable[[], Iterator[np.ndarray]]]]
 
 
-def reference_of(source: Path) -> Reference:
+def reference_of(source: Path, *, trust_remote_code: bool = False) -> Reference:
     """The tensors to compare with, of a Hugging Face folder (through llama.cpp's conversion) or of a GGUF file.
 
     Raises:
@@ -36,7 +37,7 @@ def reference_of(source: Path) -> Reference:
     if source.is_file():
         reader = open_gguf(source)
         return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
-    return {t.name: (t.shape, t.load) for t in open_checkpoint(source).tensors}
+    return {t.name: (t.shape, t.load) for t in open_checkpoint(source, trust_remote_code=trust_remote_code).tensors}
 
 
 def _whole(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
@@ -69,7 +70,7 @@ def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTenso
     return was
 
 
-def compare(path: Path, source: Path) -> list[dict[str, Any]]:
+def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
     """Relative squared error of every tensor of a file, worst first.
 
     A file whose norms were folded (gains of one, the old gains multiplied into the matrices that read them) is compared
@@ -78,6 +79,7 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
     Args:
         path: GGUF file.
         source: Hugging Face folder or GGUF file.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks),
@@ -87,7 +89,7 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
         UserError: a file cannot be read, or a tensor has another shape.
     """
     file = {t.name: t for t in open_gguf(path).tensors}
-    reference = reference_of(source)
+    reference = reference_of(source, trust_remote_code=trust_remote_code)
     read = {norm for name in file if (norm := norm_read_by(name)) and norm in reference and norm in file}
     folded = {norm for norm in read if _lost_gain(norm, reference, file) is not None}
     results = []
@@ -157,12 +159,13 @@ def add_parser(subparsers: Any) -> None:
         "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 1 if a tensor is missing on one side."""
-    results = compare(args.file, args.against)
+    results = compare(args.file, args.against, trust_remote_code=args.trust_remote_code)
     if args.json:
         print(json.dumps(results, indent=1))
     else:
