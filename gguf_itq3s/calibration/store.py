@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoint.files import listed_file
 from ..errors import UserError
 from ..rounding import hessian
 from ..rounding.factors import GainOf, tensor_entry
@@ -85,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a calibration folder.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, it cannot be read, or it names a file outside of the folder.
     """
     path = folder / MANIFEST
     remedy = "give the folder that gguf-itq3s calibrate wrote"
@@ -97,6 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
         if version != VERSION:
             raise UserError(path, f"has version {version}, this program reads {VERSION}", "calibrate again")
         entries = {name: Entry(**entry) for name, entry in values.pop("entries").items()}
+        for entry in entries.values():
+            listed_file(folder, entry.file, path)
         return Manifest(**values, entries=entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(path, f"cannot be read: {error}", remedy) from error

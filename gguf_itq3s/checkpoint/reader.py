@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from .. import upstream
 from ..errors import UserError
 from . import bitnet, lazy, trust
+from .files import listed_file
 from .policy import Model
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
@@ -268,6 +269,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file of an index, names of files in its folder.
+
+    Raises:
+        UserError: it is damaged, or names anything else.
+    """
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(index, "has no weight_map", _UNREADABLE)
+    for name in weight_map.values():
+        listed_file(index.parent, name, index)
+    return weight_map
+
+
 def _model_class(conversion: Any, folder: Path) -> type:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
@@ -294,9 +309,7 @@ def _check_weights(folder: Path) -> list[Path]:
     index = folder / (_SAFETENSORS_INDEX if safe else _BIN_INDEX)
     weight_map: dict[str, str] = {}
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map") or {}
-        if not weight_map:
-            raise UserError(index, "has no weight_map", _UNREADABLE)
+        weight_map = read_weight_map(index)
         listed = set(weight_map.values())
         if missing := sorted(name for name in listed if not (folder / name).is_file()):
             count = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import report
 from ..checkpoint import policy, trust
-from ..checkpoint.reader import Checkpoint, open_shapes
+from ..checkpoint.reader import Checkpoint, open_shapes, read_weight_map
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 
@@ -92,10 +92,7 @@ def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     index = folder / "model.safetensors.index.json"
     names: list[str] | None = None
     if index.is_file():
-        try:
-            weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise UserError(index, "has no weight_map", "download it again") from error
+        weight_map = read_weight_map(index)
         names = list(weight_map)
         files = sorted({folder / file for file in weight_map.values()})
     else:
