@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from ..checkpoint import fold
+from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
 from .activations import activation_path, activations
@@ -33,7 +34,7 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         UserError: the model, the text or the folder cannot be used.
         KeyboardInterrupt: interrupted; the same call continues.
     """
-
+    check_output(options.out, (options.model, *options.text), folder=True)
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
     if checkpoint.model.arch not in fold.ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"

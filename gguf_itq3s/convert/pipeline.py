@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..calibration import store
 from ..checkpoint import fold, policy
+from ..checkpoint.files import check_output
 from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
@@ -62,6 +63,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
     messages = messages or sys.stderr
+    check_output(options.out, (options.model, options.calibration, options.imatrix))
     encoder = _encoder(options, messages)
     checkpoint = open_checkpoint(
         options.model, model_name=options.model_name, verbose=options.verbose,

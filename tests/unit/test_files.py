@@ -1,16 +1,17 @@
-"""Names in lists of files lead to the list's own folder."""
+"""Names in lists of files lead to the list's own folder, and an output is none of the inputs."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gguf_itq3s.checkpoint.files import listed_file
-from gguf_itq3s.cli import main
+from gguf_itq3s.checkpoint.files import check_output, listed_file
+from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.errors import UserError
 
 OUTSIDE = ["../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors", "..\\model.safetensors",
@@ -83,3 +84,78 @@ def test_a_manifest_names_files_of_its_folder(
     (folder / "manifest.json").write_text(json.dumps(manifest))
     line = error_of(["convert", str(model), str(tmp_path / "x.gguf"), "--calibration", str(folder)], capfd)
     assert line.startswith(f"error: {folder / 'manifest.json'}: names a file outside of its folder")
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.model"])
+@pytest.mark.parametrize("way", ["itself", "link", "hard link", "folder through a link", "blob"])
+def test_the_model_is_not_written_over(
+    name: str, way: str, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, model = llama_copy / name, llama_copy
+    if way == "link":
+        (out := tmp_path / "out.gguf").symlink_to(llama_copy / name)
+    elif way == "hard link":
+        os.link(llama_copy / name, out := tmp_path / "out.gguf")
+    elif way == "folder through a link":
+        (model := tmp_path / "other").symlink_to(llama_copy)
+    elif way == "blob":
+        (llama_copy / name).rename(out := tmp_path / "blob")
+        (llama_copy / name).symlink_to(out)
+    before = contents(llama_copy)
+    line = error_of(["convert", str(model), str(out), "--outtype", "f16"], capfd)
+    assert line.startswith(f"error: {out}: cannot be written: it is a file of the input {model}; "), line
+    assert contents(llama_copy) == before and out.exists()
+
+
+def test_no_work_is_done_for_an_output_that_is_an_input(
+    llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model is not even opened: what is wrong with it is not said."""
+    (llama_copy / "tokenizer.model").write_text("damaged")
+    line = error_of(["convert", str(llama_copy), str(llama_copy / "model.safetensors"), "--dry-run"], capfd)
+    assert "it is a file of the input" in line
+    assert "it is a folder" in error_of(["convert", str(llama_copy), str(tmp_path), "--dry-run"], capfd)
+
+
+def test_statistics_are_not_written_over(
+    calibrated: Calibrated, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, statistics = calibrated("llama")
+    folder = Path(shutil.copytree(statistics, tmp_path / "calibration"))
+    before = contents(folder)
+    for name in before:
+        arguments = ["convert", str(model), str(folder / name), "--calibration", str(folder)]
+        assert f"it is a file of the input {folder}; " in error_of(arguments, capfd)
+    assert contents(folder) == before
+    matrix = tmp_path / "imatrix.gguf"
+    matrix.write_bytes(b"GGUF and so on")
+    assert "it is the input itself" in error_of(["convert", str(model), str(matrix), "--imatrix", str(matrix)], capfd)
+    assert matrix.read_bytes() == b"GGUF and so on"
+
+
+def test_a_calibration_is_not_written_into_the_model(llama_copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = llama_copy.parent / "text.txt"
+    text.write_text("words " * 1000)
+    (link := llama_copy.parent / "link").symlink_to(llama_copy)
+    before = contents(llama_copy)
+    for out in (llama_copy, link, text):
+        line = error_of(["calibrate", str(llama_copy), "--text", str(text), "-o", str(out)], capfd)
+        assert line.startswith(f"error: {out}: cannot be written: it is the input itself; ")
+    assert contents(llama_copy) == before
+
+
+def test_a_gguf_file_beside_the_weights_may_be_written(llama_copy: Path) -> None:
+    out = llama_copy / "model.gguf"
+    for _ in range(2):  # new, and over the one before
+        assert convert_main([str(llama_copy), str(out), "--outtype", "f16"]) == 0
+    assert out.read_bytes()[:4] == b"GGUF"
+    check_output(llama_copy / "calibration", [llama_copy], folder=True)
+    (llama_copy / "calibration").mkdir()
+    check_output(llama_copy / "calibration", [llama_copy], folder=True)
