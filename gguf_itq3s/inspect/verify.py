@@ -51,9 +51,10 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
     """Rows of a tensor as float32 (rows, n)."""
     data = tensor.data.reshape(-1, tensor.data.shape[-1])[rows]
-    if tensor.tensor_type in (Type.F32, Type.F16):
+    if tensor.tensor_type in (Type.F32, Type.F16, Type.F64):
         return data.astype(np.float32)
-    return gguf.quants.dequantize(data, tensor.tensor_type)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is counted
+        return gguf.quants.dequantize(data, tensor.tensor_type)
 
 
 def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
@@ -71,7 +72,7 @@ def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTenso
 
 
 def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
-    """Relative squared error of every tensor of a file, worst first.
+    """Relative squared error of every tensor of a file: first those with NaN or infinite values, then the worst.
 
     A file whose norms were folded (gains of one, the old gains multiplied into the matrices that read them) is compared
     with the folded checkpoint.
@@ -82,8 +83,9 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
         trust_remote_code: Python code of the folder may run.
 
     Returns:
-        For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks),
-        ``max_error`` (largest difference over the RMS of the tensor) and ``note``.
+        For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks or
+        whose values are not finite), ``max_error`` (largest difference over the RMS of the tensor), ``not_finite`` (how
+        many values of the two are NaN or infinite) and ``note``.
 
     Raises:
         UserError: a file cannot be read, or a tensor has another shape.
@@ -95,15 +97,7 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
-            results.append(
-                {
-                    "name": name,
-                    "type": tensor.tensor_type.name,
-                    "error": None,
-                    "max_error": None,
-                    "note": "not in the checkpoint",
-                }
-            )
+            results.append(_alone(name, tensor.tensor_type.name, "not in the checkpoint"))
             continue
         shape, load = reference[name]
         if shape != _shape(tensor):
@@ -111,26 +105,24 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
                 path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
             )
         if name in folded:
-            results.append(
-                {"name": name, "type": tensor.tensor_type.name, "error": 0.0, "max_error": 0.0, "note": "folded"}
-            )
+            results.append({**_alone(name, tensor.tensor_type.name, "folded"), "error": 0.0, "max_error": 0.0})
             continue
         try:
             result = _compare_tensor(tensor, load(), _gain(name, reference, file))
         except NotImplementedError:
-            result = {"error": None, "max_error": None, "note": "gguf-py cannot decode this type"}
-        results.append({"name": name, "type": tensor.tensor_type.name, **result})
-    results += [
-        {"name": name, "type": "-", "error": None, "max_error": None, "note": "not in the file"}
-        for name in reference
-        if name not in file
-    ]
-    return sorted(results, key=lambda r: -(np.inf if r["error"] is None else r["error"]))
+            result = {"note": "gguf-py cannot decode this type"}
+        results.append({**_alone(name, tensor.tensor_type.name, ""), **result})
+    results += [_alone(name, "-", "not in the file") for name in reference if name not in file]
+    return sorted(results, key=lambda r: (-r["not_finite"], -(np.inf if r["error"] is None else r["error"])))
+
+
+def _alone(name: str, qtype: str, note: str) -> dict[str, Any]:
+    return {"name": name, "type": qtype, "error": None, "max_error": None, "not_finite": 0, "note": note}
 
 
 def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain: np.ndarray | None) -> dict[str, Any]:
     error = energy = largest = 0.0
-    row = count = 0
+    row = count = bad = missed = 0
     for part in parts:
         matrix = np.asarray(part).reshape(-1, part.shape[-1]) if part.ndim > 1 else np.asarray(part).reshape(1, -1)
         step = max(1, _PART // matrix.shape[1])
@@ -139,12 +131,20 @@ def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain
             if gain is not None:
                 expected = expected * gain
             found = _values(tensor, slice(row, row + expected.shape[0])).reshape(expected.shape)
+            bad += expected.size - int(np.isfinite(found).sum())
+            missed += expected.size - int(np.isfinite(expected).sum())
+            row += expected.shape[0]
+            count += expected.size
+            if bad or missed:  # there is no error any more, only the count of such values
+                continue
             difference = found.astype(np.float64) - expected
             error += float(np.square(difference).sum())
             energy += float(np.square(expected, dtype=np.float64).sum())
             largest = max(largest, float(np.abs(difference).max(initial=0)))
-            row += expected.shape[0]
-            count += expected.size
+    if bad or missed:
+        where = "" if bad else " in the checkpoint"
+        note = f"{bad or missed} of {count} values are NaN or infinite{where}"
+        return {"not_finite": bad + missed, "note": note}
     rms = np.sqrt(energy / max(count, 1))
     relative = error / energy if energy else (0.0 if error == 0 else float("inf"))
     note = "norm folded" if gain is not None else ""
@@ -164,7 +164,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 1 if a tensor is missing on one side."""
+    """Run the command; returns the exit code: 1 if a tensor is missing on one side, or a value is not finite."""
     results = compare(args.file, args.against, trust_remote_code=args.trust_remote_code)
     if args.json:
         print(json.dumps(results, indent=1))
@@ -175,4 +175,4 @@ def run(args: argparse.Namespace) -> int:
             for r in results
         ]  # fmt: skip
         print(report.table(["tensor", "type", "rel. sq. error", "max error / RMS", "note"], rows))
-    return int(any(r["note"].startswith("not in") for r in results))
+    return int(any(r["not_finite"] or r["note"].startswith("not in") for r in results))
