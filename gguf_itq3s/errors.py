@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
@@ -47,6 +48,17 @@ def output_error(path: Path, error: OSError) -> UserError:
     }
     what = f"cannot be written: {error.strerror or error}"
     return UserError(path, what, remedies.get(error.errno or 0, "choose a place that can be written"))
+
+
+def positive(argument: str) -> int:
+    """The type of an option that counts something, for argparse."""
+    try:
+        value = int(argument)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not a whole number") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{value} is not more than 0")
+    return value
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

@@ -62,6 +62,9 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         raise output_error(options.out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues from {options.out}") from None
+    if not manifest.entries:
+        what = "has no matrix with statistics: rows have to be a multiple of 256 long"
+        raise UserError(options.model, what, "convert it without a calibration")
     return manifest
 
 
@@ -84,7 +87,12 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             collector.close()
             file = f"layer-{number:04d}.safetensors"
             partial = options.out / f"{file}.partial"
-            save_file(collector.statistics(), partial)
+            statistics = collector.statistics()
+            for key, value in statistics.items():
+                if not np.isfinite(value).all():
+                    what = f"gives inputs of layer {number} that are NaN or infinite"
+                    raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+            save_file(statistics, partial)
             partial.replace(options.out / file)
             target.flush()
             del source, target

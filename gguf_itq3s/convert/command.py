@@ -13,6 +13,7 @@ from ..checkpoint.reader import download
 from ..codec.blocks import CODECS, EFFORTS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
+from ..errors import positive
 from .options import OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .pipeline import Conversion, convert
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
     parser.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
     parser.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
-    parser.add_argument("--threads", type=int, default=processors(), metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=defaults.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",

@@ -40,8 +40,9 @@ def header(
     options: ConvertOptions,
     folding: Folding,
     ternaries: Ternaries,
+    calibrated: bool = False,
 ) -> bytes:
-    """GGUF header, metadata and tensor infos as bytes."""
+    """GGUF header, metadata and tensor infos as bytes; ``calibrated``: a matrix is rounded with statistics."""
     writer = checkpoint.writer
     if options.outtype != "f16":  # what upstream wrote for an F16 file stands
         writer.remove_key("general.file_type")
@@ -50,7 +51,7 @@ def header(
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
-        writer.add_bool("itq3s.calibrated", bool(options.statistics))
+        writer.add_bool("itq3s.calibrated", calibrated)
         writer.add_bool("itq3s.norms_folded", bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)

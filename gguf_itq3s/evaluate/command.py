@@ -11,6 +11,7 @@ from typing import Any, Final
 from .. import report, upstream
 from ..checkpoint import trust
 from ..codec import native
+from ..errors import positive
 from . import plots
 from .rows import kv_rows, weight_rows
 from .runner import DEFAULT_CHUNKS, Result, Settings, evaluate, hash_of, write_json
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CHUNKS,
         help="windows to score, -1 for the whole text (default: %(default)s)",
     )
-    parser.add_argument("--ctx", type=int, default=512, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=native.processors(), help="default: %(default)s")
+    parser.add_argument("--ctx", type=positive, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to score (default: WikiText-2's test split)")
     trust.add_argument(parser)
     parser.add_argument("--keep", action="store_true", help="keep quantized files and log-probabilities")

@@ -23,7 +23,7 @@ from .. import report
 from ..checkpoint import policy, trust
 from ..checkpoint.reader import Checkpoint, open_shapes, read_weight_map
 from ..codec.types import ITQ3_S
-from ..errors import UserError
+from ..errors import UserError, positive
 
 #: Types of the table, by descending size.
 WEIGHT_TYPES: Final = (
@@ -270,7 +270,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``plan``."""
     parser = subparsers.add_parser("plan", help="sizes by type, KV cache, and what fits", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder; config.json and the index are enough")
-    parser.add_argument("--ctx", type=int, default=4096, help="tokens of context (default: %(default)s)")
+    parser.add_argument("--ctx", type=positive, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)

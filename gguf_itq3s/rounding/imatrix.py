@@ -39,6 +39,11 @@ class ImportanceMatrix:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.moments
 
+    def usable(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.usable`."""
+        rows = self.moments.get(name)
+        return rows is not None and bool((np.isfinite(rows).all(axis=1) & rows.any(axis=1)).any())
+
     def key(self, name: str, expert: int | None) -> str:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
         return tensor_entry(name, expert)
