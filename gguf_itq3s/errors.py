@@ -12,8 +12,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from .upstream import FetchError
+
+#: In the environment, asks for the traceback of an error.
+TRACEBACK: Final = "GGUF_ITQ3S_TRACEBACK"
 
 
 class UserError(Exception):
@@ -68,7 +72,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 def report_errors(command: Callable[..., int]) -> Callable[..., int]:
     """Decorate the ``main`` of a command: user errors and Ctrl-C become one line on stderr and exit code 1.
 
-    ``GGUF_ITQ3S_TRACEBACK=1`` prints the traceback as well.
+    So does any other exception, which is an error of the program. ``GGUF_ITQ3S_TRACEBACK=1`` prints the traceback as
+    well.
     """
 
     @functools.wraps(command)
@@ -78,9 +83,11 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
             return command(*args, **kwargs)
         except (UserError, FetchError, KeyboardInterrupt, MemoryError, BrokenPipeError) as error:
             problem: BaseException = error
+        except Exception as error:
+            problem = error
         finally:
             signal.signal(signal.SIGTERM, before)
-        if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
+        if os.environ.get(TRACEBACK):
             traceback.print_exception(problem)
         if isinstance(problem, BrokenPipeError):
             # The reader of our output is gone (a closed pager); Python would complain again at exit.
@@ -95,4 +102,7 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
 def _message(problem: BaseException) -> str:
     if isinstance(problem, MemoryError):
         return "out of memory; close other programs or use a machine with more"
-    return str(problem) or "interrupted"
+    if isinstance(problem, (UserError, FetchError, KeyboardInterrupt)):
+        return str(problem) or "interrupted"
+    what = f"internal error: {type(problem).__name__}: {_one_line(str(problem) or 'no message')}"
+    return f"{what}; run with {TRACEBACK}=1 to see where"

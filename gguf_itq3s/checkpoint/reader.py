@@ -36,6 +36,9 @@ _TOKENIZER_FILES: Final = (
     "tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken",
     "sentencepiece*.model", "tokenizer.jsonl", "tokenization_*.py", "rwkv_vocab*.txt",
 )  # fmt: skip
+# Counts in config.json, and those of which some architectures have a list, one for each layer.
+_LISTS: Final = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "n_head")
+_COUNTS: Final = ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "n_embd", "n_layer", *_LISTS)
 _UNREADABLE: Final = "the file is damaged; download it again"
 
 
@@ -212,6 +215,10 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
 def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path]) -> Checkpoint:
     if not tensors:
         raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
+    for tensor in tensors:
+        if not tensor.shape or not tensor.size:
+            what = f"has the shape {tensor.shape}, and no weights"
+            raise UserError(folder, what, "repair the checkpoint or download it again", tensor.label)
     writer = reader.gguf_writer
     writer.tensors = [{}]
     return Checkpoint(folder, tensors, _model_facts(writer, tensors), writer, files)
@@ -256,13 +263,35 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(config, "no such file", "give the folder of a Hugging Face checkpoint with its config.json")
-    _read_json(config)
+    check_counts(config, read_json(config))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def check_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config whose numbers of layers, heads, columns are none; upstream's code takes them as they are.
+
+    Raises:
+        UserError: one is text, negative, or the like.
+    """
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        for name in _COUNTS:
+            value = part.get(name)
+            values = value if isinstance(value, list) and value and name in _LISTS else [value]
+            if not all(v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0) for v in values):
+                raise UserError(
+                    path, f"has {name} {value!r:.80}, which is no count", "take the config.json of the model"
+                )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file is not there, is not JSON, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(path, f"is not valid JSON: {error}", _UNREADABLE) from error
     if not isinstance(value, dict):
         raise UserError(path, "holds no JSON object", _UNREADABLE)
@@ -275,7 +304,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises:
         UserError: it is damaged, or names anything else.
     """
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(index, "has no weight_map", _UNREADABLE)
     for name in weight_map.values():
@@ -286,14 +315,15 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _model_class(conversion: Any, folder: Path) -> type:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
-    hparams = conversion.ModelBase.load_hparams(folder, False)
+    with _reading(folder):
+        hparams = conversion.ModelBase.load_hparams(folder, False)
     try:
         architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise UserError(config, "names no architecture", "add the model's class under 'architectures'") from error
     try:
         return conversion.get_model_class(architecture)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError) as error:
         remedy = "the pinned llama.cpp cannot read it; set LLAMA_CPP_DIR to a newer checkout if that can"
         raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
 

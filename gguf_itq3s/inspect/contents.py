@@ -46,7 +46,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
         raise UserError(path, "no such file", "give a GGUF file")
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # gguf-py checks little of what it reads
         raise UserError(path, f"is not a complete GGUF file ({error})", "write or download it again") from error
 
 
@@ -79,9 +79,11 @@ def inspect_tensor(tensor: gguf.ReaderTensor) -> dict[str, Any]:
     qtype = tensor.tensor_type
     facts: dict[str, Any] = {
         "name": tensor.name, "type": qtype.name, "shape": [int(n) for n in tensor.shape],
-        "bits_per_weight": 8 * int(tensor.n_bytes) / int(tensor.n_elements),
+        "bits_per_weight": 8 * int(tensor.n_bytes) / max(1, int(tensor.n_elements)),
         "scales": None, "zero_blocks": None, "not_finite": None, "levels": None,
     }  # fmt: skip
+    if not tensor.n_elements:
+        return facts
     if qtype not in _SCALE_OFFSETS:
         facts["not_finite"] = _not_finite(tensor)
         return facts
@@ -145,7 +147,10 @@ def inspect_file(path: Path) -> dict[str, Any]:
         for n in reader.fields
         if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")
     ]
-    metadata = {name: reader.fields[name].contents() for name in names}
+    try:
+        metadata = {name: reader.fields[name].contents() for name in names}
+    except (ValueError, IndexError, TypeError) as error:
+        raise UserError(path, f"has metadata that cannot be read ({error})", "write or download it again") from error
     return {
         "file": str(path), "bytes": path.stat().st_size, "metadata": metadata,
         "tensors": [inspect_tensor(tensor) for tensor in reader.tensors],

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import report
 from ..checkpoint import policy, trust
-from ..checkpoint.reader import Checkpoint, open_shapes, read_weight_map
+from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map
 from ..codec.types import ITQ3_S
 from ..errors import UserError, positive
 
@@ -76,10 +76,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(path, "no such file", "give a Hugging Face folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(path, f"is not valid JSON ({error})", "download it again") from error
+    config = read_json(path)
+    check_counts(path, config)
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 
@@ -122,7 +120,9 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a config can be wrong in many ways
         remedy = "download the safetensors files, or use a transformers that knows the architecture"
         raise UserError(folder / "config.json", f"gives no shapes ({error})", remedy) from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
@@ -221,7 +221,8 @@ def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: b
     )
     try:
         layers = layers_of(config)
-    except (KeyError, ZeroDivisionError) as error:
+        compute = compute_bytes(config)
+    except (KeyError, ZeroDivisionError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
         ) from error
@@ -233,7 +234,7 @@ def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: b
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {
         "weights": weights, "context": context, "memory": memory, "types": types, "cache": cache,
-        "compute": compute_bytes(config),
+        "compute": compute,
     }  # fmt: skip
     if memory is not None:
         result["fits"] = {

@@ -125,7 +125,7 @@ def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain
     row = count = bad = missed = 0
     for part in parts:
         matrix = np.asarray(part).reshape(-1, part.shape[-1]) if part.ndim > 1 else np.asarray(part).reshape(1, -1)
-        step = max(1, _PART // matrix.shape[1])
+        step = max(1, _PART // max(1, matrix.shape[1]))
         for start in range(0, matrix.shape[0], step):
             expected = matrix[start : start + step].astype(np.float32)
             if gain is not None:
