@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
@@ -11,8 +12,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from .upstream import FetchError
+
+#: In the environment, asks for the traceback of an error.
+TRACEBACK: Final = "GGUF_ITQ3S_TRACEBACK"
 
 
 class UserError(Exception):
@@ -49,6 +54,17 @@ def output_error(path: Path, error: OSError) -> UserError:
     return UserError(path, what, remedies.get(error.errno or 0, "choose a place that can be written"))
 
 
+def positive(argument: str) -> int:
+    """The type of an option that counts something, for argparse."""
+    try:
+        value = int(argument)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not a whole number") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{value} is not more than 0")
+    return value
+
+
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -56,7 +72,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 def report_errors(command: Callable[..., int]) -> Callable[..., int]:
     """Decorate the ``main`` of a command: user errors and Ctrl-C become one line on stderr and exit code 1.
 
-    ``GGUF_ITQ3S_TRACEBACK=1`` prints the traceback as well.
+    So does any other exception, which is an error of the program. ``GGUF_ITQ3S_TRACEBACK=1`` prints the traceback as
+    well.
     """
 
     @functools.wraps(command)
@@ -66,9 +83,11 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
             return command(*args, **kwargs)
         except (UserError, FetchError, KeyboardInterrupt, MemoryError, BrokenPipeError) as error:
             problem: BaseException = error
+        except Exception as error:
+            problem = error
         finally:
             signal.signal(signal.SIGTERM, before)
-        if os.environ.get("GGUF_ITQ3S_TRACEBACK"):
+        if os.environ.get(TRACEBACK):
             traceback.print_exception(problem)
         if isinstance(problem, BrokenPipeError):
             # The reader of our output is gone (a closed pager); Python would complain again at exit.
@@ -83,4 +102,7 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
 def _message(problem: BaseException) -> str:
     if isinstance(problem, MemoryError):
         return "out of memory; close other programs or use a machine with more"
-    return str(problem) or "interrupted"
+    if isinstance(problem, (UserError, FetchError, KeyboardInterrupt)):
+        return str(problem) or "interrupted"
+    what = f"internal error: {type(problem).__name__}: {_one_line(str(problem) or 'no message')}"
+    return f"{what}; run with {TRACEBACK}=1 to see where"

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from ..checkpoint import trust
+from ..errors import positive
 from .options import FORMS, FULL_COLUMNS, CalibrationOptions
 from .pipeline import calibrate
 
@@ -22,9 +24,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--tokens", type=int, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
+        "--tokens", type=positive, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
     )
-    parser.add_argument("--context", type=int, help="tokens of a window (default: the model's, at most 2048)")
+    parser.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
     parser.add_argument(
         "--hessian",
         choices=FORMS,
@@ -32,8 +34,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", help="torch device, such as cuda (default: %(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=CalibrationOptions.batch, help="windows at a time (default: %(default)s)"
+        "--batch", type=positive, default=CalibrationOptions.batch, help="windows at a time (default: %(default)s)"
     )
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 

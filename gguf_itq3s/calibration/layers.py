@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
+from ..checkpoint import trust
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
@@ -36,14 +37,16 @@ class LayeredModel:
 
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.folder, self.device, self.checkpoint = options.model, torch.device(options.device), checkpoint
-        self.config = AutoConfig.from_pretrained(options.model)
+        self.folder, self.device, self.checkpoint = options.model, _device(options), checkpoint
         try:
-            with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
-        except (ValueError, KeyError) as error:
+            with trust.transformers_for(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
+                self.config = transformers.AutoConfig.from_pretrained(options.model)
+                model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+                self.model = model.eval()
+        except UserError:
+            raise
+        except Exception as error:  # a config can be wrong in many ways
             raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
         self.base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
         text = self.config.get_text_config()
@@ -142,6 +145,19 @@ class LayeredModel:
             buffers = [buffer for _, buffer in module.named_buffers()]
             if buffers and not list(module.parameters()) and all(buffer.is_meta for buffer in buffers):
                 setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
+
+
+def _device(options: CalibrationOptions) -> torch.device:
+    """The torch device, once it has held a number."""
+    import torch
+
+    try:
+        device = torch.device(options.device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        what = f"cannot be calibrated on --device {options.device}: {error}"
+        raise UserError(options.model, what, "give cpu, or a device of this machine's torch such as cuda") from error
+    return device
 
 
 class _Weights:

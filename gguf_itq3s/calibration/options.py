@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..errors import UserError
+
 FORMS: Final = ("full", "block")
 #: Widest input whose full Hessian is collected by default.
 FULL_COLUMNS: Final = 8192
@@ -25,6 +27,10 @@ class CalibrationOptions:
         hessian: ``full``, ``block``, or None: full up to :data:`FULL_COLUMNS` columns.
         device: torch device.
         batch: windows at a time.
+        trust_remote_code: Python code of the model folder may run.
+
+    Raises:
+        UserError: a count is not positive: nothing would be collected.
     """
 
     model: Path
@@ -35,6 +41,13 @@ class CalibrationOptions:
     hessian: str | None = None
     device: str = "cpu"
     batch: int = 8
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "context", "batch"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(self.model, f"cannot be calibrated with --{name} {value}", "give more than 0")
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from ..checkpoint import fold
+from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
 from .activations import activation_path, activations
@@ -33,8 +34,8 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         UserError: the model, the text or the folder cannot be used.
         KeyboardInterrupt: interrupted; the same call continues.
     """
-
-    checkpoint = open_checkpoint(options.model)
+    check_output(options.out, (options.model, *options.text), folder=True)
+    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
     if checkpoint.model.arch not in fold.ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
@@ -61,6 +62,9 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         raise output_error(options.out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues from {options.out}") from None
+    if not manifest.entries:
+        what = "has no matrix with statistics: rows have to be a multiple of 256 long"
+        raise UserError(options.model, what, "convert it without a calibration")
     return manifest
 
 
@@ -83,7 +87,12 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             collector.close()
             file = f"layer-{number:04d}.safetensors"
             partial = options.out / f"{file}.partial"
-            save_file(collector.statistics(), partial)
+            statistics = collector.statistics()
+            for key, value in statistics.items():
+                if not np.isfinite(value).all():
+                    what = f"gives inputs of layer {number} that are NaN or infinite"
+                    raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+            save_file(statistics, partial)
             partial.replace(options.out / file)
             target.flush()
             del source, target

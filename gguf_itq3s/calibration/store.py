@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoint.files import listed_file
 from ..errors import UserError
 from ..rounding import hessian
 from ..rounding.factors import GainOf, tensor_entry
@@ -85,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a calibration folder.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, it cannot be read, or it names a file outside of the folder.
     """
     path = folder / MANIFEST
     remedy = "give the folder that gguf-itq3s calibrate wrote"
@@ -97,6 +99,10 @@ def read_manifest(folder: Path) -> Manifest:
         if version != VERSION:
             raise UserError(path, f"has version {version}, this program reads {VERSION}", "calibrate again")
         entries = {name: Entry(**entry) for name, entry in values.pop("entries").items()}
+        for name, entry in entries.items():
+            listed_file(folder, entry.file, path)
+            if not isinstance(entry.tokens, int) or entry.tokens < 0 or not isinstance(entry.key, str):
+                raise UserError(path, f"has {entry.tokens!r:.40} tokens of {entry.key!r:.80}", remedy, name)
         return Manifest(**values, entries=entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(path, f"cannot be read: {error}", remedy) from error
@@ -165,6 +171,15 @@ class Calibration:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.entries or tensor_entry(name, 0) in self.entries
 
+    def usable(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.usable`."""
+        return name in self._seen
+
+    @cached_property
+    def _seen(self) -> frozenset[str]:
+        """The tensors of which at least one matrix saw a token."""
+        return frozenset(name.partition("[")[0] for name, entry in self.entries.items() if entry.tokens)
+
     def key(self, name: str, expert: int | None) -> str:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
         entry = self.entries.get(tensor_entry(name, expert))
@@ -202,9 +217,13 @@ class Calibration:
         path = self.folder / entry.file
         try:
             with safe_open(path, framework="numpy") as file:
-                return np.asarray(file.get_tensor(entry.key))
-        except (OSError, SafetensorError) as error:
+                found = np.asarray(file.get_tensor(entry.key))
+            hessian.columns_of(found)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise UserError(path, f"cannot be read: {error}", "calibrate again", name) from error
+        if not np.isfinite(found).all() or (np.diagonal(found, axis1=-2, axis2=-1) < 0).any():
+            raise UserError(path, "has statistics that are not finite, or squares below 0", "calibrate again", name)
+        return found
 
 
 def open_calibration(folder: Path, files: Sequence[Path]) -> Calibration:
@@ -215,11 +234,16 @@ def open_calibration(folder: Path, files: Sequence[Path]) -> Calibration:
         files: the checkpoint's weight files.
 
     Raises:
-        UserError: not a calibration folder, not finished, or of another model.
+        UserError: not a calibration folder, not finished, empty, or of another model.
     """
     manifest = read_manifest(folder)
     if not manifest.complete:
         raise UserError(folder / MANIFEST, "is of a calibration that did not finish", "run the same command again")
+    # An expert may have seen no token; a matrix that all tokens pass cannot.
+    blind = [name for name, entry in manifest.entries.items() if not entry.tokens and not name.endswith("]")]
+    if not any(entry.tokens for entry in manifest.entries.values()) or blind:
+        what = "has statistics that saw no token" if manifest.entries else "has no statistics"
+        raise UserError(folder / MANIFEST, what, "calibrate again", blind[0] if blind else None)
     if manifest.model != model_hash(files):
         what = "is of another model: its hash and that of the weights differ"
         raise UserError(folder / MANIFEST, what, "calibrate this model")

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from ..checkpoint import trust
 from ..errors import UserError
 from .options import CalibrationOptions
 
@@ -17,13 +18,12 @@ _CHARACTERS: Final = 8
 
 def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text: int64 (windows, context)."""
-    from transformers import AutoTokenizer
-
     context = options.context or min(longest, 2048)
     if not 16 <= context <= longest:
         raise UserError(options.model, f"a context of {context} does not fit it", f"give 16 to {longest}")
     count = max(1, options.tokens // context)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    with trust.transformers_for(options.model, options.trust_remote_code) as transformers:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     rows: list[list[int]] = []
     for number, path in enumerate(options.text):
         share = (count * (number + 1)) // len(options.text) - (count * number) // len(options.text)

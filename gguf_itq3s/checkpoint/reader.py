@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from .. import upstream
 from ..errors import UserError
-from . import bitnet, lazy
+from . import bitnet, lazy, trust
+from .files import listed_file
 from .policy import Model
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
@@ -34,6 +36,9 @@ _TOKENIZER_FILES: Final = (
     "tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken",
     "sentencepiece*.model", "tokenizer.jsonl", "tokenization_*.py", "rwkv_vocab*.txt",
 )  # fmt: skip
+# Counts in config.json, and those of which some architectures have a list, one for each layer.
+_LISTS: Final = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "n_head")
+_COUNTS: Final = ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "n_embd", "n_layer", *_LISTS)
 _UNREADABLE: Final = "the file is damaged; download it again"
 
 
@@ -130,29 +135,32 @@ class Checkpoint:
         return False
 
 
-def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: bool = False) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, model_name: str | None = None, verbose: bool = False, trust_remote_code: bool = False
+) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
 
     Args:
         folder: a local Hugging Face folder.
         model_name: ``general.name`` instead of the folder's or the model card's.
         verbose: let the libraries log.
+        trust_remote_code: Python code of the folder may run.
 
     Raises:
-        UserError: the folder is not a complete checkpoint of a supported architecture.
+        UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
     _check_folder(folder)
     conversion = upstream.load_conversion()
     import torch
-    import transformers
 
     logging.basicConfig(format="%(message)s")
     for name in ("hf-to-gguf", "gguf"):
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
-    if not verbose:
-        transformers.logging.set_verbosity_error()
 
-    with torch.inference_mode(), _read_not_mapped():
+    gate = trust.transformers_for(folder, trust_remote_code)
+    with gate as transformers, torch.inference_mode(), _read_not_mapped():
+        if not verbose:
+            transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder)
         files = _check_weights(folder)
         with _reading(folder):
@@ -164,12 +172,13 @@ def open_checkpoint(folder: Path, *, model_name: str | None = None, verbose: boo
     return _checkpoint(folder, reader, tensors, files)
 
 
-def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:
     """What :func:`open_checkpoint` would give of a checkpoint whose weights, and tokenizer, are not there.
 
     Args:
         folder: with ``config.json``.
         shapes: of the checkpoint's tensors, numpy order, by their names in it.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         Tensors that cannot be loaded, and a writer without a tokenizer.
@@ -192,7 +201,7 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
         found = (self.filter_tensors((name, partial(tensor, name, shape))) for name, shape in shapes.items())
         return dict(item for item in found if item is not None)
 
-    with torch.inference_mode(), _reading(folder):
+    with trust.transformers_for(folder, trust_remote_code), torch.inference_mode(), _reading(folder):
         model_class: Any = _model_class(conversion, folder)
         members = {"model_arch": model_class.model_arch, "index_tensors": index_tensors, "set_vocab": lambda _: None}
         reader: Any = type(model_class.__name__, (model_class,), members)(
@@ -206,16 +215,21 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
 def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path]) -> Checkpoint:
     if not tensors:
         raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
+    for tensor in tensors:
+        if not tensor.shape or not tensor.size:
+            what = f"has the shape {tensor.shape}, and no weights"
+            raise UserError(folder, what, "repair the checkpoint or download it again", tensor.label)
     writer = reader.gguf_writer
     writer.tensors = [{}]
     return Checkpoint(folder, tensors, _model_facts(writer, tensors), writer, files)
 
 
-def download(repository: str) -> Path:
+def download(repository: str, *, trust_remote_code: bool = False) -> Path:
     """Fetch a model of the Hugging Face hub into its cache and return the folder.
 
     Args:
         repository: ``organisation/name``, with ``@revision`` if wanted.
+        trust_remote_code: fetch its Python files too.
 
     Raises:
         UserError: no such model, no access, or no network.
@@ -224,9 +238,11 @@ def download(repository: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
-    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "tokenization_*.py"]
+    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors"]
+    if trust_remote_code:
+        patterns.append("*.py")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=[*patterns, "*.safetensors"]))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         remedy = "check the name, the network, and HF_TOKEN for a gated model"
         raise UserError(f"hf:{repository}", str(error), remedy) from error
@@ -247,30 +263,67 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(config, "no such file", "give the folder of a Hugging Face checkpoint with its config.json")
-    _read_json(config)
+    check_counts(config, read_json(config))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def check_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config whose numbers of layers, heads, columns are none; upstream's code takes them as they are.
+
+    Raises:
+        UserError: one is text, negative, or the like.
+    """
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        for name in _COUNTS:
+            value = part.get(name)
+            values = value if isinstance(value, list) and value and name in _LISTS else [value]
+            if not all(v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0) for v in values):
+                raise UserError(
+                    path, f"has {name} {value!r:.80}, which is no count", "take the config.json of the model"
+                )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file is not there, is not JSON, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(path, f"is not valid JSON: {error}", _UNREADABLE) from error
     if not isinstance(value, dict):
         raise UserError(path, "holds no JSON object", _UNREADABLE)
     return value
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file of an index, names of files in its folder.
+
+    Raises:
+        UserError: it is damaged, or names anything else.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(index, "has no weight_map", _UNREADABLE)
+    for name in weight_map.values():
+        listed_file(index.parent, name, index)
+    return weight_map
+
+
 def _model_class(conversion: Any, folder: Path) -> type:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
-    hparams = conversion.ModelBase.load_hparams(folder, False)
+    with _reading(folder):
+        hparams = conversion.ModelBase.load_hparams(folder, False)
     try:
         architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise UserError(config, "names no architecture", "add the model's class under 'architectures'") from error
     try:
         return conversion.get_model_class(architecture)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError) as error:
         remedy = "the pinned llama.cpp cannot read it; set LLAMA_CPP_DIR to a newer checkout if that can"
         raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
 
@@ -286,9 +339,7 @@ def _check_weights(folder: Path) -> list[Path]:
     index = folder / (_SAFETENSORS_INDEX if safe else _BIN_INDEX)
     weight_map: dict[str, str] = {}
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map") or {}
-        if not weight_map:
-            raise UserError(index, "has no weight_map", _UNREADABLE)
+        weight_map = read_weight_map(index)
         listed = set(weight_map.values())
         if missing := sorted(name for name in listed if not (folder / name).is_file()):
             count = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
@@ -339,6 +390,9 @@ def _check_pickle(path: Path) -> None:
 
     try:
         torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = "holds other things than weights, which are not loaded, or is corrupt"
+        raise UserError(path, what, "convert it to safetensors where it may run its code") from error
     except Exception as error:  # pickles fail in many ways
         raise UserError(path, f"is truncated or corrupt ({type(error).__name__})", "download it again") from error
 
@@ -364,7 +418,7 @@ def _reader_class(model_class: Any) -> Any:
     def set_vocab(self: Any) -> None:
         try:
             model_class.set_vocab(self)
-        except (KeyboardInterrupt, MemoryError):
+        except (UserError, KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
             folder = self.dir_model

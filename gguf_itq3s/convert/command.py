@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report
+from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS, EFFORTS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
+from ..errors import positive
 from .options import OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .pipeline import Conversion, convert
 
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
     parser.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
     parser.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
-    parser.add_argument("--threads", type=int, default=processors(), metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=defaults.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
     parser.add_argument("--model-name", metavar="NAME", help="general.name in the file")
+    trust.add_argument(parser)
     parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
     parser.set_defaults(run=run, needs_source=True)
 
@@ -82,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     values = {key: value for key, value in vars(args).items() if key in ConvertOptions.__dataclass_fields__}
     name = str(values["model"])
-    values["model"] = download(name.removeprefix("hf:")) if name.startswith("hf:") else Path(name)
+    values["model"] = Path(name)
+    if name.startswith("hf:"):
+        values["model"] = download(name.removeprefix("hf:"), trust_remote_code=args.trust_remote_code)
     values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
     started = time.monotonic()
     done = convert(ConvertOptions(**values))

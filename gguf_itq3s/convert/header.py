@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint
 from ..codec.types import ITQ3_S
+from ..errors import UserError
 from .options import NEUTRAL, TERNARY_TYPES, ConvertOptions
 from .ternary import Ternaries
 
@@ -40,8 +42,13 @@ def header(
     options: ConvertOptions,
     folding: Folding,
     ternaries: Ternaries,
+    calibrated: bool = False,
 ) -> bytes:
-    """GGUF header, metadata and tensor infos as bytes."""
+    """GGUF header, metadata and tensor infos as bytes; ``calibrated``: a matrix is rounded with statistics.
+
+    Raises:
+        UserError: the model's metadata do not fit GGUF's types.
+    """
     writer = checkpoint.writer
     if options.outtype != "f16":  # what upstream wrote for an F16 file stands
         writer.remove_key("general.file_type")
@@ -50,7 +57,7 @@ def header(
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
-        writer.add_bool("itq3s.calibrated", bool(options.statistics))
+        writer.add_bool("itq3s.calibrated", calibrated)
         writer.add_bool("itq3s.norms_folded", bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
@@ -59,9 +66,13 @@ def header(
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=choice.type)
     buffer = io.BytesIO()
     writer.fout, writer.state = [buffer], WriterState.EMPTY
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    except (struct.error, ValueError, TypeError, OverflowError) as error:
+        what = f"gives metadata that no GGUF file can hold: {error}"
+        raise UserError(checkpoint.folder / "config.json", what, "take the config.json of the model") from error
     return buffer.getvalue()
 
 

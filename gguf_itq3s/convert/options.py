@@ -43,6 +43,7 @@ class ConvertOptions:
         lookahead: columns it searches past them before.
         token_embedding_type: type of the token embedding, by its GGUF name, instead of the mix's.
         output_tensor_type: the same for the output matrix.
+        trust_remote_code: Python code of the model folder may run, as its tokenizer.
     """
 
     model: Path
@@ -67,6 +68,7 @@ class ConvertOptions:
     lookahead: int | None = None
     token_embedding_type: str | None = None
     output_tensor_type: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def folds(self) -> bool:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..calibration import store
 from ..checkpoint import fold, policy
+from ..checkpoint.files import check_output
 from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
@@ -62,8 +63,12 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
     messages = messages or sys.stderr
+    check_output(options.out, (options.model, options.calibration, options.imatrix))
     encoder = _encoder(options, messages)
-    checkpoint = open_checkpoint(options.model, model_name=options.model_name, verbose=options.verbose)
+    checkpoint = open_checkpoint(
+        options.model, model_name=options.model_name, verbose=options.verbose,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
     ternaries = _find_ternaries(checkpoint, options, messages)
     _check(options)
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
@@ -74,7 +79,12 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
-    head, sizes = header(checkpoint, choices, options, folding, ternaries), sizes_of(checkpoint, choices)
+    calibrated = factors is not None and any(
+        choice.type == ITQ3_S and factors.source.usable(tensor.name)
+        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
+    )
+    head = header(checkpoint, choices, options, folding, ternaries, calibrated)
+    sizes = sizes_of(checkpoint, choices)
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -154,6 +164,8 @@ def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) 
     else:
         return None
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+    if not any(source.known(name) for name in by_name):
+        raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
 
     def gain(norm: str) -> np.ndarray:
         return np.concatenate([np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()])
@@ -204,7 +216,7 @@ def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Hessia
     unknown = [
         f"  {tensor.name}"
         for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
-        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.source.known(tensor.name)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.source.usable(tensor.name)
     ]
     if unknown:
         lines, count = "\n".join(unknown), len(unknown)

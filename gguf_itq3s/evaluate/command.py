@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report, upstream
+from ..checkpoint import trust
 from ..codec import native
+from ..errors import positive
 from . import plots
 from .rows import kv_rows, weight_rows
 from .runner import DEFAULT_CHUNKS, Result, Settings, evaluate, hash_of, write_json
@@ -42,16 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CHUNKS,
         help="windows to score, -1 for the whole text (default: %(default)s)",
     )
-    parser.add_argument("--ctx", type=int, default=512, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=native.processors(), help="default: %(default)s")
+    parser.add_argument("--ctx", type=positive, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to score (default: WikiText-2's test split)")
+    trust.add_argument(parser)
     parser.add_argument("--keep", action="store_true", help="keep quantized files and log-probabilities")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from parsed options; every model has its own folder for files, named by its path."""
     work = args.work_dir / f"{args.model.name}-{hash_of(str(args.model.resolve()))[:8]}"
-    return Settings(args.model, work, tuple(args.rows), args.chunks, args.ctx, args.threads, args.keep, args.text)
+    return Settings(
+        args.model, work, tuple(args.rows), args.chunks, args.ctx, args.threads, args.keep, args.text,
+        trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,6 +58,7 @@ class Settings:
         training: what importance matrix and calibration are made from; None for another split of WikiText-2.
         calibration_tokens: how many tokens of it calibrated rows see.
         imatrix_tokens: how many the importance matrix sees.
+        trust_remote_code: Python code of the model folder may run.
     """
 
     model: Path
@@ -71,6 +72,7 @@ class Settings:
     training: Path | None = None
     calibration_tokens: int = CALIBRATION_TOKENS
     imatrix_tokens: int = IMATRIX_TOKENS
+    trust_remote_code: bool = False
 
 
 def _file_digest(path: Path) -> str:
@@ -131,7 +133,8 @@ class Evaluation:
         if not model.is_dir():
             raise UserError(model, "no such file or folder", "give a Hugging Face folder or an F16 GGUF file")
         files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(model.iterdir()) if p.is_file()]
-        path = self.work / f"f16-{hash_of(str(model.resolve()), files, _package_digest())}.gguf"
+        trusted = ["trusted"] if self.settings.trust_remote_code else []
+        path = self.work / f"f16-{hash_of(str(model.resolve()), files, _package_digest(), *trusted)}.gguf"
         if not path.is_file():
             self._convert(path, outtype="f16")
         return path
@@ -139,7 +142,8 @@ class Evaluation:
     def _convert(self, out: Path, **options: Any) -> None:
         """Run the converter with its messages in a log; its errors come through."""
         with (self.work / "logs" / "convert.log").open("w") as log:
-            convert(ConvertOptions(self.settings.model, out, threads=self.settings.threads, **options), log)
+            options |= {"threads": self.settings.threads, "trust_remote_code": self.settings.trust_remote_code}
+            convert(ConvertOptions(self.settings.model, out, **options), log)
 
     @cached_property
     def training(self) -> tuple[Path, str]:
@@ -167,7 +171,10 @@ class Evaluation:
         text, digest = self.training
         tokens = self.settings.calibration_tokens
         path = self.work / f"calibration-{hash_of(self.model, digest, tokens)}"
-        options = CalibrationOptions(self.settings.model, [text], path, tokens=tokens, context=self.settings.context)
+        options = CalibrationOptions(
+            self.settings.model, [text], path, tokens=tokens, context=self.settings.context,
+            trust_remote_code=self.settings.trust_remote_code,
+        )  # fmt: skip
         calibrate(options)  # returns at once if the folder is complete
         return path
 

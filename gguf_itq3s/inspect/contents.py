@@ -25,7 +25,12 @@ _SCALE_OFFSETS: Final = {
     Type.Q5_K: 0, Type.Q6_K: 208, Type.IQ4_NL: 0, Type.IQ4_XS: 0, Type.IQ3_S: 0, Type.IQ3_XXS: 0, Type.IQ2_XXS: 0,
     Type.IQ2_XS: 0, Type.IQ2_S: 0, Type.IQ1_S: 0, Type.TQ1_0: 52, Type.TQ2_0: 64, ITQ3_S: 96,
 }  # fmt: skip
+# Where the other float16 of a block are: a minimum, an offset, the zero point of ITQ3_S.
+_MORE_FLOATS: Final = {
+    Type.Q4_1: 2, Type.Q5_1: 2, Type.Q2_K: 82, Type.Q4_K: 2, Type.Q5_K: 2, ITQ3_S: 98,
+}  # fmt: skip
 _CHUNK: Final = 4096
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _TRITS: Final = (-1, 0, 1)
 
 Blocks = np.ndarray
@@ -41,7 +46,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
         raise UserError(path, "no such file", "give a GGUF file")
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # gguf-py checks little of what it reads
         raise UserError(path, f"is not a complete GGUF file ({error})", "write or download it again") from error
 
 
@@ -67,32 +72,67 @@ def inspect_tensor(tensor: gguf.ReaderTensor) -> dict[str, Any]:
 
     Returns:
         ``name``, ``type``, ``shape`` (ggml order, row length first), ``bits_per_weight``, ``scales`` (least and largest
-        magnitude of the block scales that are not zero, or None), ``zero_blocks``, and for ITQ3_S, TQ1_0 and TQ2_0
-        ``levels`` (level -> share of the weights), else None.
+        magnitude of the finite block scales that are not zero, or None), ``zero_blocks``, ``not_finite`` (how many
+        blocks, or values of a type without blocks, are NaN or infinite; None for a type gguf-py cannot decode), and
+        for ITQ3_S, TQ1_0 and TQ2_0 ``levels`` (level -> share of the weights), else None.
     """
     qtype = tensor.tensor_type
     facts: dict[str, Any] = {
         "name": tensor.name, "type": qtype.name, "shape": [int(n) for n in tensor.shape],
-        "bits_per_weight": 8 * int(tensor.n_bytes) / int(tensor.n_elements),
-        "scales": None, "zero_blocks": None, "levels": None,
+        "bits_per_weight": 8 * int(tensor.n_bytes) / max(1, int(tensor.n_elements)),
+        "scales": None, "zero_blocks": None, "not_finite": None, "levels": None,
     }  # fmt: skip
+    if not tensor.n_elements:
+        return facts
     if qtype not in _SCALE_OFFSETS:
+        facts["not_finite"] = _not_finite(tensor)
         return facts
     blocks = tensor.data.view(np.uint8).reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
     offset = _SCALE_OFFSETS[qtype]
-    scales = np.abs(np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32))
-    used = scales[scales > 0]
+    scales = np.abs(_float16_at(blocks, offset))
+    finite = np.isfinite(scales)
+    used = scales[finite & (scales > 0)]
     facts["scales"] = [float(used.min()), float(used.max())] if used.size else [0.0, 0.0]
     facts["zero_blocks"] = int((scales == 0).sum())
+    if (more := _MORE_FLOATS.get(qtype)) is not None:
+        finite &= np.isfinite(_float16_at(blocks, more))
+    facts["not_finite"] = int((~finite).sum())
     if qtype in _LEVELS:
         levels, count = _LEVELS[qtype]
         total = np.zeros(len(levels), dtype=np.int64)
-        for start in range(0, blocks.shape[0], _CHUNK):
-            total += count(np.ascontiguousarray(blocks[start : start + _CHUNK]))
+        try:
+            for start in range(0, blocks.shape[0], _CHUNK):
+                total += count(np.ascontiguousarray(blocks[start : start + _CHUNK]))
+        except ValueError:  # a damaged TQ2_0 block has the fourth code, which is no trit
+            return facts
         facts["levels"] = {
             str(level): float(n) / int(tensor.n_elements) for level, n in zip(levels, total, strict=True)
         }
     return facts
+
+
+def _float16_at(blocks: Blocks, offset: int) -> np.ndarray:
+    """The float16 at a place of every block, as float32 (m,)."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2")[:, 0].astype(np.float32)
+
+
+def _not_finite(tensor: gguf.ReaderTensor) -> int | None:
+    """How many blocks, or values, decode to NaN or infinity; None where gguf-py cannot tell."""
+    qtype = tensor.tensor_type
+    if tensor.data.dtype.kind in "iu" and qtype.name in ("I8", "I16", "I32", "I64"):
+        return 0
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    size, _ = gguf.GGML_QUANT_SIZES[qtype]
+    step, bad = max(1, (_CHUNK << 8) // max(1, rows.shape[-1])), 0
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = part if part.dtype.kind == "f" else gguf.quants.dequantize(part, qtype)
+        except NotImplementedError:
+            return None
+        bad += int((~np.isfinite(values).reshape(-1, size)).any(axis=1).sum())
+    return bad
 
 
 def inspect_file(path: Path) -> dict[str, Any]:
@@ -107,7 +147,10 @@ def inspect_file(path: Path) -> dict[str, Any]:
         for n in reader.fields
         if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")
     ]
-    metadata = {name: reader.fields[name].contents() for name in names}
+    try:
+        metadata = {name: reader.fields[name].contents() for name in names}
+    except (ValueError, IndexError, TypeError) as error:
+        raise UserError(path, f"has metadata that cannot be read ({error})", "write or download it again") from error
     return {
         "file": str(path), "bytes": path.stat().st_size, "metadata": metadata,
         "tensors": [inspect_tensor(tensor) for tensor in reader.tensors],
@@ -118,11 +161,17 @@ def _shares(levels: dict[str, float] | None) -> str:
     return " ".join(f"{100 * share:.0f}" for share in levels.values()) if levels else "-"
 
 
+def _complaint(tensor: dict[str, Any]) -> str:
+    units = "values" if tensor["type"] in _FLOATS else "blocks"
+    return f"NOT FINITE: {tensor['name']}: {tensor['not_finite']} {units} NaN or infinite"
+
+
 def text(facts: dict[str, Any]) -> str:
     """The facts as tables; shares of levels in percent, from the lowest level up."""
     lines = [
         f"{facts['file']}: {report.size(facts['bytes'])}",
         *(f"{k} = {v}" for k, v in facts["metadata"].items()),
+        *(_complaint(t) for t in facts["tensors"] if t["not_finite"]),
         "",
     ]
     rows = [
@@ -150,7 +199,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; returns the exit code: 1 if a value is not finite."""
     facts = inspect_file(args.file)
     print(json.dumps(facts, indent=1, default=str) if args.json else text(facts))
-    return 0
+    return int(any(tensor["not_finite"] for tensor in facts["tensors"]))

@@ -20,10 +20,10 @@ from gguf import GGMLQuantizationType as Type
 from safetensors import SafetensorError, safe_open
 
 from .. import report
-from ..checkpoint import policy
-from ..checkpoint.reader import Checkpoint, open_shapes
+from ..checkpoint import policy, trust
+from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map
 from ..codec.types import ITQ3_S
-from ..errors import UserError
+from ..errors import UserError, positive
 
 #: Types of the table, by descending size.
 WEIGHT_TYPES: Final = (
@@ -76,14 +76,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(path, "no such file", "give a Hugging Face folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(path, f"is not valid JSON ({error})", "download it again") from error
+    config = read_json(path)
+    check_counts(path, config)
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 
-def read_shapes(folder: Path) -> Shapes:
+def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     """Shape of every tensor by name, no weights read.
 
     Raises:
@@ -92,17 +90,14 @@ def read_shapes(folder: Path) -> Shapes:
     index = folder / "model.safetensors.index.json"
     names: list[str] | None = None
     if index.is_file():
-        try:
-            weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise UserError(index, "has no weight_map", "download it again") from error
+        weight_map = read_weight_map(index)
         names = list(weight_map)
         files = sorted({folder / file for file in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
     if files and all(file.is_file() for file in files):
         return _header_shapes(files)
-    return _meta_shapes(folder, names)
+    return _meta_shapes(folder, names, trust_remote_code)
 
 
 def _header_shapes(files: Sequence[Path]) -> Shapes:
@@ -117,16 +112,17 @@ def _header_shapes(files: Sequence[Path]) -> Shapes:
     return shapes
 
 
-def _meta_shapes(folder: Path, names: Sequence[str] | None) -> Shapes:
+def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
+        with trust.transformers_for(folder, trusted) as transformers, torch.device("meta"):
+            transformers.logging.set_verbosity_error()
+            config = transformers.AutoConfig.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a config can be wrong in many ways
         remedy = "download the safetensors files, or use a transformers that knows the architecture"
         raise UserError(folder / "config.json", f"gives no shapes ({error})", remedy) from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
@@ -203,13 +199,14 @@ def compute_bytes(config: Mapping[str, Any]) -> int:
     return 4 * _MICRO_BATCH * (int(config.get("vocab_size") or 0) + 3 * widest)
 
 
-def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
+def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Sizes of everything.
 
     Args:
         folder: Hugging Face folder; ``config.json`` and an index are enough.
         context: tokens of context.
         memory: bytes there are, or None.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         ``weights`` (count), ``types`` (name -> ``bytes``, ``pure_bytes``, ``bits``), ``cache`` (name -> bytes),
@@ -219,10 +216,13 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
         UserError: as :func:`read_config` and :func:`read_shapes`, or the config does not describe the cache.
     """
     config = read_config(folder)
-    checkpoint = open_shapes(folder, read_shapes(folder))
+    checkpoint = open_shapes(
+        folder, read_shapes(folder, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
+    )
     try:
         layers = layers_of(config)
-    except (KeyError, ZeroDivisionError) as error:
+        compute = compute_bytes(config)
+    except (KeyError, ZeroDivisionError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
         ) from error
@@ -234,7 +234,7 @@ def plan(folder: Path, context: int, memory: int | None) -> dict[str, Any]:
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {
         "weights": weights, "context": context, "memory": memory, "types": types, "cache": cache,
-        "compute": compute_bytes(config),
+        "compute": compute,
     }  # fmt: skip
     if memory is not None:
         result["fits"] = {
@@ -271,9 +271,10 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``plan``."""
     parser = subparsers.add_parser("plan", help="sizes by type, KV cache, and what fits", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder; config.json and the index are enough")
-    parser.add_argument("--ctx", type=int, default=4096, help="tokens of context (default: %(default)s)")
+    parser.add_argument("--ctx", type=positive, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 
@@ -286,6 +287,6 @@ def _size(argument: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    result = plan(args.model, args.ctx, args.vram)
+    result = plan(args.model, args.ctx, args.vram, trust_remote_code=args.trust_remote_code)
     print(json.dumps(result, indent=1) if args.json else text(result))
     return 0

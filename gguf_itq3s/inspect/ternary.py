@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from .. import report
+from ..checkpoint import trust
 from ..checkpoint.reader import open_checkpoint
 from ..codec import ternary
 
 
-def examine(folder: Path) -> list[dict[str, Any]]:
+def examine(folder: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
     """Facts about every matrix of a checkpoint.
 
     Args:
         folder: Hugging Face folder.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
         ``name``, ``shape``, ``ternary`` (granularity of the scale, or None), ``exact`` (float16 holds its scales),
@@ -28,7 +30,7 @@ def examine(folder: Path) -> list[dict[str, Any]]:
         UserError: the folder is not a checkpoint of a supported architecture.
     """
     facts = []
-    for tensor in open_checkpoint(folder).tensors:
+    for tensor in open_checkpoint(folder, trust_remote_code=trust_remote_code).tensors:
         if len(tensor.shape) < 2:
             continue
         weights = np.concatenate([np.asarray(p, dtype=np.float32).reshape(-1, tensor.shape[-1]) for p in tensor.load()])
@@ -46,12 +48,13 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("ternary", help="ternary matrices and ternarization errors", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    facts = examine(args.model)
+    facts = examine(args.model, trust_remote_code=args.trust_remote_code)
     if args.json:
         print(json.dumps(facts, indent=1))
         return 0

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
 from .. import report
+from ..checkpoint import trust
 from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
@@ -27,7 +28,7 @@ _PART: Final = 1 << 22
 Reference = dict[str, tuple[tuple[int, ...], Callable[[], Iterator[np.ndarray]]]]
 
 
-def reference_of(source: Path) -> Reference:
+def reference_of(source: Path, *, trust_remote_code: bool = False) -> Reference:
     """The tensors to compare with, of a Hugging Face folder (through llama.cpp's conversion) or of a GGUF file.
 
     Raises:
@@ -36,7 +37,7 @@ def reference_of(source: Path) -> Reference:
     if source.is_file():
         reader = open_gguf(source)
         return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
-    return {t.name: (t.shape, t.load) for t in open_checkpoint(source).tensors}
+    return {t.name: (t.shape, t.load) for t in open_checkpoint(source, trust_remote_code=trust_remote_code).tensors}
 
 
 def _whole(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
@@ -50,9 +51,10 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
 def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
     """Rows of a tensor as float32 (rows, n)."""
     data = tensor.data.reshape(-1, tensor.data.shape[-1])[rows]
-    if tensor.tensor_type in (Type.F32, Type.F16):
+    if tensor.tensor_type in (Type.F32, Type.F16, Type.F64):
         return data.astype(np.float32)
-    return gguf.quants.dequantize(data, tensor.tensor_type)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is counted
+        return gguf.quants.dequantize(data, tensor.tensor_type)
 
 
 def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
@@ -69,8 +71,8 @@ def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTenso
     return was
 
 
-def compare(path: Path, source: Path) -> list[dict[str, Any]]:
-    """Relative squared error of every tensor of a file, worst first.
+def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
+    """Relative squared error of every tensor of a file: first those with NaN or infinite values, then the worst.
 
     A file whose norms were folded (gains of one, the old gains multiplied into the matrices that read them) is compared
     with the folded checkpoint.
@@ -78,30 +80,24 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
     Args:
         path: GGUF file.
         source: Hugging Face folder or GGUF file.
+        trust_remote_code: Python code of the folder may run.
 
     Returns:
-        For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks),
-        ``max_error`` (largest difference over the RMS of the tensor) and ``note``.
+        For every tensor ``name``, ``type``, ``error`` (``|W - W'|^2 / |W|^2``; None for a tensor that one side lacks or
+        whose values are not finite), ``max_error`` (largest difference over the RMS of the tensor), ``not_finite`` (how
+        many values of the two are NaN or infinite) and ``note``.
 
     Raises:
         UserError: a file cannot be read, or a tensor has another shape.
     """
     file = {t.name: t for t in open_gguf(path).tensors}
-    reference = reference_of(source)
+    reference = reference_of(source, trust_remote_code=trust_remote_code)
     read = {norm for name in file if (norm := norm_read_by(name)) and norm in reference and norm in file}
     folded = {norm for norm in read if _lost_gain(norm, reference, file) is not None}
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
-            results.append(
-                {
-                    "name": name,
-                    "type": tensor.tensor_type.name,
-                    "error": None,
-                    "max_error": None,
-                    "note": "not in the checkpoint",
-                }
-            )
+            results.append(_alone(name, tensor.tensor_type.name, "not in the checkpoint"))
             continue
         shape, load = reference[name]
         if shape != _shape(tensor):
@@ -109,40 +105,46 @@ def compare(path: Path, source: Path) -> list[dict[str, Any]]:
                 path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
             )
         if name in folded:
-            results.append(
-                {"name": name, "type": tensor.tensor_type.name, "error": 0.0, "max_error": 0.0, "note": "folded"}
-            )
+            results.append({**_alone(name, tensor.tensor_type.name, "folded"), "error": 0.0, "max_error": 0.0})
             continue
         try:
             result = _compare_tensor(tensor, load(), _gain(name, reference, file))
         except NotImplementedError:
-            result = {"error": None, "max_error": None, "note": "gguf-py cannot decode this type"}
-        results.append({"name": name, "type": tensor.tensor_type.name, **result})
-    results += [
-        {"name": name, "type": "-", "error": None, "max_error": None, "note": "not in the file"}
-        for name in reference
-        if name not in file
-    ]
-    return sorted(results, key=lambda r: -(np.inf if r["error"] is None else r["error"]))
+            result = {"note": "gguf-py cannot decode this type"}
+        results.append({**_alone(name, tensor.tensor_type.name, ""), **result})
+    results += [_alone(name, "-", "not in the file") for name in reference if name not in file]
+    return sorted(results, key=lambda r: (-r["not_finite"], -(np.inf if r["error"] is None else r["error"])))
+
+
+def _alone(name: str, qtype: str, note: str) -> dict[str, Any]:
+    return {"name": name, "type": qtype, "error": None, "max_error": None, "not_finite": 0, "note": note}
 
 
 def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain: np.ndarray | None) -> dict[str, Any]:
     error = energy = largest = 0.0
-    row = count = 0
+    row = count = bad = missed = 0
     for part in parts:
         matrix = np.asarray(part).reshape(-1, part.shape[-1]) if part.ndim > 1 else np.asarray(part).reshape(1, -1)
-        step = max(1, _PART // matrix.shape[1])
+        step = max(1, _PART // max(1, matrix.shape[1]))
         for start in range(0, matrix.shape[0], step):
             expected = matrix[start : start + step].astype(np.float32)
             if gain is not None:
                 expected = expected * gain
             found = _values(tensor, slice(row, row + expected.shape[0])).reshape(expected.shape)
+            bad += expected.size - int(np.isfinite(found).sum())
+            missed += expected.size - int(np.isfinite(expected).sum())
+            row += expected.shape[0]
+            count += expected.size
+            if bad or missed:  # there is no error any more, only the count of such values
+                continue
             difference = found.astype(np.float64) - expected
             error += float(np.square(difference).sum())
             energy += float(np.square(expected, dtype=np.float64).sum())
             largest = max(largest, float(np.abs(difference).max(initial=0)))
-            row += expected.shape[0]
-            count += expected.size
+    if bad or missed:
+        where = "" if bad else " in the checkpoint"
+        note = f"{bad or missed} of {count} values are NaN or infinite{where}"
+        return {"not_finite": bad + missed, "note": note}
     rms = np.sqrt(energy / max(count, 1))
     relative = error / energy if energy else (0.0 if error == 0 else float("inf"))
     note = "norm folded" if gain is not None else ""
@@ -157,12 +159,13 @@ def add_parser(subparsers: Any) -> None:
         "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 1 if a tensor is missing on one side."""
-    results = compare(args.file, args.against)
+    """Run the command; returns the exit code: 1 if a tensor is missing on one side, or a value is not finite."""
+    results = compare(args.file, args.against, trust_remote_code=args.trust_remote_code)
     if args.json:
         print(json.dumps(results, indent=1))
     else:
@@ -172,4 +175,4 @@ def run(args: argparse.Namespace) -> int:
             for r in results
         ]  # fmt: skip
         print(report.table(["tensor", "type", "rel. sq. error", "max error / RMS", "note"], rows))
-    return int(any(r["note"].startswith("not in") for r in results))
+    return int(any(r["not_finite"] or r["note"].startswith("not in") for r in results))

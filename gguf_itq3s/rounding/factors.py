@@ -32,6 +32,9 @@ class Statistics(Protocol):
     def known(self, name: str) -> bool:
         """Whether there are statistics of a tensor, or of its first expert."""
 
+    def usable(self, name: str) -> bool:
+        """Whether at least one matrix of a tensor is rounded with them: an expert may have seen no token."""
+
     def key(self, name: str, expert: int | None) -> str:
         """Equal for matrices that share statistics."""
 

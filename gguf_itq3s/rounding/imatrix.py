@@ -39,6 +39,11 @@ class ImportanceMatrix:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.moments
 
+    def usable(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.usable`."""
+        rows = self.moments.get(name)
+        return rows is not None and bool((np.isfinite(rows).all(axis=1) & rows.any(axis=1)).any())
+
     def key(self, name: str, expert: int | None) -> str:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
         return tensor_entry(name, expert)
@@ -94,7 +99,7 @@ def read(path: Path) -> ImportanceMatrix:
         raise UserError(path, "is not there", remedy)
     try:
         reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
+    except Exception as error:  # gguf-py checks little of what it reads
         raise UserError(path, f"is not a GGUF file: {error}", remedy) from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     moments: dict[str, npt.NDArray[np.float64]] = {}

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from calibrating import options
+from checkpoints import NOVEL
+from gguf_files import metadata
 from gguf_itq3s.calibration import store, text
+from gguf_itq3s.calibration.collector import Collector
 from gguf_itq3s.calibration.layers import LayeredModel
 from gguf_itq3s.calibration.options import CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.store import open_calibration, read_manifest
+from gguf_itq3s.cli import main
 from gguf_itq3s.codec.transform import hadamard_matrix
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -213,3 +220,116 @@ def test_the_hash_of_a_model_is_of_headers_and_samples(checkpoint: Make) -> None
     with pytest.raises(UserError, match="is not a safetensors file"):
         store.model_hash([path.parent / "damaged.safetensors"])
     (path.parent / "damaged.safetensors").unlink()
+
+
+# ------------------------------------------------------------------------------------- calibrated in more than its name
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "-262144", "half"])
+@pytest.mark.parametrize("option", ["--batch", "--tokens", "--context"])
+def test_counts_that_are_not_positive_are_refused(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["calibrate", str(tmp_path), "--text", str(NOVEL), "-o", str(tmp_path / "out"), f"{option}={value}"]
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    assert done.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
+    if value != "half":
+        with pytest.raises(UserError, match=f"{option} {value}; give more than 0"):
+            options(tmp_path, tmp_path / "out", **{option.removeprefix("--"): int(value)})
+    assert not (tmp_path / "out").exists()
+
+
+def copied(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A calibration folder with another manifest."""
+    shutil.copytree(folder, to)
+    manifest = json.loads((to / "manifest.json").read_text())
+    change(manifest)
+    (to / "manifest.json").write_text(json.dumps(manifest))
+    return to
+
+
+Q_ENTRY = "blk.0.attn_q.weight"
+BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "empty": (lambda m: m.update(entries={}), "has no statistics"),
+    "no tokens at all": (lambda m: [e.update(tokens=0) for e in m["entries"].values()], "saw no token"),
+    "no token of a matrix": (lambda m: m["entries"][Q_ENTRY].update(tokens=0), f"{Q_ENTRY}: has statistics that saw"),
+    "negative tokens": (lambda m: m["entries"][Q_ENTRY].update(tokens=-5), f"{Q_ENTRY}: has -5 tokens"),
+    "tokens in words": (lambda m: m["entries"][Q_ENTRY].update(tokens="all"), f"{Q_ENTRY}: has 'all' tokens"),
+    "matrices of another model": (
+        lambda m: m.update(entries={f"x.{name}": entry for name, entry in m["entries"].items()}),
+        "has nothing on the matrices of this model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_MANIFESTS)
+def test_a_manifest_without_statistics_is_refused(
+    name: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, out = calibrated("llama")
+    change, expected = BAD_MANIFESTS[name]
+    bad = copied(out, tmp_path / "bad", change)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, dry_run=True))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_statistics_that_cannot_be_are_refused(
+    value: float, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, out = calibrated("llama")
+    bad = copied(out, tmp_path / "bad", lambda _: None)
+    entry = read_manifest(bad).entries["blk.1.attn_output.weight"]
+    values = dict(load_file(bad / entry.file))
+    values[entry.key][5, 5] = value
+    save_file(values, bad / entry.file)
+    # Enough damping would hide a square below 0.
+    with pytest.raises(UserError, match=r"blk\.1\.attn_output\.weight: has statistics that are not finite, or squares"):
+        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, effort="fast", damping=1000.0))
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_activations_that_are_not_finite_are_refused(
+    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = Collector.statistics
+
+    def spoiled(self: Collector) -> dict[str, np.ndarray]:
+        found = statistics(self)
+        next(iter(found.values()))[0, 0] = np.inf
+        return found
+
+    monkeypatch.setattr(Collector, "statistics", spoiled)
+    with pytest.raises(UserError, match="inputs of layer 0 that are NaN or infinite"):
+        calibrate(options(uneven("llama"), tmp_path / "out"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_calibration_without_matrices_is_refused(
+    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Collector, "entries", lambda _: {})
+    for _ in range(2):  # the folder that is left behind is no success either
+        with pytest.raises(UserError, match="has no matrix with statistics"):
+            calibrate(options(uneven("llama"), tmp_path / "out"))
+
+
+def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, out = calibrated("llama")
+
+    def says(**changes: Any) -> object:
+        convert(ConvertOptions(model, tmp_path / "x.gguf", effort="fast", **changes))
+        return metadata(tmp_path / "x.gguf")["itq3s.calibrated"]
+
+    def keep(*names: str) -> Callable[[dict[str, Any]], object]:
+        return lambda m: m.update(entries={name: m["entries"][name] for name in names})
+
+    assert says() is False
+    one = copied(out, tmp_path / "one", keep(Q_ENTRY))
+    assert says(calibration=one) is True
+    # The only matrix with statistics has another type.
+    other = copied(out, tmp_path / "other", lambda m: m.update(entries={"output.weight": m["entries"][Q_ENTRY]}))
+    assert says(calibration=other) is False

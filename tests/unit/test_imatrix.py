@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
+from gguf_files import metadata
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.convert.options import ConvertOptions
@@ -85,3 +86,18 @@ def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path
         convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, damping=0.0))
     with pytest.raises(UserError, match="lookahead"):
         convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, lookahead=99))
+
+
+def test_an_importance_matrix_without_the_models_matrices_is_refused(
+    uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write(tmp_path / "other.gguf", {"a.weight": np.ones((1, 256))})
+    with pytest.raises(UserError, match=r"other\.gguf: has nothing on the matrices of this model"):
+        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=other))
+    # All zero is nothing: said in a warning, and not called calibrated.
+    for value, expected in ((0.0, False), (1.0, True)):
+        matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": np.full((1, 256), value)})
+        capsys.readouterr()
+        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast"))
+        assert metadata(tmp_path / "x.gguf")["itq3s.calibrated"] is expected
+        assert ("  blk.0.attn_q.weight" in capsys.readouterr().err) is not expected

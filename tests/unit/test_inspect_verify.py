@@ -129,3 +129,76 @@ def test_bad_files(command: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "bad.gguf").write_bytes(b"not gguf at all, only some text" * 10)
     assert main([*command, str(tmp_path / "bad.gguf")]) == 1
     assert "is not a complete GGUF file" in capsys.readouterr().err
+
+
+Q = gguf.GGMLQuantizationType
+#: Where the float16 of a block are, by the block structures of ggml-common.h.
+FLOATS = {
+    Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82], Q.Q3_K: [108],
+    Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0], Q.IQ3_S: [0], Q.TQ1_0: [52],
+    Q.TQ2_0: [64], ITQ3_S: [96, 98], Q.F16: [0, 2], Q.F32: [2, 6], Q.BF16: [0, 2],
+}  # fmt: skip
+
+
+def typed_file(path: Path, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("good.weight", np.ones(256, dtype=np.float32))
+    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("bits", [0x7E00, 0x7C00, 0xFC00, 0x7F80, 0xFFC0])
+@pytest.mark.parametrize("qtype", FLOATS, ids=lambda q: str(q.name))
+def test_a_value_that_is_not_finite_is_an_error(
+    qtype: gguf.GGMLQuantizationType, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each float16 of a block in turn (the upper half of a float32, BF16) set to NaN or an infinity."""
+    of_bf16 = bits in (0x7F80, 0xFFC0)
+    if of_bf16 and qtype not in (Q.F32, Q.BF16):
+        bits = 0xFE01
+    elif not of_bf16 and qtype in (Q.F32, Q.BF16):
+        bits = 0x7FC1
+    size = gguf.GGML_QUANT_SIZES[qtype][1]
+    raw = np.random.default_rng(0).integers(0, 32, (4, 256 // gguf.GGML_QUANT_SIZES[qtype][0] * size), dtype=np.uint8)
+    good = typed_file(tmp_path / "good.gguf", qtype, raw)
+    assert main(["inspect", str(good)]) == main(["verify", str(good), "--against", str(good)]) == 0
+    for offset in FLOATS[qtype]:
+        damaged = raw.copy()
+        damaged[2, offset : offset + 2] = np.frombuffer(np.uint16(bits).tobytes(), dtype=np.uint8)
+        path = typed_file(tmp_path / f"{offset}.gguf", qtype, damaged)
+        with np.errstate(invalid="ignore"):
+            values = gguf.quants.dequantize(damaged, qtype) if qtype.name[0] != "F" else None
+        count = 1 if values is None else int((~np.isfinite(values)).sum())
+        assert count > 0
+        capsys.readouterr()
+        assert main(["inspect", str(path), "--json"]) == 1
+        facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["tensors"]
+        assert {t["name"]: t["not_finite"] for t in facts} == {"good.weight": 0, "blk.0.ffn_up.weight": 1}
+        assert main(["inspect", str(path)]) == 1
+        assert "NOT FINITE: blk.0.ffn_up.weight: 1 " in capsys.readouterr().out
+        for against in (good, path):
+            assert main(["verify", str(path), "--against", str(against), "--json"]) == 1
+            first = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)[0]
+            assert first["name"] == "blk.0.ffn_up.weight" and first["error"] is None
+            assert first["note"] == f"{count} of 1024 values are NaN or infinite"
+        assert main(["verify", str(good), "--against", str(path), "--json"]) == 1
+        assert "in the checkpoint" in json.loads(capsys.readouterr().out)[0]["note"]
+
+
+def test_a_missing_tensor_and_another_shape_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = typed_file(tmp_path / "one.gguf", Q.F32, np.ones((4, 256), dtype=np.float32))
+    other = typed_file(tmp_path / "other.gguf", Q.F32, np.ones((8, 128), dtype=np.float32))
+    assert main(["verify", str(one), "--against", str(other)]) == 1
+    assert "blk.0.ffn_up.weight: has shape (4, 256), the checkpoint (8, 128); " in capsys.readouterr().err
+    writer = gguf.GGUFWriter(tmp_path / "short.gguf", "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", np.ones((4, 256), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["verify", str(tmp_path / "short.gguf"), "--against", str(one)]) == 1
+    assert main(["verify", str(one), "--against", str(tmp_path / "short.gguf")]) == 1
