@@ -38,7 +38,11 @@ _TOKENIZER_FILES: Final = (
 )  # fmt: skip
 # Counts in config.json, and those of which some architectures have a list, one for each layer.
 _LISTS: Final = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "n_head")
-_COUNTS: Final = ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "n_embd", "n_layer", *_LISTS)
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_COUNTS: Final = (*_LAYERS, "hidden_size", "head_dim", "vocab_size", "n_embd", *_LISTS)
+# Far beyond any model; upstream's code makes lists as long as these numbers say.
+_MOST: Final = {**dict.fromkeys(_LAYERS, 1 << 12), "vocab_size": 1 << 23}
+_MOST_COLUMNS: Final = 1 << 24
 _UNREADABLE: Final = "the file is damaged; download it again"
 
 
@@ -281,6 +285,9 @@ def check_counts(path: Path, config: Mapping[str, Any]) -> None:
                 raise UserError(
                     path, f"has {name} {value!r:.80}, which is no count", "take the config.json of the model"
                 )
+            if any(v is not None and v > _MOST.get(name, _MOST_COLUMNS) for v in values):
+                what = f"has {name} {value!r:.80}, more than {_MOST.get(name, _MOST_COLUMNS)}"
+                raise UserError(path, what, "take the config.json of the model")
 
 
 def read_json(path: Path) -> dict[str, Any]:

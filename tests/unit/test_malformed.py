@@ -42,7 +42,7 @@ def index(content: str) -> Damage:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
 
 
-COUNTS: tuple[Any, ...] = ("many", "256", [], {}, ["a"], -1, 1.5, True)
+COUNTS: tuple[Any, ...] = ("many", "256", [], {}, ["a"], -1, 1.5, True, 10**9)
 DAMAGES: dict[str, Damage] = {
     **{
         f"{key} {value!r}": config(**{key: value})
