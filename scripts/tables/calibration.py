@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,10 +47,11 @@ def ours(key: str, how: str, *, imatrix: bool = False, calibrated: bool = False,
     return Row(key, "ITQ3_S", how, "package", imatrix=imatrix, calibrated=calibrated, options=options)
 
 
-def upstreams(key: str, how: str, name: str, *, imatrix: bool = False) -> Row:
+def upstreams(key: str, how: str, qtype: str, *, imatrix: bool = False) -> Row:
     """A row of llama-quantize."""
+    name = {"Q3_K": "Q3_K_S"}.get(qtype, qtype)
     kept = ("--token-embedding-type", "f16", "--output-tensor-type", "f16")
-    return Row(key, name, how, "llama-quantize", ("--pure", *kept, name), imatrix)
+    return Row(key, qtype, how, "llama-quantize", ("--pure", *kept, name), imatrix)
 
 
 ROWS = (
@@ -62,8 +64,8 @@ ROWS = (
     upstreams("quantize-imatrix", "ITQ3_S, `llama-quantize --imatrix`", "ITQ3_S", imatrix=True),
     upstreams("iq3_s", "IQ3_S", "IQ3_S"),
     upstreams("iq3_s-imatrix", "IQ3_S, importance matrix", "IQ3_S", imatrix=True),
-    upstreams("q3_k", "Q3_K", "Q3_K_S"),
-    upstreams("q3_k-imatrix", "Q3_K, importance matrix", "Q3_K_S", imatrix=True),
+    upstreams("q3_k", "Q3_K", "Q3_K"),
+    upstreams("q3_k-imatrix", "Q3_K, importance matrix", "Q3_K", imatrix=True),
 )
 #: Label -> row, and the rows of which the better is its measure.
 RATIOS = {
@@ -94,18 +96,21 @@ def tables(results: Results) -> str:
     parts = []
     for text, models in results.items():
         any_result = next(iter(next(iter(models.values())).values()))
-        cells = [
-            [row.how, f"{models[next(iter(models))][row.key]['tensor_bits']:.4g}", *_errors(models, row.key)]
-            for row in ROWS
-        ]
+        cells = [[row.how, f"{_bits(row):g}", *_errors(models, row.key)] for row in ROWS]
         parts += [f"Mean KLD, {TEXTS[text]}, {any_result['tokens']} scored tokens:\n"]
-        parts += [report.markdown(["", "bits, matrices", *models], cells)]
+        parts += [report.markdown(["", "bits", *models], cells)]
         lines = []
         for label, (key, others) in RATIOS.items():
             values = [m[key]["mean_kld"] / min(m[other]["mean_kld"] for other in others) for m in models.values()]
             lines.append([label, *(f"{value:.3f}" for value in values)])
         parts += [report.markdown(["ratio", *models], lines)]
     return "\n".join(parts)
+
+
+def _bits(row: Row) -> float:
+    """Bits a weight of the type that the matrices of the layers are in."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[row.label]]
+    return 8 * size / block
 
 
 def _errors(models: dict[str, dict[str, Result]], key: str) -> list[str]:

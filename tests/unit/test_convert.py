@@ -338,7 +338,14 @@ def test_memory_stays_within_the_two_largest_tensors(checkpoint: Make, tokenizer
 
 def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gguf_itq3s.cli", "convert", model, out, "--no-native", "--threads", "1", *options]
-    return subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
+    )
+
+
+def hear_ctrl_c() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, and so are the children of that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupt(process: subprocess.Popen[str], journal: Path, number: int) -> str:
