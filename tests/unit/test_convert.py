@@ -52,7 +52,11 @@ def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_p
     assert out.read_bytes() == f16(name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+#: Every architecture; but for the first two of them the tests of the F16 file say most.
+SOME_SLOW = [pytest.param(name, marks=pytest.mark.slow if i > 1 else ()) for i, name in enumerate(ARCHITECTURES)]
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
     out = tmp_path / "out.gguf"

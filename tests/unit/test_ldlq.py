@@ -18,6 +18,7 @@ def rotated_error(weights: np.ndarray, data: np.ndarray) -> np.ndarray:
     return fwht(blocks.dequantize(data) - weights)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 1000), st.integers(40, 400), st.sampled_from([256, 512]))
 def test_never_worse_than_rounding(seed: int, rank: int, columns: int) -> None:
@@ -28,6 +29,7 @@ def test_never_worse_than_rounding(seed: int, rank: int, columns: int) -> None:
     assert calibrated <= plain
 
 
+@pytest.mark.slow
 def test_much_better_where_inputs_are_correlated() -> None:
     """The cost is that of one column less what later columns make up for."""
     weights, h = rows(64, 512), second_moment(512, 200) + 0.01 * np.eye(512)

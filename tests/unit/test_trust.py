@@ -129,7 +129,12 @@ def test_code_of_a_model_does_not_run(
     assert not [module for module in set(sys.modules) - set(before) if module.startswith("transformers_modules.")]
 
 
-@pytest.mark.parametrize("program", ["convert", "verify", "ternary"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "program", ["convert", pytest.param("verify", marks=SLOW), pytest.param("ternary", marks=SLOW)]
+)
 def test_with_trust_the_tokenizers_code_runs(
     program: str, llama_copy: Path, small: Path, marker: Path, tmp_path: Path
 ) -> None:
