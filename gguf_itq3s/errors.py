@@ -81,10 +81,8 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
         before = signal.signal(signal.SIGTERM, _terminate)
         try:
             return command(*args, **kwargs)
-        except (UserError, FetchError, KeyboardInterrupt, MemoryError, BrokenPipeError) as error:
+        except (Exception, KeyboardInterrupt) as error:
             problem: BaseException = error
-        except Exception as error:
-            problem = error
         finally:
             signal.signal(signal.SIGTERM, before)
         if os.environ.get(TRACEBACK):

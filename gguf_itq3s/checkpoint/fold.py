@@ -162,8 +162,7 @@ def apply(tensors: Sequence[SourceTensor], folding: Folding, folder: str) -> lis
 
     def gain(norm: str) -> np.ndarray:
         if norm not in gains:
-            parts = [np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()]
-            gains[norm] = np.concatenate(parts)
+            gains[norm] = by_name[norm].vector()
             # Once folded, the norm is all ones and the fault would show in the matrices that read it.
             if bad := np.count_nonzero(~np.isfinite(gains[norm])):
                 what = f"{bad} of its weights {'is' if bad == 1 else 'are'} NaN or infinite"

@@ -11,7 +11,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -77,6 +77,15 @@ class SourceTensor:
         """Number of weights."""
         return int(np.prod(self.shape, dtype=np.int64))
 
+    def bytes_in(self, qtype: Type) -> int:
+        """Bytes of the tensor in a type that its rows are whole blocks of."""
+        block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
+        return self.size // block * block_bytes
+
+    def vector(self) -> np.ndarray:
+        """All weights in one float32 vector, for norms."""
+        return np.concatenate([np.asarray(part, dtype=np.float32).reshape(-1) for part in self.load()])
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -106,6 +115,8 @@ class Checkpoint:
             float32 (1, n) each; None where they cannot be had: weights that are not safetensors, not floats, or
             transposed on the way.
         """
+        if self._transposes:
+            return None
         rows = []
         for name in tensor.sources:
             path, shape = self._stored.get(name, (None, ()))
@@ -116,18 +127,11 @@ class Checkpoint:
             if not values.dtype.is_floating_point:
                 return None
             rows.append(values.float().reshape(1, -1).numpy())
-        return None if self._transposes or not rows else rows
+        return rows or None
 
     @cached_property
     def _stored(self) -> dict[str, tuple[Path, tuple[int, ...]]]:
-        """Name in the checkpoint -> file and shape."""
-        stored = {}
-        for path in self.files:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as shard:
-                    for name in shard.keys():  # noqa: SIM118
-                        stored[name] = path, tuple(shard.get_slice(name).get_shape())
-        return stored
+        return stored_tensors(path for path in self.files if path.suffix == ".safetensors")
 
     @cached_property
     def _transposes(self) -> bool:
@@ -137,6 +141,22 @@ class Checkpoint:
             if stored is not None and stored[1] != tensor.shape and stored[1] == tensor.shape[::-1]:
                 return True
         return False
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Name of every tensor in safetensors files -> its file and shape; no weights are read.
+
+    Raises:
+        UserError: a file is truncated or corrupt.
+    """
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as shard:
+                stored |= {name: (path, tuple(shard.get_slice(name).get_shape())) for name in shard.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:  # noqa: PERF203 - the error names the shard
+            raise UserError(path, f"is truncated or corrupt ({error})", "download it again") from error
+    return stored
 
 
 def open_checkpoint(

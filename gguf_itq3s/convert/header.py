@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Final
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, LlamaFileType
+from gguf import LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
@@ -25,15 +25,6 @@ from .options import NEUTRAL, TERNARY_TYPES, ConvertOptions
 from .ternary import Ternaries
 
 FORMAT_VERSION: Final = 1
-
-
-def sizes_of(checkpoint: Checkpoint, choices: Sequence[Choice]) -> list[int]:
-    """Bytes of each tensor in the type chosen for it."""
-    sizes = []
-    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
-        block, block_bytes = GGML_QUANT_SIZES[choice.type]
-        sizes.append(tensor.size // block * block_bytes)
-    return sizes
 
 
 def header(
@@ -62,7 +53,8 @@ def header(
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
     writer.tensors = [{}]
-    for tensor, choice, size in zip(checkpoint.tensors, choices, sizes_of(checkpoint, choices), strict=True):
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        size = tensor.bytes_in(choice.type)
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=choice.type)
     buffer = io.BytesIO()
     writer.fout, writer.state = [buffer], WriterState.EMPTY

@@ -27,7 +27,7 @@ from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
 from . import ternary
 from .encode import Encoder, SquaredError
-from .header import fingerprint, header, sizes_of
+from .header import fingerprint, header
 from .options import TERNARY_TYPES, ConvertOptions
 from .output import OutputFile
 from .ternary import Ternaries
@@ -84,7 +84,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
     )
     head = header(checkpoint, choices, options, folding, ternaries, calibrated)
-    sizes = sizes_of(checkpoint, choices)
+    sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
@@ -167,11 +167,8 @@ def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) 
     if not any(source.known(name) for name in by_name):
         raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
 
-    def gain(norm: str) -> np.ndarray:
-        return np.concatenate([np.asarray(part, dtype=np.float32).reshape(-1) for part in by_name[norm].load()])
-
     damping = hessian.DAMPING if options.damping is None else options.damping
-    return HessianFactors(source, folding.norm_of, gain, damping)
+    return HessianFactors(source, folding.norm_of, lambda norm: by_name[norm].vector(), damping)
 
 
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:

@@ -17,11 +17,10 @@ from typing import Any, Final
 
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from safetensors import SafetensorError, safe_open
 
 from .. import report
 from ..checkpoint import policy, trust
-from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map
+from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map, stored_tensors
 from ..codec.types import ITQ3_S
 from ..errors import UserError, positive
 
@@ -96,20 +95,8 @@ def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if files and all(file.is_file() for file in files):
-        return _header_shapes(files)
+        return {name: shape for name, (_, shape) in stored_tensors(files).items()}
     return _meta_shapes(folder, names, trust_remote_code)
-
-
-def _header_shapes(files: Sequence[Path]) -> Shapes:
-    shapes: Shapes = {}
-    file = files[0]
-    try:
-        for file in files:
-            with safe_open(file, framework="numpy") as shard:
-                shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UserError(file, f"is truncated or corrupt ({error})", "download it again") from error
-    return shapes
 
 
 def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:
@@ -145,8 +132,7 @@ def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool) -> int:
     total = 0
     for tensor in checkpoint.tensors:
         choice = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure)
-        block, size = GGML_QUANT_SIZES[choice.type]
-        total += tensor.size // block * size
+        total += tensor.bytes_in(choice.type)
     return total
 
 

@@ -57,13 +57,8 @@ def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
         return gguf.quants.dequantize(data, tensor.tensor_type)
 
 
-def _gain(name: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
-    """The gain that norm folding multiplied into the columns of ``name``, or None: what the file's norm has lost."""
-    norm = norm_read_by(name)
-    return _lost_gain(norm, reference, file) if norm in reference and norm in file else None
-
-
 def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
+    """The gain that norm folding multiplied into the matrices that read the norm, or None: what the file has lost."""
     was = np.concatenate([np.asarray(p, dtype=np.float32).ravel() for p in reference[norm][1]()])
     now = _values(file[norm], slice(None)).ravel()
     if np.array_equal(was, now) or not (now == 1).all():
@@ -93,7 +88,7 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
     file = {t.name: t for t in open_gguf(path).tensors}
     reference = reference_of(source, trust_remote_code=trust_remote_code)
     read = {norm for name in file if (norm := norm_read_by(name)) and norm in reference and norm in file}
-    folded = {norm for norm in read if _lost_gain(norm, reference, file) is not None}
+    folded = {norm: gain for norm in read if (gain := _lost_gain(norm, reference, file)) is not None}
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
@@ -108,7 +103,7 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
             results.append({**_alone(name, tensor.tensor_type.name, "folded"), "error": 0.0, "max_error": 0.0})
             continue
         try:
-            result = _compare_tensor(tensor, load(), _gain(name, reference, file))
+            result = _compare_tensor(tensor, load(), folded.get(norm_read_by(name) or ""))
         except NotImplementedError:
             result = {"note": "gguf-py cannot decode this type"}
         results.append({**_alone(name, tensor.tensor_type.name, ""), **result})
