@@ -4,8 +4,11 @@
 A warning in one of our files is an error. Registers, stack and spills of our kernels are printed. What is compiled once
 is not compiled again while nothing changes, so an interrupted run goes on where it stopped.
 
-Needs nvcc. The headers of cuBLAS are taken from the CUDA toolkit, or else from the Python package ``nvidia-cublas``,
-which is downloaded once.
+The machine code is counted (sass.py) and compared with docs/results/cuda_sass.json: a kernel that takes more
+instructions a weight than there, by more than 3%, or spills more, is an error. ``--update`` writes that file anew.
+
+Needs nvcc. The headers of cuBLAS and the disassembler are taken from the CUDA toolkit, or else from the Python packages
+``nvidia-cublas`` and ``nvidia-cuda-nvdisasm``, which are downloaded once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -23,11 +27,15 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gguf_itq3s import upstream
+from scripts.check import sass
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+FIGURES: Final = ROOT / "docs" / "results" / "cuda_sass.json"
 PATCHES: Final = ROOT / "ggml-patch" / "patches"
 SOURCES: Final = ROOT / "ggml-patch" / "src" / "cuda"
 ARCHITECTURES: Final = ("80", "90", "120")
@@ -39,6 +47,9 @@ FLAGS: Final = [
     "-DGGML_CUDA_PEER_MAX_BATCH_SIZE=128", "-Xptxas", "-v", "-Xcompiler", "-Wall,-Wextra,-Wno-pedantic",
 ]  # fmt: skip
 
+#: The columns of the table of counts.
+PIPES: Final = (*sass.PIPES, "uniform", "other")
+
 TYPE_NAMES: Final = {"500": "ITQ3_S", "34": "TQ1_0", "35": "TQ2_0"}
 
 
@@ -48,12 +59,17 @@ class CheckError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What ptxas reports of one of our kernels: registers a thread, bytes of stack, bytes of spill stores and loads."""
+    """What ptxas reports of one of our kernels.
+
+    Registers of a thread, and bytes: of stack, of spill stores and loads, of shared memory that is not dynamic.
+    """
 
     name: str
+    mangled: str
     registers: int
     stack: int
     spills: int
+    shared: int
 
 
 def kernel_name(mangled: str) -> str | None:
@@ -77,12 +93,15 @@ def kernels_of(log: str) -> list[Kernel]:
     """Our kernels in the output of ``nvcc -Xptxas -v``."""
     found = []
     for entry in re.split(r"ptxas info\s+: Compiling entry function '", log)[1:]:
-        name = kernel_name(entry.split("'", 1)[0])
+        mangled = entry.split("'", 1)[0]
+        name = kernel_name(mangled)
         used = re.search(r"Used (\d+) registers", entry)
         frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         if name and used and frame:
             stack, stores, loads = (int(n) for n in frame.groups())
-            found.append(Kernel(name, int(used.group(1)), stack, stores + loads))
+            shared = re.search(r"(\d+) bytes smem", entry)
+            memory = int(shared.group(1)) if shared else 0
+            found.append(Kernel(name, mangled, int(used.group(1)), stack, stores + loads, memory))
     return found
 
 
@@ -172,19 +191,29 @@ def prepare_tree(work: Path) -> Path:
     return tree
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiler's output, the disassembly of our kernels, and the seconds it took, 0 when nothing had changed."""
+
+    log: str
+    code: str
+    seconds: float
+
+
 def compile_file(
-    nvcc: str, tree: Path, work: Path, name: str, arch: str, flags: list[str], key: str
-) -> tuple[str, float]:
-    """The compiler's output and the seconds it took, 0 when nothing had changed."""
+    tools: tuple[str, str], tree: Path, work: Path, name: str, arch: str, flags: list[str], key: str
+) -> Compiled:
+    nvcc, nvdisasm = tools
     log = work / f"sm_{arch}" / (name.replace("/", "-") + ".log")
-    if log.exists() and log.read_text().startswith(key + "\n"):
-        return log.read_text(), 0.0
+    code = log.with_suffix(".sass")
+    if log.exists() and code.exists() and log.read_text().startswith(key + "\n"):
+        return Compiled(log.read_text(), code.read_text(), 0.0)
     log.parent.mkdir(parents=True, exist_ok=True)
     suffix = "a" if int(arch) >= 120 else ""  # upstream's build does the same
     target = ["-gencode", f"arch=compute_{arch}{suffix},code=sm_{arch}{suffix}"]
     start = time.monotonic()
-    with tempfile.NamedTemporaryFile(suffix=".o", dir=log.parent) as output:
-        command = [nvcc, *flags, *target, "-c", name, "-o", output.name]
+    with tempfile.TemporaryDirectory(dir=log.parent) as scratch:
+        command = [nvcc, *flags, *target, "--keep", "--keep-dir", scratch, "-c", name, "-o", f"{scratch}/output.o"]
         done = subprocess.run(
             command,
             cwd=tree / "ggml" / "src" / "ggml-cuda",
@@ -192,13 +221,21 @@ def compile_file(
             stderr=subprocess.STDOUT,
             text=True,
         )
-    if done.returncode:
-        raise CheckError(f"{name} does not compile for sm_{arch}:\n{done.stdout}")
-    text = f"{key}\n{done.stdout}"
-    partial = log.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(log)
-    return text, time.monotonic() - start
+        if done.returncode:
+            raise CheckError(f"{name} does not compile for sm_{arch}:\n{done.stdout}")
+        try:
+            codes = [sass.disassemble(nvdisasm, cubin, is_counted) for cubin in Path(scratch).glob("*.cubin")]
+        except RuntimeError as error:
+            raise CheckError(f"{name} for sm_{arch}: {error}") from error
+    for path, text in ((code, "".join(codes)), (log, f"{key}\n{done.stdout}")):
+        partial = path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(path)
+    return Compiled(log.read_text(), code.read_text(), time.monotonic() - start)
+
+
+def is_counted(mangled: str) -> bool:
+    return sass.is_counted(sass.instance_of(mangled))
 
 
 def source_key(tree: Path, flags: list[str], version: str) -> str:
@@ -223,6 +260,70 @@ def print_kernels(kernels: dict[str, list[Kernel]]) -> None:
     print("registers a thread, stack and spilled bytes: the largest of the instances")
 
 
+Figures = dict[str, dict[str, Any]]
+
+
+def figures_of(arch: str, kernels: list[Kernel], code: str, defines: sass.Defines) -> Figures:
+    """Kernel and architecture to what ptxas reports and what the main loop costs."""
+    found: Figures = {}
+    lines = dict(sass.sections(code))
+    for kernel in kernels:
+        instance = sass.instance_of(kernel.mangled)
+        if instance is None or not sass.is_counted(instance):
+            continue
+        figures: dict[str, Any] = {f: getattr(kernel, f) for f in ("registers", "stack", "spills", "shared")}
+        how = sass.KERNELS.get(instance.kernel)
+        if how:
+            counted = sass.count(
+                sass.parse(lines[kernel.mangled]),
+                how.weights(instance, defines),
+                how.copied(instance, defines),
+                how.outwards,
+            )
+            if counted is None:
+                raise CheckError(f"{instance}: no loop with products in its code; KERNELS in sass.py names it")
+            figures |= counted
+        found[f"{instance} sm_{arch}"] = figures
+    return found
+
+
+def print_figures(figures: Figures) -> None:
+    """One line a kernel and architecture that is counted."""
+    print(f"\n{'instructions a weight':52} {'all':>7}" + "".join(f"{pipe:>9}" for pipe in PIPES))
+    for name, one in sorted(figures.items()):
+        if "by_pipe" in one:
+            shares = "".join(f"{one['by_pipe'].get(pipe, 0):9.2f}" for pipe in PIPES)
+            print(f"{name:52} {one['instructions_a_weight']:7.2f}{shares}")
+
+
+def write_figures(figures: Figures, version: str, partial: bool) -> None:
+    """partial: not all files or architectures were compiled; the figures of the rest stay."""
+    if partial and FIGURES.exists():
+        committed = json.loads(FIGURES.read_text())
+        if committed["nvcc"] != version:
+            raise CheckError(f"{FIGURES.name} is of nvcc {committed['nvcc']}, this is {version}: update all of it")
+        figures = committed["kernels"] | figures
+    lines = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(figures.items())]
+    FIGURES.write_text(f'{{"nvcc": {json.dumps(version)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def check_figures(figures: Figures, version: str, partial: bool) -> None:
+    """Compare with the committed figures; partial: not all files or architectures were compiled."""
+    if not FIGURES.exists():
+        raise CheckError(f"{FIGURES.relative_to(ROOT)}: not there; --update writes it")
+    committed = json.loads(FIGURES.read_text())
+    if committed["nvcc"] != version:
+        print(f"not compared with {FIGURES.name}, which is of nvcc {committed['nvcc']}; this is {version}")
+        return
+    old: Figures = committed["kernels"]
+    if partial:
+        old = {name: one for name, one in old.items() if name in figures}
+    found = sass.worse(old, figures)
+    if found:
+        place = FIGURES.relative_to(ROOT)
+        raise CheckError(f"{len(found)} kernels differ from {place} (--update accepts):\n" + "\n".join(found))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -233,9 +334,17 @@ def main() -> int:
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "cuda-check", help="folder for the source and the logs"
     )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare the counts with the committed ones (the default)")
+    what.add_argument("--update", action="store_true", help="write the counts to docs/results/cuda_sass.json")
     args = parser.parse_args()
+    partial = bool(args.file) or set(args.arch) != set(ARCHITECTURES)
     try:
         nvcc, version = find_nvcc()
+        try:
+            tools = (nvcc, sass.find_nvdisasm(nvcc))
+        except RuntimeError as error:
+            raise CheckError(str(error)) from error
         headers = cublas_headers(nvcc, version)
         args.work.mkdir(parents=True, exist_ok=True)
         tree = prepare_tree(args.work.resolve())
@@ -246,27 +355,36 @@ def main() -> int:
 
         jobs = [(arch, name) for arch in args.arch for name in files]
         kernels: dict[str, list[Kernel]] = {arch: [] for arch in args.arch}
+        figures: Figures = {}
+        defines = sass.defines_of(SOURCES)
         found: list[str] = []
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             pending = {}
             for arch, name in jobs:
                 own = hashlib.sha256((tree / "ggml/src/ggml-cuda" / name).read_bytes()).hexdigest()[:20]
-                task = pool.submit(compile_file, nvcc, tree, args.work.resolve(), name, arch, flags, f"{key} {own}")
+                task = pool.submit(compile_file, tools, tree, args.work.resolve(), name, arch, flags, f"{key} {own}")
                 pending[task] = (arch, name)
             try:
                 for count, task in enumerate(concurrent.futures.as_completed(pending), 1):
                     arch, name = pending[task]
-                    log, seconds = task.result()
-                    took = f"{seconds:.0f} s" if seconds else "unchanged"
+                    done = task.result()
+                    took = f"{done.seconds:.0f} s" if done.seconds else "unchanged"
                     print(f"[{count}/{len(jobs)}] sm_{arch} {name}: {took}", flush=True)
-                    kernels[arch] += kernels_of(log)
-                    found += [w for w in warnings_of(log, ours) if w not in found]
+                    own_kernels = kernels_of(done.log)
+                    kernels[arch] += own_kernels
+                    figures |= figures_of(arch, own_kernels, done.code, defines)
+                    found += [w for w in warnings_of(done.log, ours) if w not in found]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         print_kernels(kernels)
+        print_figures(figures)
         if found:
             raise CheckError(f"{len(found)} warnings in our files:\n" + "\n".join(found))
+        if args.update:
+            write_figures(figures, version, partial)
+        else:
+            check_figures(figures, version, partial)
     except CheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
