@@ -1,9 +1,13 @@
-// Times matrix products of the CUDA backend for scripts/check/gpu/gpu_check.sh and prints JSON.
+// Times matrix products of the CUDA backend for scripts/check/gpu/gpu_check.py and prints JSON, one object a line: the
+// device, then a result each, then {"done": true}.
 //
-// Every number is the median of interleaved runs; weights rotate over buffers that together are several times the L2
-// cache, so that each product reads its weights from memory. Copy bandwidth is measured in the same process.
+// Every number is the median of interleaved runs. A run goes over copies of the weights that together are at least four
+// times the L2 cache, so that each product reads its weights from memory, and is repeated without a wait of the host
+// until it is long against launching it. Both contenders, the backend and cuBLAS, run as CUDA graphs. The first and the
+// last product of a contender are compared with the same product on the host. Copy bandwidth is measured in the same
+// process.
 //
-//   bench [--runs N]
+//   gpu-bench [--runs N] [--quick]
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -17,10 +21,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -35,10 +41,24 @@
         }                                                                          \
     } while (0)
 
-static size_t l2_bytes;
+#define CHECK_CUBLAS(call)                                                         \
+    do {                                                                           \
+        const cublasStatus_t status = (call);                                      \
+        if (status != CUBLAS_STATUS_SUCCESS) {                                     \
+            fprintf(stderr, "error: %s: cuBLAS status %d\n", #call, (int) status); \
+            exit(1);                                                               \
+        }                                                                          \
+    } while (0)
 
-// Products in one measured run: enough to hide the end of the run, few enough to repeat it often.
-static constexpr int products_per_run = 32;
+static size_t l2_bytes;
+static double least_run_seconds = 2e-3;  // launching and waiting take some 10 us
+
+static constexpr int least_products = 16;  // in a graph, so that its launch does not count
+static constexpr int different_rows = 16;  // of a matrix; they are repeated
+
+static double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 static double median(std::vector<double> v) {
     std::sort(v.begin(), v.end());
@@ -46,11 +66,26 @@ static double median(std::vector<double> v) {
     return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
 }
 
-// Something to time: run() returns seconds per product.
+// Something to time. launch() starts `products` products and does not wait for them.
 struct contender {
-    std::string             name;
-    std::function<double()> run;
-    std::vector<double>     seconds;
+    std::string           name;
+    size_t                weight_bytes;
+    int                   products;
+    std::function<void()> launch;
+    std::function<void()> wait;
+    std::function<void()> verify;
+    int                   repeats = 1;
+    std::vector<double>   seconds;
+
+    double run() const {
+        wait();
+        const double start = seconds_now();
+        for (int i = 0; i < repeats; ++i) {
+            launch();
+        }
+        wait();
+        return (seconds_now() - start) / repeats;
+    }
 };
 
 static void measure(std::vector<contender> & contenders, const int runs) {
@@ -58,181 +93,290 @@ static void measure(std::vector<contender> & contenders, const int runs) {
         for (int i = 0; i < 3; ++i) {  // clocks, CUDA graph capture
             c.run();
         }
+        c.verify();
+        c.repeats = std::min<int>(1000, 1 + (int) (least_run_seconds / c.run()));
+        c.run();
     }
     for (int r = 0; r < runs; ++r) {
         for (auto & c : contenders) {
-            c.seconds.push_back(c.run());
+            c.seconds.push_back(c.run() / c.products);
         }
     }
 }
 
-// ggml weights of one type: a graph of products, each with the next of the rotated matrices.
-struct product_graph {
-    ggml_backend_t        backend;
-    ggml_context *        ctx          = nullptr;
-    ggml_context *        ctx_w        = nullptr;
-    ggml_backend_buffer_t buffer       = nullptr;
-    ggml_backend_buffer_t buffer_w     = nullptr;
-    ggml_cgraph *         graph        = nullptr;
-    size_t                weight_bytes = 0;
+static int copies_past_l2(const size_t bytes) {
+    return std::max<int>(2, (4 * l2_bytes + bytes - 1) / bytes);
+}
 
-    product_graph(ggml_backend_t backend, const ggml_type type, const int64_t m, const int64_t k, const int64_t n) :
-        backend(backend) {
-        const size_t bytes  = ggml_row_size(type, k) * m;
-        const int    copies = std::max<int>(2, (4 * l2_bytes + bytes - 1) / bytes);
-        weight_bytes        = bytes;
+// A multiple of the copies, so that every run goes over all of them.
+static int products_of(const int copies) {
+    return copies * ((least_products + copies - 1) / copies);
+}
 
-        const ggml_init_params params = { ggml_tensor_overhead() * (copies + 2 * products_per_run + 8) +
-                                              ggml_graph_overhead() + (1 << 20),
-                                          nullptr, true };
-        ctx_w                         = ggml_init(params);
-        ctx                           = ggml_init(params);
-        std::vector<ggml_tensor *> weights;
-        for (int i = 0; i < copies; ++i) {
-            weights.push_back(ggml_new_tensor_2d(ctx_w, type, k, m));
+static std::vector<float> gaussian(const size_t count, const float sigma, const int seed) {
+    std::mt19937                    rng(seed);
+    std::normal_distribution<float> normal(0.0f, sigma);
+    std::vector<float>              v(count);
+    for (float & f : v) {
+        f = normal(rng);
+    }
+    return v;
+}
+
+// A matrix of different_rows rows of the type, repeated, and its rows as numbers.
+struct matrix_data {
+    std::vector<uint8_t> rows;
+    std::vector<float>   values;
+
+    static const matrix_data & of(const ggml_type type, const int64_t k) {
+        static std::map<std::pair<int, int64_t>, matrix_data> known;
+        matrix_data &                                         d = known[{ type, k }];
+        if (d.rows.empty()) {
+            const std::vector<float> source = gaussian(different_rows * k, 0.02f, 1);
+            d.rows.resize(ggml_row_size(type, k) * different_rows);
+            ggml_quantize_chunk(type, source.data(), d.rows.data(), 0, different_rows, k, nullptr);
+            d.values.resize(source.size());
+            ggml_get_type_traits(type)->to_float(d.rows.data(), d.values.data(), source.size());
         }
-        buffer_w = ggml_backend_alloc_ctx_tensors(ctx_w, backend);
-        ggml_backend_buffer_set_usage(buffer_w, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        ggml_tensor * x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k, n);
-        graph           = ggml_new_graph(ctx);
-        for (int i = 0; i < products_per_run; ++i) {
-            ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights[i % copies], x));
+        return d;
+    }
+
+    std::vector<uint8_t> matrix(const int64_t m) const {
+        const size_t         bytes = rows.size() / different_rows * m;
+        std::vector<uint8_t> data(bytes);
+        for (size_t at = 0; at < bytes; at += rows.size()) {
+            memcpy(data.data() + at, rows.data(), std::min(rows.size(), bytes - at));
+        }
+        return data;
+    }
+
+    // Ends the program if a column of a product, of m values, is not what the host computes.
+    void verify(const std::string & name, const float * x, const std::vector<float> & y, const int64_t k) const {
+        double expected[different_rows], error = 0.0, norm = 0.0;
+        for (int r = 0; r < different_rows; ++r) {
+            expected[r] = 0.0;
+            for (int64_t i = 0; i < k; ++i) {
+                expected[r] += (double) values[r * k + i] * x[i];
+            }
+        }
+        for (size_t r = 0; r < y.size(); ++r) {
+            const double e = expected[r % different_rows];
+            error += (y[r] - e) * (y[r] - e);
+            norm += e * e;
+        }
+        if (!(error <= 0.05 * 0.05 * norm)) {  // also if there is a NaN
+            fprintf(stderr, "error: %s, %zu x %lld: the product is wrong, relative error %g\n", name.c_str(), y.size(),
+                    (long long) k, std::sqrt(error / norm));
+            exit(1);
+        }
+    }
+};
+
+// Copies of a matrix of one type in the memory of the device.
+struct weight_copies {
+    ggml_backend_t             backend;
+    ggml_type                  type;
+    int64_t                    m, k;
+    size_t                     bytes;
+    ggml_context *             ctx;
+    ggml_backend_buffer_t      buffer;
+    std::vector<ggml_tensor *> tensors;
+
+    weight_copies(ggml_backend_t backend, const ggml_type type, const int64_t m, const int64_t k) :
+        backend(backend), type(type), m(m), k(k), bytes(ggml_row_size(type, k) * m) {
+        const int copies = copies_past_l2(bytes);
+        ctx              = ggml_init({ ggml_tensor_overhead() * (copies + 1), nullptr, true });
+        for (int i = 0; i < copies; ++i) {
+            tensors.push_back(ggml_new_tensor_2d(ctx, type, k, m));
         }
         buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
-        if (!buffer || !buffer_w) {
+        if (!buffer) {
             fprintf(stderr, "error: no memory for %d matrices of %zu bytes\n", copies, bytes);
             exit(1);
         }
-
-        // Real blocks of the type: some quantized Gaussian rows, repeated.
-        std::mt19937                    rng(1);
-        std::normal_distribution<float> normal(0.0f, 0.02f);
-        const int64_t                   rows = std::min<int64_t>(m, 16);
-        std::vector<float>              source(rows * k);
-        for (float & v : source) {
-            v = normal(rng);
-        }
-        std::vector<uint8_t> data(bytes);
-        ggml_quantize_chunk(type, source.data(), data.data(), 0, rows, k, nullptr);
-        const size_t period = ggml_row_size(type, k) * rows;
-        for (size_t at = period; at < bytes; at += period) {
-            memcpy(data.data() + at, data.data(), std::min(period, bytes - at));
-        }
-        for (ggml_tensor * w : weights) {
+        ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        const std::vector<uint8_t> data = matrix_data::of(type, k).matrix(m);
+        for (ggml_tensor * w : tensors) {
             ggml_backend_tensor_set(w, data.data(), 0, bytes);
         }
-        std::vector<float> activations(k * n);
-        for (float & v : activations) {
-            v = 50.0f * normal(rng);
+    }
+    ~weight_copies() {
+        ggml_backend_buffer_free(buffer);
+        ggml_free(ctx);
+    }
+    weight_copies(const weight_copies &)             = delete;
+    weight_copies & operator=(const weight_copies &) = delete;
+};
+
+// A graph of products of the backend, each with the next of the copies.
+struct product_graph {
+    const weight_copies &      weights;
+    int64_t                    n;
+    ggml_context *             ctx;
+    ggml_backend_buffer_t      buffer;
+    ggml_cgraph *              graph;
+    std::vector<float>         x;
+    std::vector<ggml_tensor *> results;
+
+    product_graph(const weight_copies & weights, const int64_t n) :
+        weights(weights), n(n), x(gaussian(weights.k * n, 1.0f, 2)) {
+        const int products = products_of(weights.tensors.size());
+        ctx = ggml_init({ ggml_tensor_overhead() * (products + 2) + ggml_graph_overhead_custom(4 * products, false),
+                          nullptr, true });
+        ggml_tensor * activations = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, weights.k, n);
+        graph                     = ggml_new_graph_custom(ctx, 4 * products, false);
+        for (int i = 0; i < products; ++i) {
+            results.push_back(ggml_mul_mat(ctx, weights.tensors[i % weights.tensors.size()], activations));
+            ggml_build_forward_expand(graph, results.back());
         }
-        ggml_backend_tensor_set(x, activations.data(), 0, activations.size() * sizeof(float));
+        buffer = ggml_backend_alloc_ctx_tensors(ctx, weights.backend);
+        if (!buffer) {
+            fprintf(stderr, "error: no memory for the results of %d products\n", products);
+            exit(1);
+        }
+        ggml_backend_buffer_clear(buffer, 0xFF);  // NaN, so that a result that is not written is found
+        ggml_backend_tensor_set(activations, x.data(), 0, x.size() * sizeof(float));
     }
     ~product_graph() {
         ggml_backend_buffer_free(buffer);
-        ggml_backend_buffer_free(buffer_w);
         ggml_free(ctx);
-        ggml_free(ctx_w);
     }
     product_graph(const product_graph &)             = delete;
     product_graph & operator=(const product_graph &) = delete;
 
-    double run() {
-        ggml_backend_synchronize(backend);
-        const auto start = std::chrono::steady_clock::now();
-        if (ggml_backend_graph_compute(backend, graph) != GGML_STATUS_SUCCESS) {
+    void launch() const {
+        if (ggml_backend_graph_compute_async(weights.backend, graph) != GGML_STATUS_SUCCESS) {
             fprintf(stderr, "error: the products of the backend failed\n");
             exit(1);
         }
-        ggml_backend_synchronize(backend);
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / products_per_run;
+    }
+    void verify() const {
+        std::vector<float> y(weights.m);
+        for (const ggml_tensor * result : { results.front(), results.back() }) {
+            for (const int64_t column : { (int64_t) 0, n - 1 }) {
+                ggml_backend_tensor_get(result, y.data(), column * weights.m * sizeof(float),
+                                        weights.m * sizeof(float));
+                matrix_data::of(weights.type, weights.k)
+                    .verify(ggml_type_name(weights.type), x.data() + column * weights.k, y, weights.k);
+            }
+        }
+    }
+    contender timed() const {
+        return { ggml_type_name(weights.type),
+                 weights.bytes,
+                 (int) results.size(),
+                 [this] { launch(); },
+                 [this] { ggml_backend_synchronize(weights.backend); },
+                 [this] { verify(); } };
     }
 };
 
-// cuBLAS on F16 weights: result = weights^T * x, float accumulation.
+// cuBLAS on F16 weights: result = weights^T * x in F16, float accumulation.
 struct cublas_products {
-    static constexpr int copies = 2;  // a matrix alone is larger than the L2 cache of any card
-    cublasHandle_t       handle;
-    cudaStream_t         stream;
-    half *               weights[copies];
-    half *               x;
-    half *               y;
-    int                  m, k, n;
+    int                 m, k, n, copies, products;
+    cublasHandle_t      handle;
+    cudaStream_t        stream;
+    cudaGraphExec_t     exec;
+    std::vector<half *> weights, results;
+    std::vector<float>  x_host;
+    half *              x;
+    void *              workspace;
 
-    cublas_products(const int m, const int k, const int n) : m(m), k(k), n(n) {
-        CHECK(cudaStreamCreate(&stream));
-        if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS ||
-            cublasSetStream(handle, stream) != CUBLAS_STATUS_SUCCESS) {
-            fprintf(stderr, "error: cuBLAS does not start\n");
-            exit(1);
+    cublas_products(const int m, const int k, const int n) :
+        m(m), k(k), n(n), copies(copies_past_l2((size_t) m * k * sizeof(half))), products(products_of(copies)),
+        weights(copies), results(copies) {
+        constexpr size_t workspace_bytes = (size_t) 64 << 20;
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        CHECK(cudaMalloc(&workspace, workspace_bytes));
+        CHECK_CUBLAS(cublasCreate(&handle));
+        CHECK_CUBLAS(cublasSetStream(handle, stream));
+        CHECK_CUBLAS(cublasSetWorkspace(handle, workspace, workspace_bytes));
+        const std::vector<uint8_t> data = matrix_data::of(GGML_TYPE_F16, k).matrix(m);
+        for (int i = 0; i < copies; ++i) {
+            CHECK(cudaMalloc(&weights[i], data.size()));
+            CHECK(cudaMalloc(&results[i], (size_t) m * n * sizeof(half)));
+            CHECK(cudaMemcpy(weights[i], data.data(), data.size(), cudaMemcpyHostToDevice));
+            CHECK(cudaMemset(results[i], 0xFF, (size_t) m * n * sizeof(half)));  // NaN
         }
-        std::mt19937      rng(1);
-        std::vector<half> row(1 << 20);
-        for (half & v : row) {
-            v = __float2half(std::normal_distribution<float>(0.0f, 0.02f)(rng));
+        x_host = gaussian((size_t) k * n, 1.0f, 2);
+        std::vector<ggml_fp16_t> rounded(x_host.size());
+        ggml_fp32_to_fp16_row(x_host.data(), rounded.data(), rounded.size());
+        CHECK(cudaMalloc(&x, rounded.size() * sizeof(half)));
+        CHECK(cudaMemcpy(x, rounded.data(), rounded.size() * sizeof(half), cudaMemcpyHostToDevice));
+        multiply(0);  // loads what must not be loaded during a capture
+        CHECK(cudaStreamSynchronize(stream));
+        cudaGraph_t graph;
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < products; ++i) {
+            multiply(i % copies);
         }
-        const size_t count = (size_t) m * k;
-        for (half *& w : weights) {
-            CHECK(cudaMalloc(&w, count * sizeof(half)));
-            for (size_t at = 0; at < count; at += row.size()) {
-                CHECK(cudaMemcpy(w + at, row.data(), std::min(row.size(), count - at) * sizeof(half),
-                                 cudaMemcpyHostToDevice));
-            }
-        }
-        CHECK(cudaMalloc(&x, (size_t) k * n * sizeof(half)));
-        CHECK(cudaMalloc(&y, (size_t) m * n * sizeof(half)));
-        for (size_t at = 0; at < (size_t) k * n; at += row.size()) {
-            CHECK(cudaMemcpy(x + at, row.data(), std::min(row.size(), (size_t) k * n - at) * sizeof(half),
-                             cudaMemcpyHostToDevice));
-        }
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaGraphDestroy(graph));
     }
     ~cublas_products() {
-        for (half * w : weights) {
-            cudaFree(w);
+        cudaGraphExecDestroy(exec);
+        for (int i = 0; i < copies; ++i) {
+            cudaFree(weights[i]);
+            cudaFree(results[i]);
         }
         cudaFree(x);
-        cudaFree(y);
         cublasDestroy(handle);
+        cudaFree(workspace);
         cudaStreamDestroy(stream);
     }
     cublas_products(const cublas_products &)             = delete;
     cublas_products & operator=(const cublas_products &) = delete;
 
-    double run() {
+    void multiply(const int i) const {
         const float one = 1.0f, zero = 0.0f;
-        CHECK(cudaStreamSynchronize(stream));
-        const auto start = std::chrono::steady_clock::now();
-        for (int i = 0; i < products_per_run; ++i) {
-            if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, m, n, k, &one, weights[i % copies], CUDA_R_16F, k, x,
-                             CUDA_R_16F, k, &zero, y, CUDA_R_16F, m, CUBLAS_COMPUTE_32F,
-                             CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) {
-                fprintf(stderr, "error: cublasGemmEx failed\n");
-                exit(1);
+        CHECK_CUBLAS(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, m, n, k, &one, weights[i], CUDA_R_16F, k, x,
+                                  CUDA_R_16F, k, &zero, results[i], CUDA_R_16F, m, CUBLAS_COMPUTE_32F,
+                                  CUBLAS_GEMM_DEFAULT));
+    }
+    void verify() const {
+        std::vector<ggml_fp16_t> y(m);
+        std::vector<float>       values(m);
+        for (const int i : { 0, copies - 1 }) {
+            for (const int column : { 0, n - 1 }) {
+                CHECK(cudaMemcpy(y.data(), results[i] + (size_t) column * m, m * sizeof(half), cudaMemcpyDeviceToHost));
+                ggml_fp16_to_fp32_row(y.data(), values.data(), m);
+                matrix_data::of(GGML_TYPE_F16, k).verify("cuBLAS", x_host.data() + (size_t) column * k, values, k);
             }
         }
-        CHECK(cudaStreamSynchronize(stream));
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / products_per_run;
+    }
+    contender timed() const {
+        return { "cublas_f16",
+                 (size_t) m * k * sizeof(half),
+                 products,
+                 [this] { CHECK(cudaGraphLaunch(exec, stream)); },
+                 [this] { CHECK(cudaStreamSynchronize(stream)); },
+                 [this] { verify(); } };
     }
 };
 
-// Our activation kernel with and without the rotation, launched as for a product with one column.
+// Our activation kernel with and without the rotation, launched as for a product with one column. All that this program
+// knows of our kernels is here.
 struct activation_kernels {
-    cudaStream_t stream;
-    float *      x;
-    void *       y;
-    int64_t      k;
+    static constexpr int count = 256;  // the kernel is short: many of them, in a graph
+    cudaStream_t         stream;
+    float *              x;
+    void *               y;
+    int64_t              k;
+    cudaGraphExec_t      rotated, plain;
 
     explicit activation_kernels(const int64_t k) : k(k) {
-        CHECK(cudaStreamCreate(&stream));
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CHECK(cudaMalloc(&x, k * sizeof(float)));
         CHECK(cudaMalloc(&y, k / 128 * sizeof(block_q8_1x4)));
-        std::vector<float> host(k);
-        std::mt19937       rng(1);
-        for (float & v : host) {
-            v = std::normal_distribution<float>()(rng);
-        }
+        const std::vector<float> host = gaussian(k, 1.0f, 1);
         CHECK(cudaMemcpy(x, host.data(), k * sizeof(float), cudaMemcpyHostToDevice));
+        rotated = capture<true>();
+        plain   = capture<false>();
     }
     ~activation_kernels() {
+        cudaGraphExecDestroy(rotated);
+        cudaGraphExecDestroy(plain);
         cudaFree(x);
         cudaFree(y);
         cudaStreamDestroy(stream);
@@ -240,36 +384,29 @@ struct activation_kernels {
     activation_kernels(const activation_kernels &)             = delete;
     activation_kernels & operator=(const activation_kernels &) = delete;
 
-    double run(const bool rotate) {
-        // The kernel is short: many of them, in a graph, so that launching is not what is timed.
-        constexpr int     count = 256;
-        const dim3        grid((k / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1, 1);
-        const dim3        block(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
-        cudaGraphExec_t & exec = rotate ? graph_rotate : graph_plain;
-        if (!exec) {
-            cudaGraph_t graph;
-            CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-            for (int i = 0; i < count; ++i) {
-                if (rotate) {
-                    quantize_q8_1x4<true><<<grid, block, 0, stream>>>(x, y, k, 0, 0, 0, k, 1, make_uint3(0, 0, 1));
-                } else {
-                    quantize_q8_1x4<false><<<grid, block, 0, stream>>>(x, y, k, 0, 0, 0, k, 1, make_uint3(0, 0, 1));
-                }
-            }
-            CHECK(cudaGetLastError());
-            CHECK(cudaStreamEndCapture(stream, &graph));
-            CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            CHECK(cudaGraphDestroy(graph));
+    template <bool rotate> cudaGraphExec_t capture() const {
+        const dim3      grid((k / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1, 1);
+        const dim3      block(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+        cudaGraph_t     graph;
+        cudaGraphExec_t exec;
+        CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < count; ++i) {
+            quantize_q8_1x4<rotate><<<grid, block, 0, stream>>>(x, y, k, 0, 0, 0, k, 1, make_uint3(0, 0, 1));
         }
-        CHECK(cudaStreamSynchronize(stream));
-        const auto start = std::chrono::steady_clock::now();
-        CHECK(cudaGraphLaunch(exec, stream));
-        CHECK(cudaStreamSynchronize(stream));
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / count;
+        CHECK(cudaGetLastError());
+        CHECK(cudaStreamEndCapture(stream, &graph));
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaGraphDestroy(graph));
+        return exec;
     }
-
-    cudaGraphExec_t graph_rotate = nullptr;
-    cudaGraphExec_t graph_plain  = nullptr;
+    contender timed(const bool rotate) const {
+        return { rotate ? "rotated" : "plain",
+                 0,
+                 count,
+                 [this, rotate] { CHECK(cudaGraphLaunch(rotate ? rotated : plain, stream)); },
+                 [this] { CHECK(cudaStreamSynchronize(stream)); },
+                 [] {} };
+    }
 };
 
 static double copy_bandwidth(const int runs) {
@@ -298,32 +435,39 @@ static double copy_bandwidth(const int runs) {
     return median(rates);
 }
 
-static bool first_line = true;
-
-static void print_result(const char * kind, const char * name, const int64_t m, const int64_t k, const int64_t n,
-                         const size_t bytes, const std::vector<double> & seconds) {
-    const auto range = std::minmax_element(seconds.begin(), seconds.end());
-    printf(
-        "%s\n    {\"kind\": \"%s\", \"name\": \"%s\", \"rows\": %lld, \"k\": %lld, \"columns\": %lld, "
-        "\"weight_bytes\": %zu, \"runs\": %zu, "
-        "\"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f}",
-        first_line ? "" : ",", kind, name, (long long) m, (long long) k, (long long) n, bytes, seconds.size(),
-        1e6 * median(seconds), 1e6 * *range.first, 1e6 * *range.second);
-    first_line = false;
+static void print_results(const char * kind, const int64_t m, const int64_t k, const int64_t n,
+                          const std::vector<contender> & contenders) {
+    for (const contender & c : contenders) {
+        const auto   range = std::minmax_element(c.seconds.begin(), c.seconds.end());
+        const double us    = 1e6 * median(c.seconds);
+        printf(
+            "{\"kind\": \"%s\", \"name\": \"%s\", \"rows\": %lld, \"k\": %lld, \"columns\": %lld, "
+            "\"weight_bytes\": %zu, \"products\": %d, \"repeats\": %d, \"runs\": %zu, "
+            "\"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f}\n",
+            kind, c.name.c_str(), (long long) m, (long long) k, (long long) n, c.weight_bytes, c.products, c.repeats,
+            c.seconds.size(), us, 1e6 * *range.first, 1e6 * *range.second);
+        fprintf(stderr, "%-10s %-12s %6lld x %6lld, %3lld columns: %10.2f us\n", kind, c.name.c_str(), (long long) m,
+                (long long) k, (long long) n, us);
+    }
     fflush(stdout);
-    fprintf(stderr, "%-10s %-12s %6lld x %6lld, %3lld columns: %10.2f us\n", kind, name, (long long) m, (long long) k,
-            (long long) n, 1e6 * median(seconds));
 }
 
 int main(int argc, char ** argv) {
-    int runs = 31;
+    int  runs  = 31;
+    bool quick = false;
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--runs") && i + 1 < argc) {
             runs = atoi(argv[++i]);
+        } else if (!strcmp(argv[i], "--quick")) {
+            quick = true;
         } else {
-            fprintf(stderr, "usage: %s [--runs N]\n", argv[0]);
+            fprintf(stderr, "usage: %s [--runs N] [--quick]\n", argv[0]);
             return 1;
         }
+    }
+    if (quick) {
+        runs              = 21;
+        least_run_seconds = 1e-3;
     }
     if (runs < 20) {
         fprintf(stderr, "error: --runs %d: at least 20 are needed for a median\n", runs);
@@ -342,67 +486,53 @@ int main(int argc, char ** argv) {
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
     printf(
-        "{\n  \"device\": \"%s\", \"compute_capability\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %d, "
-        "\"driver\": %d, \"cuda\": %d,\n",
-        device.name, device.major, device.minor, device.multiProcessorCount, device.l2CacheSize, driver, runtime);
-    printf("  \"copy_bytes_per_s\": %.6e,\n  \"results\": [", copy_bandwidth(runs));
+        "{\"device\": \"%s\", \"compute_capability\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %d, "
+        "\"driver\": %d, \"cuda\": %d, \"quick\": %s, \"copy_bytes_per_s\": %.6e}\n",
+        device.name, device.major, device.minor, device.multiProcessorCount, device.l2CacheSize, driver, runtime,
+        quick ? "true" : "false", copy_bandwidth(runs));
+    fflush(stdout);
 
-    // The matrices of a layer of an 8B Llama.
-    const int64_t llama[][2] = { { 4096, 4096 }, { 1024, 4096 }, { 14336, 4096 }, { 4096, 14336 } };
+    const std::vector<ggml_type> types   = { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ2_0, GGML_TYPE_TQ1_0,
+                                             GGML_TYPE_Q4_K,   GGML_TYPE_IQ3_S, GGML_TYPE_Q3_K };
+    const std::vector<ggml_type> ternary = { GGML_TYPE_TQ2_0, GGML_TYPE_TQ1_0 };
+    using columns                        = std::vector<int>;
+    const columns every = quick ? columns{ 1, 16, 512 } : columns{ 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 };
+    const columns some  = quick ? columns{ 1, 512 } : columns{ 1, 8, 512 };
     struct group {
-        const char *           kind;
-        int64_t                n;
+        int64_t                m, k;
         std::vector<ggml_type> types;
+        columns                n;
     };
+    // The matrices of a layer of an 8B Llama, and one of a larger model for the ternary types.
     const group groups[] = {
-        { "mmvq", 1, { GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S, GGML_TYPE_Q3_K } },
-        { "mmq", 512, { GGML_TYPE_ITQ3_S, GGML_TYPE_Q4_K, GGML_TYPE_IQ3_S } },
+        { 14336, 4096, types, every }, { 4096, 14336, types, every },       { 4096, 4096, types, some },
+        { 1024, 4096, types, some },   { 8192, 28672, ternary, { 1, 16 } },
     };
     for (const group & g : groups) {
-        for (const auto & shape : llama) {
+        std::vector<std::unique_ptr<weight_copies>> weights;
+        for (const ggml_type type : g.types) {
+            weights.push_back(std::make_unique<weight_copies>(backend, type, g.m, g.k));
+        }
+        for (const int n : g.n) {
             std::vector<std::unique_ptr<product_graph>> graphs;
             std::vector<contender>                      contenders;
-            for (const ggml_type type : g.types) {
-                graphs.push_back(std::make_unique<product_graph>(backend, type, shape[0], shape[1], g.n));
-                product_graph * p = graphs.back().get();
-                contenders.push_back({ ggml_type_name(type), [p] { return p->run(); }, {} });
+            for (const auto & w : weights) {
+                graphs.push_back(std::make_unique<product_graph>(*w, n));
+                contenders.push_back(graphs.back()->timed());
             }
+            const cublas_products f16(g.m, g.k, n);
+            contenders.push_back(f16.timed());
             measure(contenders, runs);
-            for (size_t i = 0; i < contenders.size(); ++i) {
-                print_result(g.kind, contenders[i].name.c_str(), shape[0], shape[1], g.n, graphs[i]->weight_bytes,
-                             contenders[i].seconds);
-            }
+            print_results("product", g.m, g.k, n, contenders);
         }
     }
-
-    for (const auto & shape : { llama[0], llama[3] }) {
-        activation_kernels     kernels(shape[1]);
-        std::vector<contender> contenders = {
-            { "rotated", [&] { return kernels.run(true); }, {} },
-            { "plain", [&] { return kernels.run(false); }, {} },
-        };
+    for (const int64_t k : { 4096, 14336 }) {
+        const activation_kernels kernels(k);
+        std::vector<contender>   contenders = { kernels.timed(true), kernels.timed(false) };
         measure(contenders, runs);
-        for (const contender & c : contenders) {
-            print_result("activation", c.name.c_str(), 0, shape[1], 1, 0, c.seconds);
-        }
+        print_results("activation", 0, k, 1, contenders);
     }
-
-    for (const int64_t n : { 1, 16 }) {
-        const int64_t          m = 8192, k = 28672;
-        product_graph          tq1(backend, GGML_TYPE_TQ1_0, m, k, n);
-        product_graph          tq2(backend, GGML_TYPE_TQ2_0, m, k, n);
-        cublas_products        f16(m, k, n);
-        std::vector<contender> contenders = {
-            { "tq1_0", [&] { return tq1.run(); }, {} },
-            { "tq2_0", [&] { return tq2.run(); }, {} },
-            { "cublas_f16", [&] { return f16.run(); }, {} },
-        };
-        measure(contenders, runs);
-        print_result("ternary", "tq1_0", m, k, n, tq1.weight_bytes, contenders[0].seconds);
-        print_result("ternary", "tq2_0", m, k, n, tq2.weight_bytes, contenders[1].seconds);
-        print_result("ternary", "cublas_f16", m, k, n, (size_t) m * k * 2, contenders[2].seconds);
-    }
-    printf("\n  ]\n}\n");
+    printf("{\"done\": true}\n");
     ggml_backend_free(backend);
     return 0;
 }

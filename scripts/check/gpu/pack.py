@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Pack what scripts/check/gpu/gpu_check.sh needs on a machine without a network: the pinned source, a model, a text.
+"""Pack what scripts/check/gpu/gpu_check.sh needs on a machine without a network: the source, a model, a text.
 
-Writes build/gpu-check/: ``llama.cpp.tar.xz`` (the pinned source without the backends and tools that are not built),
+Writes build/gpu-check/: ``llama.cpp.tar.xz`` (the patched source without the backends and tools that are not built),
 ``demo-itq3_s.gguf`` (models/demo-llama, converted) and ``text.txt`` (WikiText-2 where it is at hand, else the project's
-prose). Copy the repository with this folder to the machine with the GPU and run ``scripts/check/gpu/gpu_check.sh``
+prose). Copy scripts/check/gpu and this folder to the machine with the GPU and run ``scripts/check/gpu/gpu_check.sh``
 there.
 """
 
@@ -17,7 +17,6 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-from gguf_itq3s import upstream
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate import wikitext
 
@@ -50,12 +49,14 @@ def wanted(name: str) -> bool:
     return True
 
 
-def source_folder() -> Path:
-    """The pinned source, fetched if it is not there."""
-    try:
-        return upstream.fetch_source()
-    except upstream.FetchError as error:
-        raise PackError(str(error)) from error
+def patched_tree() -> Path:
+    """The pinned source, fetched if it is not there, with our patches and files."""
+    tree = ROOT / "build" / "gpu-source"
+    script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
+    done = subprocess.run(["cmake", f"-DTREE={tree}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)])
+    if done.returncode:
+        raise PackError("the source of llama.cpp could not be patched; the reason stands above")
+    return tree
 
 
 def pack_source(source: Path, target: Path) -> None:
@@ -105,7 +106,7 @@ def main() -> int:
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         for name, make in (
-            ("llama.cpp.tar.xz", lambda target: pack_source(source_folder(), target)),
+            ("llama.cpp.tar.xz", lambda target: pack_source(patched_tree(), target)),
             ("text.txt", pack_text),
             ("demo-itq3_s.gguf", pack_model),
         ):
