@@ -5,8 +5,8 @@ Every file goes through the front end for the host and for two architectures, CD
 of 32; of our own files machine code is made as well. A warning in one of them is an error. What went well once is not
 compiled again while nothing changes.
 
-Needs clang 16 or newer and the headers of HIP. Where those are older than llama.cpp asks for, or hipBLAS is missing,
-tests/hip/ declares what is missing. Where there is no such compiler the exit status is 77, as for a skipped test.
+Needs clang 17 or newer, ROCm 6.1's, and the headers of HIP. Where those are older than llama.cpp asks for, or hipBLAS
+is missing, tests/hip/ declares what is missing. Without such a compiler the exit status is 77, as for a skipped test.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 STUBS: Final = ROOT / "tests" / "hip"
 HOST: Final = "host"
 ARCHITECTURES: Final = ("gfx90a", "gfx1100")
+OLDEST_CLANG: Final = 17
 SKIPPED: Final = 77
 PACKAGES: Final = "clang-19 libamdhip64-dev"
 
@@ -64,24 +66,26 @@ def compilers() -> list[list[str]]:
     rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
     roots = [root for root in (rocm, Path("/usr")) if (root / "include" / "hip" / "hip_runtime.h").exists()]
     names = [os.environ.get("HIPCXX"), str(rocm / "llvm" / "bin" / "clang++"), "clang++"]
-    names += [f"clang++-{major}" for major in range(24, 15, -1)]
+    names += [f"clang++-{major}" for major in range(24, OLDEST_CLANG - 1, -1)]
     paths = [shutil.which(name) for name in names if name]
     return [[path, f"--rocm-path={root}"] for path in paths if path for root in roots]
 
 
 def find_compiler() -> tuple[list[str], str]:
-    """The call of a clang that compiles for all targets here, and its version."""
-    candidates = compilers()
+    """The call of a clang that compiles for all architectures here, and its version."""
     program = "#include <hip/hip_runtime.h>\n__global__ void probe(int * x) { *x = threadIdx.x; }\n"
-    for call in candidates:
+    for call in compilers():
+        text = subprocess.run([call[0], "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"clang version (\d+)\S*", text)
+        if version is None or int(version[1]) < OLDEST_CLANG:
+            continue
         results = [
-            subprocess.run([*call, *compiler_flags(target, True), "-"], input=program, text=True, capture_output=True)
-            for target in (HOST, *ARCHITECTURES)
+            subprocess.run([*call, *compiler_flags(target, False), "-"], input=program, text=True, capture_output=True)
+            for target in ARCHITECTURES
         ]
         if all(done.returncode == 0 for done in results):
-            version = subprocess.run([call[0], "--version"], capture_output=True, text=True, check=True).stdout
-            return call, version.splitlines()[0]
-    raise MissingError("no clang that compiles HIP for " + " and ".join(ARCHITECTURES))
+            return call, version[0]
+    raise MissingError(f"no clang {OLDEST_CLANG} or newer with headers of HIP")
 
 
 def compile_file(call: list[str], folder: Path, name: str, target: str, code: bool) -> str:

@@ -25,10 +25,11 @@ def test_without_a_compiler_it_is_skipped(
     monkeypatch.setattr(hip, "compilers", list)
     monkeypatch.setattr(sys, "argv", ["hip.py", "--work", str(tmp_path / "work")])
     assert hip.main() == hip.SKIPPED
-    assert capsys.readouterr().out.startswith("skipped: no clang")
+    assert capsys.readouterr().out == f"skipped: no clang 17 or newer with headers of HIP; install {hip.PACKAGES}\n"
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [hip.HOST, *hip.ARCHITECTURES])
 def test_what_upstream_includes_is_there(call: list[str], target: str, tmp_path: Path) -> None:
     """The headers of upstream's vendors/hip.h, from the machine or from tests/hip."""
@@ -60,6 +61,7 @@ def test_a_device_function_at_class_scope_is_found(call: list[str], tmp_path: Pa
         hip.compile_file(call, tmp_path, "a.cu", hip.HOST, code=False)
 
 
+@pytest.mark.slow
 def test_an_unknown_name_in_code_for_the_device_is_found(call: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text(
         "#include <hip/hip_runtime.h>\n__device__ int f(int x) { return __dp4a(x, x, x); }\n"
