@@ -1,12 +1,20 @@
-"""The CUDA kernels on the CPU: compiled as C++, every thread a fiber (tests/cuda/emulate), compared with numpy."""
+"""The CUDA kernels on the CPU: compiled as C++, every thread a fiber (tests/cuda/emulate), compared with numpy.
+
+Another test file runs a launcher of its own with ``build("tensor-core", folder, [its .cpp, SOURCES / "the launcher's
+.cu"])`` and calls ``device("name", ...)`` for ``extern "C" void emulate_name(...)`` of that .cpp.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +34,12 @@ VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
 
 BLOCK = 256
 TYPES = {"itq3_s": 0, "tq1_0": 1, "tq2_0": 2}
-LAYOUTS = {"tensor-core": ["-DTURING_MMA_AVAILABLE"], "dp4a": []}
+LAYOUTS = {
+    "tensor-core": ["-DTURING_MMA_AVAILABLE", "-DAMPERE_MMA_AVAILABLE"],
+    "dp4a": [],
+    "dp4a-pascal": ["-DEMULATE_MMQ_ROWS=64"],
+}
+SEEDS = (0, 1, 2, 3)  # orders of threads: of their numbers, any, by priorities, any
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -35,9 +48,11 @@ ByteArray = npt.NDArray[np.uint8]
 class Device:
     """The emulated device: a shared library of the kernels for one tile layout."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, tile_rows: int = 128) -> None:
+        self.tile_rows = tile_rows  # of MMQ
         self.library = ctypes.CDLL(str(library))
-        self.library.emulate_vec_dot.restype = ctypes.c_float
+        if hasattr(self.library, "emulate_vec_dot"):
+            self.library.emulate_vec_dot.restype = ctypes.c_float
 
     def __call__(self, name: str, *args: npt.NDArray[Any] | int | np.integer[Any] | None) -> float:
         converted = [
@@ -50,29 +65,66 @@ class Device:
         ]
         return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)
 
+    def configure(
+        self, *, cc: int = 900, nsm: int = 2, smpbo: int = 227 * 1024, seed: int = 0, max_grid: int = 65535
+    ) -> None:
+        """The device that the launchers see, and the order of the threads."""
+        self("configure", cc, nsm, smpbo, seed, max_grid)
 
-def build(layout: str, folder: Path) -> Device:
+
+def as_cpp(source: str) -> str:
+    """CUDA source whose launches, dynamic shared memory and largest grid are launch.h's."""
+    source = re.sub(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\]", r"\1 * \2 = emulate::dynamic_shared<\1>()", source)
+    source = re.sub(
+        r"(\w+(?:<[^<>;]*>)?)\s*<<<([^;]*?)>>>\(",
+        r"ggml_cuda_kernel_launch(\1, ggml_cuda_kernel_launch_params(\2), ",
+        source,
+    )
+    return source.replace("(int64_t) 65535", "emulate::device.max_grid")
+
+
+def build(
+    layout: str,
+    folder: Path,
+    sources: Sequence[Path] = (),
+    base: Sequence[Path] = (EMULATE / "device.cpp", SOURCES / "itq3s-quantize.cu"),
+) -> Device:
+    """The device with the kernels of these sources."""
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler is not None, "a C++ compiler is needed"
     library = folder / f"emulated-{layout}.so"
-    command = [compiler, *LAYOUTS[layout], "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    converted = folder / "sources"
+    converted.mkdir(exist_ok=True)
+    for path in (*SOURCES.glob("*.cu*"), *base, *sources):
+        (converted / path.name).write_text(as_cpp(path.read_text()))
+    command = [compiler, *LAYOUTS[layout], "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing"]
+    command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-D__shared__=static"]
     command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]  # misaligned vector accesses end the test
-    command += [f"-I{EMULATE}", f"-I{SOURCES}", str(EMULATE / "kernels.cpp"), "-o", str(library)]
+    command += [f"-I{converted}", f"-I{EMULATE}", f"-I{ROOT / 'ggml-patch' / 'src' / 'format'}", "-o", str(library)]
+    for path in (*base, *sources):
+        command += ["-x", "c++", str(converted / path.name)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return Device(library)
+    return Device(library, 64 if layout == "dp4a-pascal" else 128)
 
 
 @pytest.fixture(scope="session")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    return build("tensor-core", tmp_path_factory.mktemp("cuda"))
-
-
-@pytest.fixture(scope="session", params=LAYOUTS)
-def layout_device(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Device:
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Device]:
     """A device for each layout of the tiles, which nothing but the products of tiles depends on."""
-    return device if request.param == "tensor-core" else build(request.param, tmp_path_factory.mktemp("cuda"))
+    return functools.cache(lambda layout: build(layout, tmp_path_factory.mktemp("cuda"), [EMULATE / "kernels.cpp"]))
+
+
+@pytest.fixture
+def device(devices: Callable[[str], Device], request: pytest.FixtureRequest) -> Device:
+    """The device as it is by default, with an order of threads of the test's own."""
+    device = devices("tensor-core")
+    device.configure(seed=zlib.crc32(request.node.name.encode()))
+    return device
+
+
+@pytest.fixture(scope="session")
+def mmvq_device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return build("tensor-core", tmp_path_factory.mktemp("mmvq"), [EMULATE / "mmvq.cpp", SOURCES / "itq3s-mmvq.cu"])
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray:
@@ -160,15 +212,15 @@ def test_dequantize_of_the_shared_vectors(device: Device) -> None:
     blocks = aligned(vectors["blocks"].shape, np.uint8)
     blocks[:] = vectors["blocks"]
     out = aligned((64, BLOCK), np.float32)
-    device("dequantize", 0, 0, blocks, out, np.array([64 * BLOCK, 1, 1, 1]), np.array([0, 0, 0]), 65535)
+    device("dequantize", 0, 0, blocks, out, np.array([64 * BLOCK, 1, 1, 1]), np.array([0, 0, 0]))
     np.testing.assert_allclose(out, vectors["weights"], rtol=1e-6)
     np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"]).reshape(64, BLOCK))
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("max_rows,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
-def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_rows: int, offset: int) -> None:
+@pytest.mark.parametrize("max_grid,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
+def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid: int, offset: int) -> None:
     ne = np.array([11 * BLOCK, 3, 2, 2])  # 11 blocks: the last CUDA block of a row is not full
     blocks = random_blocks(name, 400)
     stored = aligned(blocks.shape, np.uint8, 100 if name == "itq3_s" else 2)
@@ -176,7 +228,8 @@ def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_rows:
     strides = np.array([13, 90, 195])  # in blocks: gaps between rows, channels and samples
     codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
     out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
-    device("dequantize", TYPES[name], codes[dtype][1], stored, out, ne, strides, max_rows)
+    device.configure(max_grid=max_grid, seed=1)
+    device("dequantize", TYPES[name], codes[dtype][1], stored, out, ne, strides)
 
     first = (
         strides[2] * np.arange(2)[:, None, None, None]
@@ -297,12 +350,16 @@ def test_vec_dot(device: Device, name: str) -> None:
         assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
 
 
-@pytest.mark.parametrize("columns,rows", [(16, 128), (64, 37)])  # 16 and 32 rows a warp; a whole tile and a part of one
-@pytest.mark.parametrize(
-    "name,zero_point",
-    [("tq1_0", None), ("tq2_0", None), ("itq3_s", None), ("itq3_s", 0), ("itq3_s", 2), ("itq3_s", 0.375)],
-)
-def test_mmq_tile(layout_device: Device, name: str, columns: int, rows: int, zero_point: float | None) -> None:
+#: Widths of upstream's tiles, and whether rows may be missing: those that all devices have, those of Volta and newer.
+TILES = [(j, fallback) for fallback, js in ((1, (8, 16, 32, 64)), (0, (8, 16, 24, 32, 40, 48, 64))) for j in js]
+WIDE_TILES = [(128, 1), *((j, 0) for j in (80, 96, 112, 128))]
+LAYOUT_TILES = [
+    (layout, *tile) for layout in LAYOUTS for tile in TILES + (WIDE_TILES if layout != "dp4a-pascal" else [])
+]
+
+
+def check_mmq_tile(device: Device, name: str, columns: int, fallback: int, rows: int, zero_point: float | None) -> None:
+    """A tile of upstream's, ``rows`` rows of it there, against the product in float64."""
     nblocks, stride, first = 2, 3, 1
     blocks = random_blocks(name, rows * stride + first, seed=5)
     if zero_point is not None:
@@ -313,14 +370,14 @@ def test_mmq_tile(layout_device: Device, name: str, columns: int, rows: int, zer
     y = aligned((nblocks * 2, columns, 144), np.uint8)
     source = x.reshape(columns, nblocks, BLOCK)
     if name == "itq3_s":
-        layout_device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
+        device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
         source = rotated(source)
     q, d = quantize_chunks(source)
     if name != "itq3_s":  # upstream's own kernel makes these: 128 values in natural order, scales first
         y[..., :16] = d.reshape(columns, nblocks * 2, 4).transpose(1, 0, 2).astype(np.float32, order="C").view(np.uint8)
         y[..., 16:] = q.reshape(columns, nblocks * 2, 128).transpose(1, 0, 2).view(np.uint8)
-    out = aligned((columns, 128), np.float32)
-    layout_device("mmq", TYPES[name], columns, stored, y, out, first, rows - 1, stride, nblocks)
+    out = aligned((columns, device.tile_rows), np.float32)
+    device("mmq", TYPES[name], columns, fallback, stored, y, out, first, rows - 1, stride, nblocks)
 
     index = first + stride * np.arange(rows)[:, None] + np.arange(nblocks)
     weights = weights_of(name, blocks)[index].astype(np.float64)
@@ -330,6 +387,26 @@ def test_mmq_tile(layout_device: Device, name: str, columns: int, rows: int, zer
     expected = np.einsum("cbt,rbt->cr", rounded, weights)
     size = np.einsum("cbt,rbt->cr", np.abs(rounded), np.abs(weights))
     assert np.abs(out[:, :rows] - expected).max() <= 2e-6 * size.max()
+
+
+@pytest.mark.parametrize("layout,columns,fallback", LAYOUT_TILES)
+@pytest.mark.parametrize("name", TYPES)
+def test_mmq_tile(devices: Callable[[str], Device], layout: str, name: str, columns: int, fallback: int) -> None:
+    device = devices(layout)
+    device.configure(seed=columns + fallback)
+    check_mmq_tile(device, name, columns, fallback, 37 if fallback else device.tile_rows, None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("columns,fallback", [(16, 1), (64, 0)])  # 16 and 32 rows a warp
+@pytest.mark.parametrize("zero_point", [0, 2, 0.375])
+def test_mmq_tile_of_zero_points(
+    devices: Callable[[str], Device], layout: str, columns: int, fallback: int, zero_point: float
+) -> None:
+    device = devices(layout)
+    for seed in SEEDS:
+        device.configure(seed=seed)
+        check_mmq_tile(device, "itq3_s", columns, fallback, device.tile_rows, zero_point)
 
 
 def rounded_activations(x: FloatArray, rotate: bool) -> npt.NDArray[np.float64]:
@@ -354,13 +431,16 @@ GLU: dict[str, tuple[int, Callable[[npt.NDArray], npt.NDArray]]] = {
 }
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize(
-    "nblocks,rows,grid",
-    [(16, 21, 1), (2, 3, 1), (38, 19, 2)],  # a tile a row; a part of one; several and a rest. Rows a warp: 3, 1 or 0, 2
+    "nblocks,rows,nsm",
+    [(16, 21, 1), (2, 3, 1), (38, 19, 8)],  # a tile a row; a part of one; several and a rest. Rows a warp: 3, 1 or 0, 2
 )
-def test_mmvq_kernel(device: Device, name: str, nblocks: int, rows: int, grid: int) -> None:
+def test_mmvq_kernel(mmvq_device: Device, name: str, nblocks: int, rows: int, nsm: int, seed: int) -> None:
     """Channels broadcast over two activations, samples, and gaps between rows."""
+    device = mmvq_device
+    device.configure(nsm=nsm, seed=seed)
     row_stride, channel_stride = nblocks + 2, (nblocks + 2) * rows + 4
     blocks = random_blocks(name, 2 * channel_stride, seed=7)
     stored = aligned(blocks.shape, np.uint8)
@@ -372,7 +452,7 @@ def test_mmvq_kernel(device: Device, name: str, nblocks: int, rows: int, grid: i
     k = nblocks * BLOCK
     device("quantize_mmvq", int(rotate), x, y, k, k, k, 2 * k, padded, 1, 2, 2)
     out = aligned((2, 2, rows + 1), np.float32)
-    dims = np.array([nblocks, rows, 1, 2, 2, 2, 2, grid])
+    dims = np.array([nblocks, rows, 1, 2, 2, 2, 2])
     strides = np.array([row_stride, 0, channel_stride, padded // 32, padded // 32 * 2, rows + 1, (rows + 1) * 2])
     device("mmvq", TYPES[name], stored, y, None, None, None, None, 0, out, dims, strides)
 
@@ -387,7 +467,9 @@ def test_mmvq_kernel(device: Device, name: str, nblocks: int, rows: int, grid: i
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("glu", GLU)
-def test_mmvq_kernel_with_experts_gate_and_bias(device: Device, name: str, glu: str) -> None:
+def test_mmvq_kernel_with_experts_gate_and_bias(mmvq_device: Device, name: str, glu: str) -> None:
+    device = mmvq_device
+    device.configure(nsm=1, seed=1)
     nblocks, rows, experts, used = 18, 9, 4, 3
     x = activations((1, nblocks * BLOCK), seed=9)  # one activation for all experts
     y = aligned((nblocks // 2 * 576,), np.uint8)
@@ -410,7 +492,7 @@ def test_mmvq_kernel_with_experts_gate_and_bias(device: Device, name: str, glu: 
     for bias in biases:
         bias[:] = rng.standard_normal((experts, rows))
     out = aligned((used, rows), np.float32)
-    dims = np.array([nblocks, rows, experts, 1, used, 1, 1, 1])
+    dims = np.array([nblocks, rows, experts, 1, used, 1, 1])
     strides = np.array([nblocks, rows * nblocks, 0, k // 32, 0, rows, 0])
     device("mmvq", TYPES[name], matrices[0], y, ids, matrices[1], *biases, GLU[glu][0], out, dims, strides)
 
@@ -419,3 +501,84 @@ def test_mmvq_kernel_with_experts_gate_and_bias(device: Device, name: str, glu: 
         up, gate = (products(name, m[expert], source) + b[expert] for m, b in zip(matrices, biases, strict=True))
         expected = up * GLU[glu][1](gate)
         np.testing.assert_allclose(out[slot], expected, atol=2e-5 * np.abs(expected).max())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The emulated device itself
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tensor_cores(device: Device, seed: int) -> None:
+    """Any A and B, in the layout of the PTX instructions, added to what is there."""
+    rng = np.random.default_rng(seed)
+    a, b = (aligned((rows, 32), np.int8) for rows in (16, 8))
+    c = aligned((16, 8), np.int32)
+    a[:], b[:], c[:] = (rng.integers(-128, 128, x.shape) for x in (a, b, c))
+    expected = c + a.astype(np.int32) @ b.astype(np.int32).T
+    device("tile_product", 0, a, b, c)
+    np.testing.assert_array_equal(c, expected)
+
+    a, b = (aligned((rows, 16), np.float16) for rows in (16, 8))
+    f = aligned((16, 8), np.float32)
+    a[:], b[:], f[:] = (rng.integers(-64, 64, x.shape) for x in (a, b, f))  # exact in any order
+    exact = f + a.astype(np.float32) @ b.astype(np.float32).T
+    device("tile_product", 1, a, b, f)
+    np.testing.assert_array_equal(f, exact)
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    build("tensor-core", folder, base=[EMULATE / "faults.cpp"])
+    return folder / "emulated-tensor-core.so"
+
+
+FAULT = """
+import ctypes, sys
+data = [(ctypes.c_uint32 * 64)(*(n + 1 for n in range(64))) for _ in range(2)]
+ctypes.CDLL(sys.argv[1]).emulate_fault(int(sys.argv[2]), ctypes.c_int64(int(sys.argv[3])), *data)
+print(*data[1])
+"""
+
+
+def run_fault(library: Path, fault: int, seed: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", FAULT, str(library), str(fault), str(seed)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+REVERSED = list(range(64, 0, -1))
+
+
+def test_a_correct_kernel_passes(faults: Path) -> None:
+    for seed in SEEDS:
+        assert list(map(int, run_fault(faults, 0, seed).stdout.split())) == REVERSED
+
+
+@pytest.mark.parametrize("fault", [1, 2])  # no wait for the copies; no barrier after it
+def test_what_is_read_too_early_is_garbage(faults: Path, fault: int) -> None:
+    results = [list(map(int, run_fault(faults, fault, seed).stdout.split())) for seed in SEEDS]
+    assert all(result != REVERSED for result in results)
+
+
+@pytest.mark.parametrize(
+    "fault,message",
+    [
+        (3, "access past the shared memory"),
+        (4, "written outside of the shared memory"),
+        (5, "a copy that is not aligned"),
+        (6, "a copy to somewhere else"),
+        (7, "different operations"),
+        (8, "wait"),
+        (9, "wait"),
+        (10, "copies on their way"),
+        (11, "more shared memory than the kernel is allowed"),
+        (12, "above that of the device"),
+        (13, "a grid of a size"),
+        (14, "a block of a size"),
+    ],
+)
+def test_faults_end_the_test(faults: Path, fault: int, message: str) -> None:
+    for seed in SEEDS[:3]:
+        done = run_fault(faults, fault, seed)
+        assert done.returncode != 0
+        assert message.replace("a copy", "an asynchronous copy") in done.stderr

@@ -4,18 +4,41 @@
 
 #include "launch.h"
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
+
+#define ITQ3_S_EMULATE  // itq3s-copy.cuh and the tensor core products go to launch.h
+
+// The copies of our sources that test_emulated.py makes have launches and dynamic shared memory in C++; shared memory
+// that is not dynamic becomes static there, which is one for all threads of the block that runs.
+#ifndef __shared__
+#    define __shared__
+#endif
 
 #define __host__
 #define __device__
 #define __global__
-#define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define GGML_CUDA_RESTRICT    __restrict__
 #define GGML_UNUSED_VARS(...) emulate_unused(__VA_ARGS__)
 template <typename... T> static inline void emulate_unused(const T &...) {}
+
+#define GGML_ASSERT(x)         \
+    do {                       \
+        if (!(x)) {            \
+            emulate::fail(#x); \
+        }                      \
+    } while (0)
+#define GGML_ABORT(...) emulate::fail("aborted")
+#define GGML_UNUSED(x)  (void) (x)
+#define NO_DEVICE_CODE  emulate::fail("code for another architecture")
+
+// For ggml-itq3s.h.
+#define GGML_COMMON_DECL
+#define GGML_API      extern
+#define GGML_RESTRICT __restrict__
 
 enum ggml_type { GGML_TYPE_F32, GGML_TYPE_IQ3_S, GGML_TYPE_Q8_0, GGML_TYPE_ITQ3_S, GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
 
@@ -24,13 +47,13 @@ enum ggml_type { GGML_TYPE_F32, GGML_TYPE_IQ3_S, GGML_TYPE_Q8_0, GGML_TYPE_ITQ3_
 #define QI8_0 8
 #define QI8_1 8
 
-struct float2 {
+struct alignas(8) float2 {
     float x, y;
 };
 struct alignas(16) float4 {
     float x, y, z, w;
 };
-struct int2 {
+struct alignas(8) int2 {
     int x, y;
 };
 struct alignas(16) int4 {
@@ -48,6 +71,34 @@ struct char2 {
 struct alignas(4) char4 {
     signed char x, y, z, w;
 };
+static inline uint2 make_uint2(unsigned int x, unsigned int y) {
+    return { x, y };
+}
+static inline uint3 make_uint3(unsigned int x, unsigned int y, unsigned int z) {
+    return { x, y, z };
+}
+static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
+    return { x, y, z, w };
+}
+static inline int2 make_int2(int x, int y) {
+    return { x, y };
+}
+static inline float2 make_float2(float x, float y) {
+    return { x, y };
+}
+static inline float4 make_float4(float x, float y, float z, float w) {
+    return { x, y, z, w };
+}
+static inline float __int_as_float(const int x) {
+    float f;
+    memcpy(&f, &x, sizeof(f));
+    return f;
+}
+static inline int __float_as_int(const float f) {
+    int x;
+    memcpy(&x, &f, sizeof(x));
+    return x;
+}
 static inline char2 make_char2(signed char x, signed char y) {
     return { x, y };
 }
@@ -107,6 +158,8 @@ static inline float2 __half22float2(const half2 h) {
 static inline float __low2float(const half2 h) {
     return __half2float(h.x);
 }
+
+typedef half ggml_half;
 
 struct block_q8_1 {
     half2  ds;
@@ -190,6 +243,9 @@ static inline int ggml_cuda_dp4a(const int a, const int b, int c) {
 template <typename T> static inline T min(const T a, const T b) {
     return a < b ? a : b;
 }
+template <typename T> static inline T max(const T a, const T b) {
+    return a > b ? a : b;
+}
 
 static inline uint3 init_fastdiv_values(const uint64_t d) {
     return { 0, 0, (unsigned int) d };
@@ -203,3 +259,84 @@ static inline uint32_t fastmodulo(const uint32_t n, const uint3 values) {
 static inline uint2 fast_div_modulo(const uint32_t n, const uint3 values) {
     return { n / values.z, n % values.z };
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What launchers use of the host's side. The device is the one that emulate_configure (kernels.cpp) sets.
+
+typedef struct CUstream_st * cudaStream_t;
+
+#define GGML_CUDA_CC_TURING        750
+#define GGML_CUDA_CC_AMPERE        800
+#define GGML_CUDA_CC_ADA_LOVELACE  890
+#define GGML_CUDA_CC_HOPPER        900
+#define GGML_CUDA_CC_BLACKWELL     1200
+#define GGML_CUDA_CC_IS_NVIDIA(cc) ((cc) < 0x0100000)
+#define MATRIX_ROW_PADDING         512
+
+static inline int ggml_cuda_highest_compiled_arch(const int cc) {
+    return cc;
+}
+static inline bool turing_mma_available(const int cc) {
+    return cc >= GGML_CUDA_CC_TURING;
+}
+static inline bool ampere_mma_available(const int cc) {
+    return cc >= GGML_CUDA_CC_AMPERE;
+}
+static inline bool cp_async_available(const int cc) {
+    return cc >= GGML_CUDA_CC_AMPERE;
+}
+
+struct ggml_cuda_device_info {
+    int device_count = 1;
+    struct cuda_device_info {
+        int    cc;
+        int    nsm;
+        size_t smpb;
+        size_t smpbo;
+        int    warp_size;
+    } devices[1];
+};
+static inline int ggml_cuda_get_device() {
+    return 0;
+}
+static inline const ggml_cuda_device_info & ggml_cuda_info() {
+    static ggml_cuda_device_info info;
+    info.devices[0] = { emulate::device.cc, emulate::device.nsm, emulate::max_shared_static, emulate::device.smpbo,
+                        emulate::warp_size };
+    return info;
+}
+
+static inline size_t ggml_type_size(const ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_ITQ3_S:
+            return 100;
+        case GGML_TYPE_TQ1_0:
+            return sizeof(block_tq1_0);
+        case GGML_TYPE_TQ2_0:
+            return sizeof(block_tq2_0);
+        default:
+            emulate::fail("the size of a type that is not ours");
+    }
+}
+
+struct ggml_cuda_kernel_launch_params {
+    dim3   block_nums;
+    dim3   block_dims;
+    size_t shmem;
+    ggml_cuda_kernel_launch_params(const dim3 block_nums, const dim3 block_dims, const size_t shmem, cudaStream_t) :
+        block_nums(block_nums), block_dims(block_dims), shmem(shmem) {}
+};
+template <typename kernel_t, typename... args_t>
+static void ggml_cuda_kernel_launch(kernel_t kernel, const ggml_cuda_kernel_launch_params & params, args_t &&... args) {
+    emulate::launch_checked(kernel, params.block_nums, params.block_dims, params.shmem, args...);
+}
+
+// Upstream's sets a limit once, whatever later calls at the same place ask for.
+#define CUDA_SET_SHARED_MEMORY_LIMIT(kernel, nbytes)                             \
+    do {                                                                         \
+        static bool raised = false;                                              \
+        if (!raised) {                                                           \
+            emulate::shared_limits[(const void *) (kernel)] = (size_t) (nbytes); \
+            raised                                          = true;              \
+        }                                                                        \
+    } while (0)

@@ -1,69 +1,31 @@
-// The CUDA kernels of this repository behind a C interface, run by launch.h. tests/cuda/test_emulated.py compiles and
-// calls it.
+// Conversions, tiles of MMQ and the functions of upstream's MMVQ behind a C interface.
 
 #include "common.cuh"
 #include "mmq.cuh"
 
-#include "itq3s-dequantize.cuh"
+#include "itq3s-convert.cuh"
 #include "itq3s-mmq.cuh"
-#include "itq3s-mmvq.cuh"
-#include "itq3s-quantize.cuh"
 #include "itq3s-vecdot.cuh"
 
-#include <algorithm>
-
-// As itq3s-quantize.cu launches it.
-extern "C" void emulate_quantize_mmvq(const int rotate, const float * x, void * y, const int64_t ne00,
-                                      const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
-                                      const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    const dim3 grid((ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne1, ne2 * ne3);
-    emulate::launch(grid, dim3(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS),
-                    rotate ? quantize_q8_1x4<true> : quantize_q8_1x4<false>, x, y, ne00, s01, s02, s03, ne0,
-                    (uint32_t) ne1, init_fastdiv_values(ne2));
-}
-
-extern "C" void emulate_quantize_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,
-                                     const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
-                                     const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    const dim3 grid(ne1, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne2 * ne3);
-    emulate::launch(grid, dim3(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS), quantize_mmq_q8_1_itq3_s<false>, x, ids, y, ne00,
-                    s01, s02, s03, ne0, (int) ne1, (int) ne2, 0);
-}
-
-extern "C" void emulate_quantize_scatter_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,
-                                             const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
-                                             const int64_t nrows_dst, const int n_expert_used) {
-    const dim3 grid(n_tokens, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1);
-    emulate::launch(grid, dim3(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS), quantize_mmq_q8_1_itq3_s<true>, x, ids, y, ne00,
-                    (int64_t) 0, stride_token, (int64_t) 0, ne0, (int) nrows_dst, 1, n_expert_used);
-}
-
-// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16. As itq3s-convert.cuh launches it, with at most
-// max_rows rows and channels in the grid.
+// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16.
 template <typename dst_t>
-static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s,
-                       const int64_t max_rows) {
-    const int64_t nblocks = ne[0] / ITQ3_S_BLOCK;
-    const int64_t ne0203  = ne[2] * ne[3];
-    const dim3    grid((nblocks + ITQ3_S_DEQUANTIZE_WARPS - 1) / ITQ3_S_DEQUANTIZE_WARPS, std::min(ne[1], max_rows),
-                       std::min(ne0203, max_rows));
-    const auto    kernel = type == 0   ? dequantize_rows_256<dst_t, dequantize_itq3_s<dst_t>>
-                           : type == 1 ? dequantize_rows_256<dst_t, dequantize_tq1_0<dst_t>>
-                                       : dequantize_rows_256<dst_t, dequantize_tq2_0<dst_t>>;
-    emulate::launch(grid, dim3(ITQ3_S_LANES, ITQ3_S_DEQUANTIZE_WARPS), kernel, x, (dst_t *) y, nblocks, ne[1], ne0203,
-                    init_fastdiv_values(ne[2]), s[0], s[1], s[2]);
+static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s) {
+    const auto convert = type == 0   ? dequantize_itq3_s_nc_cuda<dst_t>
+                         : type == 1 ? dequantize_tq1_0_nc_cuda<dst_t>
+                                     : dequantize_tq2_0_nc_cuda<dst_t>;
+    convert(x, (dst_t *) y, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
 }
 extern "C" void emulate_dequantize(const int type, const int dst, const void * x, void * y, const int64_t * ne,
-                                   const int64_t * s, const int64_t max_rows) {
+                                   const int64_t * s) {
     switch (dst) {
         case 0:
-            dequantize<float>(type, x, y, ne, s, max_rows);
+            dequantize<float>(type, x, y, ne, s);
             break;
         case 1:
-            dequantize<half>(type, x, y, ne, s, max_rows);
+            dequantize<half>(type, x, y, ne, s);
             break;
         case 2:
-            dequantize<nv_bfloat16>(type, x, y, ne, s, max_rows);
+            dequantize<nv_bfloat16>(type, x, y, ne, s);
             break;
         default:
             abort();
@@ -82,65 +44,23 @@ extern "C" float emulate_vec_dot(const int type, const void * x, const void * y,
     return sum;
 }
 
-uint4 itq3_s_mmvq_shared[96 * 1024 / sizeof(uint4)];  // the shared memory of the kernel's one CUDA block at a time
-
-// The kernel for one vector. dims: blocks of a row, rows, channels of x, y and dst, samples of x and dst, CUDA blocks
-// that share the rows. strides: x by row, channel, sample (blocks); y by channel, sample (q8_1 blocks); dst by channel,
-// sample.
-template <ggml_type type>
-static void mmvq(const void * x, const void * y, const int32_t * ids, const ggml_cuda_mm_fusion_args_device & fusion,
-                 float * dst, const int64_t * dims, const int64_t * s) {
-    if (itq3_s_mmvq_shared_bytes(ggml_cuda_type_traits<type>::bs, dims[0]) > sizeof(itq3_s_mmvq_shared)) {
-        emulate::fail("too long a row");
-    }
-    memset(itq3_s_mmvq_shared, 0xA5, sizeof(itq3_s_mmvq_shared));
-    const bool has_fusion = fusion.gate || fusion.x_bias;
-    emulate::launch(dim3(dims[7], dims[4], dims[6]), dim3(32, ITQ3_S_MMVQ_WARPS),
-                    has_fusion ? mul_mat_vec_q_itq3_s<type, true> : mul_mat_vec_q_itq3_s<type, false>, x, y, ids,
-                    fusion, dst, (int) dims[0], (int) dims[1], init_fastdiv_values(dims[3]), s[0],
-                    init_fastdiv_values(ids ? 1 : dims[4] / dims[2]), s[1], s[3], s[5],
-                    init_fastdiv_values(dims[6] / dims[5]), s[2], s[4], s[6]);
-}
-extern "C" void emulate_mmvq(const int type, const void * x, const void * y, const int32_t * ids, const void * gate,
-                             const float * x_bias, const float * gate_bias, const int glu_op, float * dst,
-                             const int64_t * dims, const int64_t * strides) {
-    ggml_cuda_mm_fusion_args_device fusion;
-    fusion.gate      = gate;
-    fusion.x_bias    = x_bias;
-    fusion.gate_bias = gate_bias;
-    fusion.glu_op    = (ggml_glu_op) glu_op;
-    fusion.glu_limit = 0.5f;
-    switch (type) {
-        case 0:
-            mmvq<GGML_TYPE_ITQ3_S>(x, y, ids, fusion, dst, dims, strides);
-            break;
-        case 1:
-            mmvq<GGML_TYPE_TQ1_0>(x, y, ids, fusion, dst, dims, strides);
-            break;
-        case 2:
-            mmvq<GGML_TYPE_TQ2_0>(x, y, ids, fusion, dst, dims, strides);
-            break;
-        default:
-            abort();
-    }
-}
-
-// A tile of 128 rows (i_max + 1 of them there) times J columns over nblocks blocks of 256, as mul_mat_q goes about it.
-// y: block_q8_1_mmq, 128 values of all columns side by side. out: J x 128.
-template <ggml_type type, int J>
+// A tile of rows (i_max + 1 of them there) times J columns over nblocks blocks of 256, as mul_mat_q goes about it.
+// y: block_q8_1_mmq, 128 values of all columns side by side. out: J x rows.
+template <ggml_type type, int J, bool fallback>
 static void mmq_tile(const char * x, const int * y, float * out, const int kbx0, const int i_max, const int stride,
-                     const int nblocks, int * shared) {
-    constexpr int I                = 128;
+                     const int nblocks) {
+    constexpr int I                = EMULATE_MMQ_ROWS;
+    int *         shared           = emulate::dynamic_shared<int>();
     int *         tile_y           = shared;
     int *         tile_x           = shared + J * MMQ_TILE_Y_K;
     float         sum[J * I / 256] = { 0.0f };
     for (int kb = 0; kb < nblocks; ++kb) {
         if constexpr (type == GGML_TYPE_ITQ3_S) {
-            ggml_cuda_mmq_load_tiles_itq3_s<type, J, true>(x, tile_x, kbx0 + kb, i_max, stride);
+            ggml_cuda_mmq_load_tiles_itq3_s<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
         } else if constexpr (type == GGML_TYPE_TQ1_0) {
-            ggml_cuda_mmq_load_tiles_tq1_0<type, J, true>(x, tile_x, kbx0 + kb, i_max, stride);
+            ggml_cuda_mmq_load_tiles_tq1_0<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
         } else {
-            ggml_cuda_mmq_load_tiles_tq2_0<type, J, true>(x, tile_x, kbx0 + kb, i_max, stride);
+            ggml_cuda_mmq_load_tiles_tq2_0<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
         }
         for (int half_block = 0; half_block < 2; ++half_block) {
             for (int l = threadIdx.y * 32 + threadIdx.x; l < J * MMQ_TILE_Y_K; l += 256) {
@@ -149,42 +69,79 @@ static void mmq_tile(const char * x, const int * y, float * out, const int kbx0,
             __syncthreads();
 #ifdef TURING_MMA_AVAILABLE
             if constexpr (type == GGML_TYPE_ITQ3_S) {
-                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma<type, J, true>(tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
+                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma<type, J, fallback>(tile_x, tile_y, sum,
+                                                                         half_block * MMQ_TILE_NE_K);
             } else {
-                ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, true, MMQ_Q8_1_DS_LAYOUT_D4>(tile_x, tile_y, sum,
-                                                                                          half_block * MMQ_TILE_NE_K);
+                ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>(
+                    tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
             }
 #else
             if constexpr (type == GGML_TYPE_ITQ3_S) {
-                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a<type, J, true>(tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
+                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a<type, J, fallback>(tile_x, tile_y, sum,
+                                                                          half_block * MMQ_TILE_NE_K);
             } else {
-                ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, true>(tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
+                ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, fallback>(tile_x, tile_y, sum,
+                                                                        half_block * MMQ_TILE_NE_K);
             }
 #endif
             __syncthreads();
         }
     }
-    emulate_for_each_output<type, J, true>(
+    emulate_for_each_output<type, J, fallback>(
         [&](const int index, const int i, const int j) { out[j * I + i] = sum[index]; });
 }
-template <ggml_type type>
-static void mmq(const int J, const char * x, const int * y, float * out, const int kbx0, const int i_max,
-                const int stride, const int nblocks) {
-    std::vector<int4> shared((J * MMQ_TILE_Y_K + 128 * 76 + 3) / 4 + 128);
-    emulate::launch(dim3(1), dim3(32, 8), J == 16 ? mmq_tile<type, 16> : mmq_tile<type, 64>, x, y, out, kbx0, i_max,
-                    stride, nblocks, (int *) shared.data());
+template <ggml_type type, int J, bool fallback> struct mmq_launch {
+    static void run(const char * x, const int * y, float * out, const int kbx0, const int i_max, const int stride,
+                    const int nblocks) {
+        constexpr int I = EMULATE_MMQ_ROWS;
+#ifdef TURING_MMA_AVAILABLE
+        constexpr int tile_words = I * ggml_cuda_mmq_get_sram_stride(type, J, fallback);
+#else
+        constexpr tile_x_sizes sizes      = mmq_get_dp4a_tile_x_sizes(GGML_TYPE_Q8_0, I);
+        constexpr int          tile_words = sizes.qs + sizes.dm;
+#endif
+        emulate::launch_shared(dim3(1), dim3(32, 8), (J * MMQ_TILE_Y_K + tile_words) * sizeof(int),
+                               mmq_tile<type, J, fallback>, x, y, out, kbx0, i_max, stride, nblocks);
+    }
+};
+// The widths that upstream has tiles for.
+template <ggml_type type, typename... args_t> static void mmq(const int J, const bool fallback, args_t... args) {
+#define EMULATE_MMQ(width, fallback_)                            \
+    if (J == width && fallback == fallback_) {                   \
+        return mmq_launch<type, width, fallback_>::run(args...); \
+    }
+    EMULATE_MMQ(8, true)
+    EMULATE_MMQ(16, true)
+    EMULATE_MMQ(32, true)
+    EMULATE_MMQ(64, true)
+    EMULATE_MMQ(8, false)
+    EMULATE_MMQ(16, false)
+    EMULATE_MMQ(24, false)
+    EMULATE_MMQ(32, false)
+    EMULATE_MMQ(40, false)
+    EMULATE_MMQ(48, false)
+    EMULATE_MMQ(64, false)
+#if EMULATE_MMQ_ROWS == 128
+    EMULATE_MMQ(128, true)
+    EMULATE_MMQ(80, false)
+    EMULATE_MMQ(96, false)
+    EMULATE_MMQ(112, false)
+    EMULATE_MMQ(128, false)
+#endif
+#undef EMULATE_MMQ
+    emulate::fail("a tile that upstream does not have");
 }
-extern "C" void emulate_mmq(const int type, const int J, const char * x, const int * y, float * out, const int kbx0,
-                            const int i_max, const int stride, const int nblocks) {
+extern "C" void emulate_mmq(const int type, const int J, const int fallback, const char * x, const int * y, float * out,
+                            const int kbx0, const int i_max, const int stride, const int nblocks) {
     switch (type) {
         case 0:
-            mmq<GGML_TYPE_ITQ3_S>(J, x, y, out, kbx0, i_max, stride, nblocks);
+            mmq<GGML_TYPE_ITQ3_S>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
             break;
         case 1:
-            mmq<GGML_TYPE_TQ1_0>(J, x, y, out, kbx0, i_max, stride, nblocks);
+            mmq<GGML_TYPE_TQ1_0>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
             break;
         case 2:
-            mmq<GGML_TYPE_TQ2_0>(J, x, y, out, kbx0, i_max, stride, nblocks);
+            mmq<GGML_TYPE_TQ2_0>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
             break;
         default:
             abort();

@@ -1,17 +1,25 @@
 // Runs a CUDA kernel on the CPU with its launch structure: every thread of a block is a fiber, blocks run one after
 // another. Fibers stop at barriers and at warp operations until all partners are there, so a kernel that lets a lane
-// miss a shuffle or a barrier ends the test instead of passing by luck.
+// miss a shuffle or a barrier ends the test instead of passing by luck. In what order the others run between is chosen
+// by a seed. Asynchronous copies arrive when their thread waits for them and not before; shared memory is exactly as
+// large as the launch asks for, and full of garbage when a block begins.
 
 #pragma once
 
+#include <signal.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <random>
 #include <vector>
 
 struct uint3 {
@@ -25,30 +33,54 @@ struct dim3 {
 
 namespace emulate {
 
-constexpr int warp_size = 32;
+constexpr int     warp_size         = 32;
+constexpr uint8_t garbage           = 0xFF;  // NaN as a float, -1 as an integer
+constexpr size_t  max_shared_static = 48 * 1024;
 
-struct fiber {
-    ucontext_t        context;
-    std::vector<char> stack;
-    uint3             thread;
-    int               linear  = 0;
-    bool              done    = false;
-    const int *       waiting = nullptr;  // generation counter it waits for, and the value that is not enough
-    int               passed  = 0;
+// The device, as the tests set it.
+struct device_settings {
+    int      cc       = 900;
+    int      nsm      = 2;
+    size_t   smpbo    = 227 * 1024;
+    uint64_t seed     = 0;      // 0: threads run in the order of their numbers
+    int64_t  max_grid = 65535;  // in y and z
+};
+inline device_settings device;
+
+struct copy {
+    void *       dst;
+    const void * src;
+    int          bytes;
 };
 
+struct fiber {
+    ucontext_t                    context;
+    std::unique_ptr<char[]>       stack;
+    uint3                         thread;
+    int                           linear   = 0;
+    uint64_t                      priority = 0;
+    bool                          done     = false;
+    std::vector<copy>             open;    // copies since the last commit
+    std::deque<std::vector<copy>> groups;  // on their way, oldest first
+};
+
+enum class warp_operation { none, barrier, exchange, matrix_product };
+
 struct warp {
-    int      arrived    = 0;
-    int      generation = 0;
-    uint64_t slot[warp_size];
+    int                  arrived   = 0;
+    warp_operation       operation = warp_operation::none;
+    std::vector<fiber *> waiting;
+    uint64_t             slot[warp_size];
+    void *               operands[warp_size];
 };
 
 struct block {
     std::vector<std::unique_ptr<fiber>> fibers;
     std::vector<warp>                   warps;
-    int                                 live       = 0;
-    int                                 arrived    = 0;
-    int                                 generation = 0;
+    std::vector<fiber *>                ready;
+    std::vector<fiber *>                waiting;  // at the barrier of the block
+    int                                 live    = 0;
+    int                                 arrived = 0;
     ucontext_t                          scheduler;
     std::function<void()>               body;
 };
@@ -58,15 +90,76 @@ inline dim3    block_dim, grid_dim;
 inline block * current_block = nullptr;
 inline fiber * current       = nullptr;
 
-inline void fail(const char * what) {
+[[noreturn]] inline void fail(const char * what) {
     fprintf(stderr, "CUDA emulation: %s (block %u,%u,%u thread %u,%u,%u)\n", what, block_index.x, block_index.y,
             block_index.z, thread_index.x, thread_index.y, thread_index.z);
+    fflush(stderr);
     abort();
 }
 
-inline void wait_for(const int & generation) {
-    current->waiting = &generation;
-    current->passed  = generation;
+// ---------------------------------------------------------------------------------------------------------------------
+// Shared memory: the bytes that the launch asks for, up to a page that cannot be accessed; before them bytes that must
+// not change.
+
+struct shared_memory {
+    static constexpr size_t page = 4096;
+    static constexpr size_t room = 1024 * 1024;
+
+    uint8_t * arena = nullptr;
+    uint8_t * begin = nullptr;
+    size_t    bytes = 0;
+
+    uint8_t * end() const { return arena + room; }
+
+    void resize(const size_t n) {
+        if (!arena) {
+            arena = (uint8_t *) mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (arena == MAP_FAILED || mprotect(arena + room, page, PROT_NONE) != 0) {
+                fail("no memory");
+            }
+        }
+        bytes = n;
+        begin = end() - (n + 15) / 16 * 16;
+        memset(begin - page, garbage, page);
+        memset(begin, garbage, end() - begin);
+    }
+    void check() const {
+        const auto is_garbage = [](const uint8_t b) { return b == garbage; };
+        if (arena &&
+            (!std::all_of(begin - page, begin, is_garbage) || !std::all_of(begin + bytes, end(), is_garbage))) {
+            fail("written outside of the shared memory");
+        }
+    }
+    bool holds(const void * p, const size_t n) const {
+        return (uint8_t *) p >= begin && (uint8_t *) p + n <= begin + bytes;
+    }
+};
+inline shared_memory shared;
+
+// What "extern __shared__" names.
+template <typename T> T * dynamic_shared() {
+    if (shared.bytes == 0) {
+        fail("shared memory that the launch does not ask for");
+    }
+    return (T *) shared.begin;
+}
+
+inline void on_fault(int, siginfo_t * info, void *) {
+    uint8_t * at = (uint8_t *) info->si_addr;
+    fail(shared.arena && at >= shared.end() && at < shared.end() + shared_memory::page
+             ? "access past the shared memory"
+             : "access to an address that is not there");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers and warp operations
+
+inline void wake(std::vector<fiber *> & waiting) {
+    current_block->ready.insert(current_block->ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+}
+inline void wait_in(std::vector<fiber *> & waiting) {
+    waiting.push_back(current);
     swapcontext(&current->context, &current_block->scheduler);
 }
 
@@ -77,105 +170,314 @@ inline int this_lane() {
     return current->linear % warp_size;
 }
 
-// All 32 lanes of the warp must come; there are no partial masks in our kernels.
+// All 32 lanes of the warp must come to the same operation; there are no partial masks in our kernels. The last one does
+// the work of all.
+template <typename F> void meet(const warp_operation operation, F work) {
+    warp & w = this_warp();
+    if (w.arrived > 0 && w.operation != operation) {
+        fail("lanes of a warp are at different operations");
+    }
+    w.operation = operation;
+    if (++w.arrived == warp_size) {
+        w.arrived = 0;
+        work(w);
+        wake(w.waiting);
+    } else {
+        wait_in(w.waiting);
+    }
+}
+
 inline void warp_barrier(const uint32_t mask) {
     if (mask != 0xFFFFFFFF) {
         fail("a warp operation without all lanes");
     }
-    warp & w = this_warp();
-    if (++w.arrived == warp_size) {
-        w.arrived = 0;
-        ++w.generation;
-    } else {
-        wait_for(w.generation);
-    }
+    meet(warp_operation::barrier, [](warp &) {});
 }
 
 inline void block_barrier() {
     block & b = *current_block;
     if (++b.arrived == b.live) {
         b.arrived = 0;
-        ++b.generation;
+        wake(b.waiting);
     } else {
-        wait_for(b.generation);
+        wait_in(b.waiting);
     }
 }
 
 template <typename T> T exchange(const T value, const int source_lane) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "too large for a lane's slot");
-    warp & w = this_warp();
-    memcpy(&w.slot[this_lane()], &value, sizeof(T));
-    warp_barrier(0xFFFFFFFF);
-    T result;
-    memcpy(&result, &w.slot[source_lane], sizeof(T));
-    warp_barrier(0xFFFFFFFF);  // the slots are free again
-    return result;
+    struct {
+        T   value;
+        int source;
+        T   result;
+    } mine{ value, source_lane, value };
+    using operand                     = decltype(mine);
+    this_warp().operands[this_lane()] = &mine;
+    meet(warp_operation::exchange, [](warp & w) {
+        for (void * lane : w.operands) {
+            operand & own = *(operand *) lane;
+            own.result    = ((operand *) w.operands[own.source])->value;
+        }
+    });
+    return mine.result;
 }
 
-inline void fiber_main() {
-    current_block->body();
-    current->done = true;
-    --current_block->live;
-    if (current_block->arrived > 0 && current_block->arrived == current_block->live) {
-        current_block->arrived = 0;
-        ++current_block->generation;
+// ---------------------------------------------------------------------------------------------------------------------
+// Matrix products of a warp in the layout of the PTX instructions: A has 16 rows and 32 bytes, four words a lane; B 32
+// bytes and 8 columns, two words; C and D 16 rows and 8 columns, four numbers. A word is four int8 or two F16.
+
+// Word of row i, words counted along the product; of column j; number of row i and column j: lane and index.
+inline void place_a(const int i, const int word, int & lane, int & l) {
+    lane = i % 8 * 4 + word % 4;
+    l    = i / 8 + word / 4 * 2;
+}
+inline void place_b(const int word, const int j, int & lane, int & l) {
+    lane = j * 4 + word % 4;
+    l    = word / 4;
+}
+inline void place_c(const int i, const int j, int & lane, int & l) {
+    lane = i % 8 * 4 + j / 2;
+    l    = i / 8 * 2 + j % 2;
+}
+
+// multiply(a, b, sum): the sum with the products of the words a and b added.
+template <typename T, typename F>
+void matrix_product(T (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const T (&c)[4], F multiply) {
+    struct operand {
+        T *              d;
+        const uint32_t * a;
+        const uint32_t * b;
+        const T *        c;
+    } mine{ d, a, b, c };
+    this_warp().operands[this_lane()] = &mine;
+    meet(warp_operation::matrix_product, [&](warp & w) {
+        T sums[16][8];
+        for (int i = 0; i < 16; ++i) {
+            for (int j = 0; j < 8; ++j) {
+                int lane, l;
+                place_c(i, j, lane, l);
+                sums[i][j] = ((operand *) w.operands[lane])->c[l];
+                for (int word = 0; word < 8; ++word) {
+                    place_a(i, word, lane, l);
+                    const uint32_t wa = ((operand *) w.operands[lane])->a[l];
+                    place_b(word, j, lane, l);
+                    sums[i][j] = multiply(wa, ((operand *) w.operands[lane])->b[l], sums[i][j]);
+                }
+            }
+        }
+        for (int i = 0; i < 16; ++i) {
+            for (int j = 0; j < 8; ++j) {
+                int lane, l;
+                place_c(i, j, lane, l);
+                ((operand *) w.operands[lane])->d[l] = sums[i][j];
+            }
+        }
+    });
+}
+
+// d = c + a*b in int8: m16n8k32.
+inline void mma_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0, const uint32_t b1, const int (&c)[4]) {
+    const uint32_t b[2] = { b0, b1 };
+    matrix_product<int>(d, a, b, c, [](const uint32_t x, const uint32_t y, int sum) {
+        for (int n = 0; n < 32; n += 8) {
+            sum += (int) (int8_t) (x >> n) * (int) (int8_t) (y >> n);
+        }
+        return sum;
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Asynchronous copies
+
+// 2 bytes: a word of which the rest becomes 0.
+inline void copy_async(void * dst, const void * src, const int bytes) {
+    const int width = bytes == 2 ? 4 : bytes;
+    if (width != 4 && width != 8 && width != 16) {
+        fail("an asynchronous copy of another size than 4, 8 or 16 bytes");
     }
-    swapcontext(&current->context, &current_block->scheduler);
+    if ((uintptr_t) dst % width != 0 || (uintptr_t) src % width != 0) {
+        fail("an asynchronous copy that is not aligned");
+    }
+    if (!shared.holds(dst, width)) {
+        fail("an asynchronous copy to somewhere else than shared memory");
+    }
+    memset(dst, garbage, width);
+    current->open.push_back({ dst, src, bytes });
+}
+inline void copy_commit() {
+    current->groups.push_back(std::move(current->open));
+    current->open.clear();
+}
+inline void copy_wait(const int pending) {
+    while ((int) current->groups.size() > pending) {
+        for (const copy & c : current->groups.front()) {
+            if (c.bytes == 2) {
+                memset(c.dst, 0, 4);
+            }
+            memcpy(c.dst, c.src, c.bytes);
+        }
+        current->groups.pop_front();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launches
+
+inline void fiber_main() {
+    for (;;) {  // a fiber serves one thread after the other
+        current_block->body();
+        block & b = *current_block;
+        if (!current->open.empty() || std::any_of(current->groups.begin(), current->groups.end(),
+                                                  [](const auto & group) { return !group.empty(); })) {
+            fail("a thread ends with copies on their way");
+        }
+        if (this_warp().arrived > 0) {
+            fail("a thread ends that its warp waits for");
+        }
+        current->done = true;
+        --b.live;
+        if (b.arrived > 0 && b.arrived == b.live) {
+            b.arrived = 0;
+            wake(b.waiting);
+        }
+        swapcontext(&current->context, &b.scheduler);
+    }
 }
 
 inline void prepare(fiber & f) {
-    f.stack.resize(128 * 1024);
+    constexpr size_t bytes = 128 * 1024;
+    f.stack                = std::unique_ptr<char[]>(new char[bytes]);
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp   = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_stack.ss_sp   = f.stack.get();
+    f.context.uc_stack.ss_size = bytes;
     f.context.uc_link          = nullptr;
     makecontext(&f.context, fiber_main, 0);
 }
 
-// kernel(args...) for every thread of a grid.
+// Which of the threads that can go on does. Odd seeds: any. Even ones: by priorities of warps and lanes, so that some
+// run as far ahead of the others as barriers let them; priorities change now and then.
+inline size_t choose(const std::vector<fiber *> & ready, std::mt19937_64 & random) {
+    if (device.seed == 0) {
+        return std::min_element(ready.begin(), ready.end(), [](auto a, auto b) { return a->linear < b->linear; }) -
+               ready.begin();
+    }
+    if (device.seed % 2 == 1) {
+        return random() % ready.size();
+    }
+    return std::max_element(ready.begin(), ready.end(), [](auto a, auto b) { return a->priority < b->priority; }) -
+           ready.begin();
+}
+inline void prioritize(block & b, std::mt19937_64 & random) {
+    std::vector<uint64_t> of_warp(b.warps.size());
+    for (uint64_t & p : of_warp) {
+        p = random() % 256;
+    }
+    for (auto & f : b.fibers) {
+        f->priority = of_warp[f->linear / warp_size] << 32 | random() % 65536;
+    }
+}
+
+inline void run_block(block & b) {
+    std::seed_seq   sequence{ (uint32_t) device.seed, block_index.x, block_index.y, block_index.z };
+    std::mt19937_64 random(sequence);
+    for (int steps = 0; b.live > 0; ++steps) {
+        if (b.ready.empty()) {
+            fail("threads wait for others that never come");
+        }
+        if (device.seed != 0 && device.seed % 2 == 0 && steps % 1024 == 0) {
+            prioritize(b, random);
+        }
+        const size_t i = choose(b.ready, random);
+        current        = b.ready[i];
+        b.ready[i]     = b.ready.back();
+        b.ready.pop_back();
+        thread_index = current->thread;
+        swapcontext(&b.scheduler, &current->context);
+    }
+}
+
+// kernel(args...) for every thread of a grid, with so many bytes of dynamic shared memory.
 template <typename kernel_t, typename... args_t>
-void launch(const dim3 grid, const dim3 dims, kernel_t kernel, args_t... args) {
+void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, kernel_t kernel, args_t... args) {
+    block_index        = { 0, 0, 0 };
+    thread_index       = { 0, 0, 0 };
     const int nthreads = dims.x * dims.y * dims.z;
     if (nthreads % warp_size != 0) {
         fail("a block that is no multiple of a warp");
     }
+    if (nthreads == 0 || nthreads > 1024 || dims.z > 64) {
+        fail("a block of a size that no device takes");
+    }
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFF || grid.y > device.max_grid ||
+        grid.z > device.max_grid) {
+        fail("a grid of a size that no device takes");
+    }
     grid_dim  = grid;
     block_dim = dims;
+
+    struct sigaction action = {}, before_segv, before_bus;
+    action.sa_sigaction     = on_fault;
+    action.sa_flags         = SA_SIGINFO;
+    sigaction(SIGSEGV, &action, &before_segv);
+    sigaction(SIGBUS, &action, &before_bus);
+
+    block b;
+    b.body = [&] { kernel(args...); };
+    b.fibers.reserve(nthreads);
+    for (int i = 0; i < nthreads; ++i) {
+        b.fibers.push_back(std::make_unique<fiber>());
+        fiber & f = *b.fibers.back();
+        f.linear  = i;
+        f.thread  = { i % dims.x, i / dims.x % dims.y, i / dims.x / dims.y };
+        prepare(f);
+    }
+    current_block = &b;
     for (unsigned int bz = 0; bz < grid.z; ++bz) {
         for (unsigned int by = 0; by < grid.y; ++by) {
             for (unsigned int bx = 0; bx < grid.x; ++bx) {
-                block b;
-                b.body = [&] { kernel(args...); };
-                b.live = nthreads;
-                b.warps.resize(nthreads / warp_size);
-                block_index   = { bx, by, bz };
-                current_block = &b;
-                for (int i = 0; i < nthreads; ++i) {
-                    auto f    = std::make_unique<fiber>();
-                    f->linear = i;
-                    f->thread = { i % dims.x, i / dims.x % dims.y, i / dims.x / dims.y };
-                    prepare(*f);
-                    b.fibers.push_back(std::move(f));
+                block_index = { bx, by, bz };
+                b.live      = nthreads;
+                b.warps.assign(nthreads / warp_size, warp());
+                b.ready.clear();
+                for (auto & f : b.fibers) {
+                    f->done = false;
+                    f->groups.clear();
+                    b.ready.push_back(f.get());
                 }
-                while (b.live > 0) {
-                    bool progress = false;
-                    for (auto & f : b.fibers) {
-                        if (f->done || (f->waiting && *f->waiting == f->passed)) {
-                            continue;
-                        }
-                        progress     = true;
-                        f->waiting   = nullptr;
-                        current      = f.get();
-                        thread_index = f->thread;
-                        swapcontext(&b.scheduler, &f->context);
-                    }
-                    if (!progress) {
-                        fail("threads wait for others that never come");
-                    }
-                }
+                shared.resize(shared_bytes);
+                run_block(b);
+                shared.check();
             }
         }
     }
+    current       = nullptr;
+    current_block = nullptr;
+    sigaction(SIGSEGV, &before_segv, nullptr);
+    sigaction(SIGBUS, &before_bus, nullptr);
+}
+
+// Without dynamic shared memory.
+template <typename kernel_t, typename... args_t>
+void launch(const dim3 grid, const dim3 dims, kernel_t kernel, args_t... args) {
+    launch_shared(grid, dims, 0, kernel, args...);
+}
+
+// Dynamic shared memory that a kernel was allowed, where it is more than all may have.
+inline std::map<const void *, size_t> shared_limits;
+
+template <typename... params_t, typename... args_t>
+void launch_checked(void (*kernel)(params_t...), const dim3 grid, const dim3 dims, const size_t shared_bytes,
+                    args_t &&... args) {
+    static_assert(sizeof...(params_t) == sizeof...(args_t), "a kernel takes as many arguments as it is launched with");
+    const auto limit = shared_limits.find((const void *) kernel);
+    if (limit != shared_limits.end() && limit->second > device.smpbo) {
+        fail("a limit of shared memory above that of the device");
+    }
+    if (shared_bytes >
+        (limit == shared_limits.end() ? max_shared_static : std::max(max_shared_static, limit->second))) {
+        fail("more shared memory than the kernel is allowed");
+    }
+    launch_shared(grid, dims, shared_bytes, kernel, (params_t) args...);
 }
 
 }  // namespace emulate

@@ -1,10 +1,15 @@
 // Stands in for upstream's mmq.cuh: the shape of the tiles, and the int8 product of Q8_0 tiles computed from its
 // definition, one output at a time, in the layout that upstream's code has on the architecture emulated.
-// -DTURING_MMA_AVAILABLE selects the tensor core layout, otherwise it is the dp4a one.
+// -DTURING_MMA_AVAILABLE selects the tensor core layout, otherwise it is the dp4a one; -DEMULATE_MMQ_ROWS=64 the tiles
+// of Pascal.
 
 #pragma once
 
-#include "common.cuh"
+#include "mma.cuh"
+
+#ifndef EMULATE_MMQ_ROWS
+#    define EMULATE_MMQ_ROWS 128
+#endif
 
 static constexpr int QK8_1_MMQ = 4 * QK8_1;
 
@@ -26,9 +31,9 @@ struct tile_x_sizes {
     int qs, dm, sc;
 };
 
-// The configuration of IQ3_S from Volta on, for the widths 16 (16 rows a warp) and 64 (32 rows a warp).
+// The configuration of IQ3_S: rows of a tile from Volta on and before, 8 warps.
 static constexpr int ggml_cuda_mmq_get_I(ggml_type, int, bool) {
-    return 128;
+    return EMULATE_MMQ_ROWS;
 }
 static constexpr int ggml_cuda_mmq_get_nthreads(ggml_type, int, bool) {
     return 256;
@@ -41,55 +46,6 @@ static constexpr int ggml_cuda_mmq_get_rows_per_warp(ggml_type, int J, bool) {
 }
 static constexpr tile_x_sizes mmq_get_dp4a_tile_x_sizes(ggml_type, int I) {
     return tile_x_sizes{ I * MMQ_TILE_NE_K * 2 + I, I * MMQ_TILE_NE_K * 2 / QI8_0 + I / (QI8_0 / 2), 0 };
-}
-
-// Fragments of the warp-wide m16n8k32 product: lane -> elements.
-namespace ggml_cuda_mma {
-
-template <int I_, int J_, typename T> struct tile {
-    static constexpr int I  = I_;
-    static constexpr int J  = J_;
-    static constexpr int ne = I * J / 32;
-    T                    x[ne];
-
-    static int get_i(const int l) {
-        const int lane = emulate::this_lane();
-        return I == 8 ? lane / 4 : l / 2 % 2 * 8 + lane / 4;
-    }
-    static int get_j(const int l) {
-        const int lane = emulate::this_lane();
-        return I == 8 ? l * 4 + lane % 4 : 2 * (lane % 4) + l % 2;
-    }
-};
-
-}  // namespace ggml_cuda_mma
-
-// B: 8 columns of 8 words.
-static inline void load_generic(ggml_cuda_mma::tile<8, 8, int> & B, const int * y, const int stride) {
-    for (int l = 0; l < B.ne; ++l) {
-        B.x[l] = y[B.get_i(l) * stride + B.get_j(l)];
-    }
-}
-
-// C = A*B for an A whose words are all alike, which is what our code multiplies.
-static inline void mma(ggml_cuda_mma::tile<16, 8, int> & C, const ggml_cuda_mma::tile<16, 8, int> & A,
-                       const ggml_cuda_mma::tile<8, 8, int> & B) {
-    for (int l = 1; l < A.ne; ++l) {
-        if (A.x[l] != A.x[0]) {
-            emulate::fail("mma: the rows of A differ");
-        }
-    }
-    // Word k of column j is held by lane 4*j + k % 4 in element k/4.
-    int column[8] = { 0 };
-    for (int j = 0; j < 8; ++j) {
-        for (int k = 0; k < 8; ++k) {
-            const int word = emulate::exchange(B.x[k / 4], 4 * j + k % 4);
-            column[j]      = ggml_cuda_dp4a(A.x[0], word, column[j]);
-        }
-    }
-    for (int l = 0; l < C.ne; ++l) {
-        C.x[l] = column[C.get_j(l)];
-    }
 }
 
 // One output of the product of Q8_0 tiles over the 128 values from word k00 on.
@@ -110,7 +66,7 @@ static float emulate_product(const int * x, const int * y, const int i, const in
 
 // The outputs that this thread holds, in upstream's order: f(index in sum, row, column).
 template <ggml_type type, int J, bool fallback, typename F> static void emulate_for_each_output(F f) {
-    constexpr int I      = 128;
+    constexpr int I      = EMULATE_MMQ_ROWS;
     constexpr int nwarps = 8;
 #ifdef TURING_MMA_AVAILABLE
     typedef ggml_cuda_mma::tile<16, 8, int> tile_C;
@@ -137,11 +93,13 @@ template <ggml_type type, int J, bool fallback, typename F> static void emulate_
 
 template <ggml_type type, int J, bool fallback>
 static void ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a(const int * x, const int * y, float * sum, const int k00) {
-    emulate_for_each_output<type, J, fallback>(
-        [&](const int index, const int i, const int j) { sum[index] += emulate_product<false, 128>(x, y, i, j, k00); });
+    emulate_for_each_output<type, J, fallback>([&](const int index, const int i, const int j) {
+        sum[index] += emulate_product<false, EMULATE_MMQ_ROWS>(x, y, i, j, k00);
+    });
 }
 template <ggml_type type, int J, bool fallback, mmq_q8_1_ds_layout>
 static void ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma(const int * x, const int * y, float * sum, const int k00) {
-    emulate_for_each_output<type, J, fallback>(
-        [&](const int index, const int i, const int j) { sum[index] += emulate_product<true, 128>(x, y, i, j, k00); });
+    emulate_for_each_output<type, J, fallback>([&](const int index, const int i, const int j) {
+        sum[index] += emulate_product<true, EMULATE_MMQ_ROWS>(x, y, i, j, k00);
+    });
 }
