@@ -331,12 +331,12 @@ static void ggml_cuda_kernel_launch(kernel_t kernel, const ggml_cuda_kernel_laun
     emulate::launch_checked(kernel, params.block_nums, params.block_dims, params.shmem, args...);
 }
 
-// Upstream's sets a limit once, whatever later calls at the same place ask for.
-#define CUDA_SET_SHARED_MEMORY_LIMIT(kernel, nbytes)                             \
-    do {                                                                         \
-        static bool raised = false;                                              \
-        if (!raised) {                                                           \
-            emulate::shared_limits[(const void *) (kernel)] = (size_t) (nbytes); \
-            raised                                          = true;              \
-        }                                                                        \
+// Upstream's sets a limit once a device, whatever later calls at the same place ask for.
+#define CUDA_SET_SHARED_MEMORY_LIMIT(kernel, nbytes)                                 \
+    do {                                                                             \
+        static int raised_on = 0;                                                    \
+        if (raised_on != emulate::devices_seen) {                                    \
+            raised_on                                       = emulate::devices_seen; \
+            emulate::shared_limits[(const void *) (kernel)] = (size_t) (nbytes);     \
+        }                                                                            \
     } while (0)

@@ -14,6 +14,8 @@ __attribute__((weak)) int64_t ggml_cuda_itq3_s_mma_max_columns(ggml_type) {
 extern "C" void emulate_configure(const int cc, const int nsm, const int64_t smpbo, const int64_t seed,
                                   const int64_t max_grid) {
     emulate::device = { cc, nsm, (size_t) smpbo, (uint64_t) seed, max_grid };
+    emulate::shared_limits.clear();
+    ++emulate::devices_seen;
 }
 
 extern "C" void emulate_quantize_mmvq(const int rotate, const float * x, void * y, const int64_t ne00,

@@ -46,6 +46,7 @@ struct device_settings {
     int64_t  max_grid = 65535;  // in y and z
 };
 inline device_settings device;
+inline int             devices_seen = 1;  // every setting is another device, of which nothing is known
 
 struct copy {
     void *       dst;
@@ -469,6 +470,8 @@ template <typename... params_t, typename... args_t>
 void launch_checked(void (*kernel)(params_t...), const dim3 grid, const dim3 dims, const size_t shared_bytes,
                     args_t &&... args) {
     static_assert(sizeof...(params_t) == sizeof...(args_t), "a kernel takes as many arguments as it is launched with");
+    block_index      = { 0, 0, 0 };
+    thread_index     = { 0, 0, 0 };
     const auto limit = shared_limits.find((const void *) kernel);
     if (limit != shared_limits.end() && limit->second > device.smpbo) {
         fail("a limit of shared memory above that of the device");
