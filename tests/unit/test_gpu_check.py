@@ -369,3 +369,26 @@ def test_a_changed_source_compiles_only_what_changed(machine: Machine) -> None:
     machine.run("--only", "source")
     assert file.read_text() == "made up" and file.stat().st_mtime > 1
     assert not (file.parent / "old.cu").exists()
+
+
+def test_a_random_model_is_a_gguf_file(ggml_base: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    shape = ["--layers", "2", "--hidden", "256", "--ffn", "512", "--heads", "4", "--kv-heads", "2"]
+    command = [sys.executable, str(GPU / "random_model.py"), str(tmp_path / "m.gguf"), "--type", "f16", *shape]
+    subprocess.run([*command, "--vocabulary", "48", "--ggml-base", str(ggml_base)], check=True)
+    head = (tmp_path / "m.gguf").read_bytes()[:24]
+    assert head[:8] == b"GGUF\3\0\0\0" and head[8] == 3 + 9 * 2
+    # the made-up library numbers Q6_K as it likes; F16 everywhere can be read
+    program = (
+        "import pathlib, sys, random_model as m; model, library = map(pathlib.Path, sys.argv[1:]); "
+        "m.write_model(model, m.Ggml(library), m.Shape(2, 256, 512, 4, 2, 48), 'f16', 'f16')"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "f16.gguf"), str(ggml_base)], check=True, cwd=GPU)
+    reader = gguf.GGUFReader(tmp_path / "f16.gguf")
+    shapes = {t.name: [int(n) for n in t.shape] for t in reader.tensors}
+    assert shapes["blk.1.ffn_down.weight"] == [512, 256] and shapes["blk.0.attn_v.weight"] == [256, 128]
+    assert shapes["token_embd.weight"] == [256, 48] and shapes["output_norm.weight"] == [256]
+    assert reader.fields["tokenizer.ggml.model"].contents() == "no_vocab"
+    data = next(t for t in reader.tensors if t.name == "blk.0.attn_q.weight").data.view("uint8").reshape(256, 512)
+    first = [int(row[0]) for row in data]
+    assert sorted(first[:16]) == list(range(16)) and first[:16] == first[16:32] and set(data[:, 1:].ravel()) == {1}
