@@ -398,7 +398,7 @@ def stage_perplexity(check: Check) -> list[str]:
             raise CheckError(f"{path}: not there; make it with scripts/check/gpu/pack.py")
     head = check.results / "text.txt"
     head.write_bytes(text.read_bytes()[: 100 * 1024])
-    common = [program, "-m", str(model), "-f", str(head), "-c", "512", "--chunks", "8", "-fit", "off", "-lv", "4"]
+    common = [program, "-m", str(model), "-f", str(head), "-c", "512", "--chunks", "16", "-fit", "off", "-lv", "4"]
     check.run_all([
         Step(f"ppl-{name}", [*common, "-t", str(check.jobs), *options], 60, {**env, **extra})
         for name, (options, extra) in PERPLEXITY_RUNS.items()
