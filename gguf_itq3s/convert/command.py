@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(done: Conversion) -> str:
     """The tables of a conversion: every tensor of a dry run, then the types."""
-    parts = [report.by_type(done.rows)]
+    parts = [f"{report.by_type(done.rows)}\nchecked: {done.check}"]
     if done.shapes:
         lines = [
             [row.name, "x".join(map(str, reversed(shape))), row.type, report.size(row.bytes)]

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from ..calibration import store
-from ..checkpoint import fold, policy
+from ..checkpoint import fold, loadable, policy
 from ..checkpoint.files import check_output
 from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
@@ -40,11 +40,13 @@ class Conversion:
     Attributes:
         rows: one for every tensor of the file.
         size: bytes of the file.
+        check: how it was found out that llama.cpp can load the file, a sentence.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
     """
 
     rows: list[TensorRow]
     size: int
+    check: str
     shapes: Sequence[tuple[int, ...]] = ()
 
 
@@ -90,11 +92,25 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
     ]
     output = OutputFile(options.out, head, sizes, fingerprint(head, options, checkpoint))
+    check = _check_loadable(checkpoint, head, output.size)
     if options.dry_run:
-        return Conversion(rows, output.size, [tensor.shape for tensor in checkpoint.tensors])
+        return Conversion(rows, output.size, check, [tensor.shape for tensor in checkpoint.tensors])
     with output:
         rows = _write(output, checkpoint, rows, choices, encoder, factors, messages)
-    return Conversion(rows, output.size)
+    return Conversion(rows, output.size, check)
+
+
+def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int) -> str:
+    """Refuse a checkpoint that llama.cpp could not load once it is converted; returns which check was made."""
+    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
+    tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
+    try:
+        return loadable.check_head(head, size, shapes, loadable.metadata_of_writer(checkpoint.writer), tied=tied)
+    except loadable.NotLoadableError as problem:
+        label = next((tensor.label for tensor in checkpoint.tensors if tensor.name == problem.tensor), None)
+        raise loadable.user_error(
+            problem, checkpoint.folder, "repair the checkpoint or download it again", label
+        ) from problem
 
 
 def _check(options: ConvertOptions) -> None:

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
 from .. import report
-from ..checkpoint import trust
+from ..checkpoint import loadable, trust
 from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
@@ -111,6 +111,25 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
     return sorted(results, key=lambda r: (-r["not_finite"], -(np.inf if r["error"] is None else r["error"])))
 
 
+def check_loadable(path: Path) -> str:
+    """Whether llama.cpp can load a file; returns which check was made, a sentence.
+
+    Raises:
+        UserError: it cannot be read, or a tensor is missing or has another shape than the metadata say.
+    """
+    reader = open_gguf(path)
+    field = reader.fields.get("general.architecture")
+    arch = field.contents() if field is not None else None
+    metadata = {name: field.contents() for name, field in reader.fields.items() if name.startswith(f"{arch}.")}
+    metadata["general.architecture"] = arch
+    if (tokens := reader.fields.get("tokenizer.ggml.tokens")) is not None:
+        metadata["tokenizer.ggml.tokens"] = list(tokens.data)  # where they are: only their number is asked
+    try:
+        return loadable.check_file(path, {t.name: _shape(t) for t in reader.tensors}, metadata)
+    except loadable.NotLoadableError as problem:
+        raise loadable.user_error(problem, path, "convert the checkpoint again") from problem
+
+
 def _alone(name: str, qtype: str, note: str) -> dict[str, Any]:
     return {"name": name, "type": qtype, "error": None, "max_error": None, "not_finite": 0, "note": note}
 
@@ -159,7 +178,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code: 1 if a tensor is missing on one side, or a value is not finite."""
+    """Run the command; returns the exit code: 1 if a tensor is missing on one side, or a value is not finite.
+
+    Raises:
+        UserError: as :func:`check_loadable` and :func:`compare`.
+    """
+    check = check_loadable(args.file)
     results = compare(args.file, args.against, trust_remote_code=args.trust_remote_code)
     if args.json:
         print(json.dumps(results, indent=1))
@@ -170,4 +194,5 @@ def run(args: argparse.Namespace) -> int:
             for r in results
         ]  # fmt: skip
         print(report.table(["tensor", "type", "rel. sq. error", "max error / RMS", "note"], rows))
+        print(f"checked: {check}")
     return int(any(r["not_finite"] or r["note"].startswith("not in") for r in results))
