@@ -278,7 +278,7 @@ def figures_of(arch: str, kernels: list[Kernel], code: str, defines: sass.Define
                 sass.parse(lines[kernel.mangled]),
                 how.weights(instance, defines),
                 how.copied(instance, defines),
-                how.outwards,
+                how.inside(instance, defines),
             )
             if counted is None:
                 raise CheckError(f"{instance}: no loop with products in its code; KERNELS in sass.py names it")

@@ -79,17 +79,23 @@ class Count:
     copied: Callable[[Instance, Defines], int] = lambda _, __: 0
     #: Instances that are counted.
     only: Callable[[Instance], bool] = lambda _: True
-    #: Loops to go outwards from the one that was found.
-    outwards: int = 0
+    #: Where the loop of the products does not copy: times around it, and around each of the loops around it, for one
+    #: time around the next, up to the one that does.
+    inside: Callable[[Instance, Defines], tuple[int, ...]] = lambda _, __: ()
 
 
 BLOCK_BYTES: Final = {"ITQ3_S": 100, "TQ1_0": 54, "TQ2_0": 66}
 
 KERNELS: Final[dict[str, Count]] = {
-    # A tile of the ring a time, half a block a lane. Without and with fusion the loop is the same.
-    "mul_mat_vec_q_itq3_s": Count(
-        weights=lambda _, defines: 256 * defines["ITQ3_S_MMVQ_TILE_BLOCKS"],
-        copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ3_S_MMVQ_TILE_BLOCKS"],
+    # A unit of the ring a time: 16 rows of so many blocks, one block after the other or all at once.
+    "mul_mat_itq3_s_mma": Count(
+        weights=lambda _, defines: 256 * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
+        copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
+        # Four steps of eight at a time with the most columns of TQ2_0.
+        inside=lambda i, defines: (
+            *((2,) if (i.type, i.numbers[0]) == ("TQ2_0", 8) else ()),
+            defines["ITQ3_S_MMA_UNIT"],
+        ),
     ),
     # Upstream's kernel around our vec_dot: four lanes a block (qi / vdr), two rows from two columns on. Not its
     # variants for fusion, for short rows and for one device (small_k, halve_iters).
@@ -405,25 +411,33 @@ def with_copies(way: Way, copied: float) -> Way:
     return total + inner.times(math.ceil(max(0.0, copied - way.copied) / inner.copied))
 
 
-def main_loop(loops: list[Loop], blocks: list[Block], outwards: int) -> Loop | None:
-    """The smallest loop with at least half of the products, or one around it."""
+def main_loop(loops: list[Loop], blocks: list[Block]) -> Loop | None:
+    """The smallest loop with at least half of the products."""
     products = [sum(x.products for x in block.instructions) for block in blocks]
     half = [loop for loop in loops if 2 * sum(products[b] for b in loop.blocks) >= sum(products) > 0]
-    loop: Loop | None = min(half, key=lambda loop: len(loop.blocks), default=None)
-    for _ in range(outwards):
-        loop = loop.parent if loop else None
-    return loop
+    return min(half, key=lambda loop: len(loop.blocks), default=None)
 
 
-def count(code: Code, weights: int, copied: int = 0, outwards: int = 0) -> dict[str, Any] | None:
-    """What the main loop costs a weight: instructions in all and by class; products; instructions in the loop."""
+def count(code: Code, weights: int, copied: int = 0, inside: tuple[int, ...] = ()) -> dict[str, Any] | None:
+    """What the main loop costs a weight: instructions in all and by class; products; instructions in the loop.
+
+    Where it is to copy and does not, the next loop around it that does is meant; ``inside`` says how often those in it
+    are gone around, from the innermost on.
+    """
     blocks = blocks_of(code)
-    loop = main_loop(loops_of(blocks), blocks, outwards)
+    loop = main_loop(loops_of(blocks), blocks)
     if loop is None:
         return None
+    more = Way()  # of the loops inside beyond one time around each
+    for times in inside:
+        if loop.parent is None or any(x.copied for b in loop.blocks for x in blocks[b].instructions):
+            break
+        once = min(ways_through(loop, blocks), key=lambda way: way.instructions)
+        more += (once + more).times(times - 1)
+        loop = loop.parent
     ways = [with_copies(way, copied) for way in ways_through(loop, blocks)]
     enough = [way for way in ways if way.copied >= copied] or ways
-    total = min(enough, key=lambda way: way.instructions)
+    total = min(enough, key=lambda way: way.instructions) + more
     result: dict[str, Any] = {
         "instructions_a_weight": round(32 * total.instructions / weights, 3),
         "products_a_weight": round(total.products / weights, 3),

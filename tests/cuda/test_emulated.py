@@ -122,11 +122,6 @@ def device(devices: Callable[[str], Device], request: pytest.FixtureRequest) -> 
     return device
 
 
-@pytest.fixture(scope="session")
-def mmvq_device(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    return build("tensor-core", tmp_path_factory.mktemp("mmvq"), [EMULATE / "mmvq.cpp", SOURCES / "itq3s-mmvq.cu"])
-
-
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray:
     """Zeros at an address that is ``offset`` bytes past a multiple of 256, as device memory is allocated."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -407,100 +402,6 @@ def test_mmq_tile_of_zero_points(
     for seed in SEEDS:
         device.configure(seed=seed)
         check_mmq_tile(device, "itq3_s", columns, fallback, device.tile_rows, zero_point)
-
-
-def rounded_activations(x: FloatArray, rotate: bool) -> npt.NDArray[np.float64]:
-    """float64 (..., blocks, 256): the activations as MMVQ's 8 bits hold them, for ITQ3_S of the rotated ones."""
-    source = x.reshape(*x.shape[:-1], -1, BLOCK)
-    q, d = quantize_chunks(rotated(source) if rotate else source)
-    chunks = q.reshape(*q.shape[:-1], 8, 32) * d.astype(np.float16).astype(np.float64)[..., None]
-    return chunks.reshape(q.shape)
-
-
-def products(name: str, blocks: ByteArray, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Rows of blocks (rows, n, bytes) times rounded activations (n, 256)."""
-    weights = weights_of(name, blocks.reshape(-1, blocks.shape[-1]))
-    if name == "itq3_s":
-        weights = rotated(weights)
-    return np.einsum("rnt,nt->r", weights.reshape(*blocks.shape[:-1], BLOCK).astype(np.float64), x)
-
-
-GLU: dict[str, tuple[int, Callable[[npt.NDArray], npt.NDArray]]] = {
-    "geglu": (1, lambda g: 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * g * (1 + 0.044715 * g * g)))),
-    "swiglu": (2, lambda g: g / (1 + np.exp(-g))),
-}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(
-    "nblocks,rows,nsm",
-    [(16, 21, 1), (2, 3, 1), (38, 19, 8)],  # a tile a row; a part of one; several and a rest. Rows a warp: 3, 1 or 0, 2
-)
-def test_mmvq_kernel(mmvq_device: Device, name: str, nblocks: int, rows: int, nsm: int, seed: int) -> None:
-    """Channels broadcast over two activations, samples, and gaps between rows."""
-    device = mmvq_device
-    device.configure(nsm=nsm, seed=seed)
-    row_stride, channel_stride = nblocks + 2, (nblocks + 2) * rows + 4
-    blocks = random_blocks(name, 2 * channel_stride, seed=7)
-    stored = aligned(blocks.shape, np.uint8)
-    stored[:] = blocks
-    x = activations((2, 2, nblocks * BLOCK), seed=8)  # samples, channels
-    padded = -(-nblocks // 2) * 2 * BLOCK
-    y = aligned((2, 2, padded // 128 * 144), np.uint8)
-    rotate = name == "itq3_s"
-    k = nblocks * BLOCK
-    device("quantize_mmvq", int(rotate), x, y, k, k, k, 2 * k, padded, 1, 2, 2)
-    out = aligned((2, 2, rows + 1), np.float32)
-    dims = np.array([nblocks, rows, 1, 2, 2, 2, 2])
-    strides = np.array([row_stride, 0, channel_stride, padded // 32, padded // 32 * 2, rows + 1, (rows + 1) * 2])
-    device("mmvq", TYPES[name], stored, y, None, None, None, None, 0, out, dims, strides)
-
-    source = rounded_activations(x, rotate)
-    for sample in range(2):
-        index = sample * channel_stride + row_stride * np.arange(rows)[:, None] + np.arange(nblocks)
-        for channel in range(2):
-            expected = products(name, blocks[index], source[sample, channel])
-            np.testing.assert_allclose(out[sample, channel, :rows], expected, atol=2e-5 * np.abs(expected).max())
-            assert out[sample, channel, rows] == 0  # nothing is written past the rows
-
-
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("glu", GLU)
-def test_mmvq_kernel_with_experts_gate_and_bias(mmvq_device: Device, name: str, glu: str) -> None:
-    device = mmvq_device
-    device.configure(nsm=1, seed=1)
-    nblocks, rows, experts, used = 18, 9, 4, 3
-    x = activations((1, nblocks * BLOCK), seed=9)  # one activation for all experts
-    y = aligned((nblocks // 2 * 576,), np.uint8)
-    rotate = name == "itq3_s"
-    k = nblocks * BLOCK
-    device("quantize_mmvq", int(rotate), x, y, k, k, k, k, k, 1, 1, 1)
-    matrices = []
-    for seed in (10, 11):
-        stored = aligned((experts, rows, nblocks, random_blocks(name, 1).shape[1]), np.uint8)
-        stored[:] = random_blocks(name, experts * rows * nblocks, seed).reshape(stored.shape)
-        if name != "itq3_s":  # gates of a size that is not all saturated
-            stored[..., -2:] = np.array([0.02], "<f2").view(np.uint8)
-        else:
-            stored[..., 96:98] = np.array([0.005], "<f2").view(np.uint8)
-            stored[..., 98:] = 0
-        matrices.append(stored)
-    ids = np.array([2, 0, 3], np.int32)
-    rng = np.random.default_rng(12)
-    biases = [aligned((experts, rows), np.float32) for _ in range(2)]
-    for bias in biases:
-        bias[:] = rng.standard_normal((experts, rows))
-    out = aligned((used, rows), np.float32)
-    dims = np.array([nblocks, rows, experts, 1, used, 1, 1])
-    strides = np.array([nblocks, rows * nblocks, 0, k // 32, 0, rows, 0])
-    device("mmvq", TYPES[name], matrices[0], y, ids, matrices[1], *biases, GLU[glu][0], out, dims, strides)
-
-    source = rounded_activations(x, rotate)[0]
-    for slot, expert in enumerate(ids):
-        up, gate = (products(name, m[expert], source) + b[expert] for m, b in zip(matrices, biases, strict=True))
-        expected = up * GLU[glu][1](gate)
-        np.testing.assert_allclose(out[slot], expected, atol=2e-5 * np.abs(expected).max())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "itq3s-copy.cuh"
 #include "itq3s-dequantize.cuh"
 #include "mma.cuh"
 
@@ -25,30 +26,6 @@ static constexpr __host__ __device__ int itq3_s_fused_shared_bytes(const int J) 
                 ITQ3_S_FUSED_ROWS * ITQ3_S_WORDS);
 }
 
-// 16 or 4 bytes from global to shared memory; on their way until itq3_s_fused_copy_wait.
-template <int bytes> static __device__ __forceinline__ void itq3_s_fused_copy(void * dst, const void * src) {
-    static_assert(bytes == 4 || bytes == 16, "wrong size");
-#ifdef CP_ASYNC_AVAILABLE
-    const uint32_t dst_shared = __cvta_generic_to_shared(dst);
-    if constexpr (bytes == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(dst_shared), "l"(src) : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(dst_shared), "l"(src) : "memory");
-    }
-#else
-    if constexpr (bytes == 16) {
-        *((uint4 *) dst) = *((const uint4 *) src);
-    } else {
-        *((uint32_t *) dst) = *((const uint32_t *) src);
-    }
-#endif  // CP_ASYNC_AVAILABLE
-}
-static __device__ __forceinline__ void itq3_s_fused_copy_wait() {
-#ifdef CP_ASYNC_AVAILABLE
-    asm volatile("cp.async.wait_all;" : : : "memory");
-#endif  // CP_ASYNC_AVAILABLE
-}
-
 // Each warp has rows of its own among those of the tile.
 #define ITQ3_S_FUSED_WARP_ROWS (ITQ3_S_FUSED_ROWS / ITQ3_S_FUSED_WARPS)
 
@@ -60,7 +37,7 @@ static __device__ __forceinline__ void itq3_s_fused_copy_blocks(uint32_t * raw, 
 #pragma unroll 4
         for (int r = 0; r < ITQ3_S_FUSED_WARP_ROWS; ++r) {
             const int row = min(row0 + r, nrows - 1);
-            itq3_s_fused_copy<4>(raw + r * ITQ3_S_WORDS + threadIdx.x,
+            itq3_s_copy_async<4>(raw + r * ITQ3_S_WORDS + threadIdx.x,
                                  x + row * stride_row * ITQ3_S_WORDS + threadIdx.x);
         }
     }
@@ -88,7 +65,7 @@ static __device__ __forceinline__ void itq3_s_fused_copy_chunk(half2 * tile_y, c
             break;
         }
         const int column = min(column0 + p / pieces, ncolumns - 1);
-        itq3_s_fused_copy<16>(tile_y + p / pieces * ITQ3_S_FUSED_STRIDE_Y + p % pieces * 4,
+        itq3_s_copy_async<16>(tile_y + p / pieces * ITQ3_S_FUSED_STRIDE_Y + p % pieces * 4,
                               y + column * stride_column + p % pieces * 8);
     }
 }
@@ -146,12 +123,13 @@ mul_mat_itq3_s_fused(const void * vx, const half * y, float * dst, const int nbl
 
     itq3_s_fused_copy_blocks(raw, x, row_tile + first_row, nrows, stride_row_x);
     itq3_s_fused_copy_chunk<J>(tile_y, y, column_tile, ncolumns, stride_column_y);
+    itq3_s_copy_commit();
 
     for (int kb = 0; kb < nblocks; ++kb) {
 #    pragma unroll 1
         for (int c = 0; c < ITQ3_S_FUSED_CHUNKS; ++c) {
             // This chunk is there, and the one before it, with the weights if it was the last of a block, is used up.
-            itq3_s_fused_copy_wait();
+            itq3_s_copy_wait<0>();
             __syncthreads();
             if (c == 0) {
                 itq3_s_fused_load_tile(own_tile_x, raw);
@@ -167,6 +145,7 @@ mul_mat_itq3_s_fused(const void * vx, const half * y, float * dst, const int nbl
                 itq3_s_fused_copy_chunk<J>(tile_y + (c + 1) % 2 * ystage, y + k + ITQ3_S_FUSED_CHUNK, column_tile,
                                            ncolumns, stride_column_y);
             }
+            itq3_s_copy_commit();
 
             const half2 * ty = tile_y + c % 2 * ystage;
 #    pragma unroll

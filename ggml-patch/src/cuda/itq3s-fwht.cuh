@@ -27,10 +27,12 @@ static __device__ __forceinline__ void itq3_s_fwht(float (&v)[ITQ3_S_VALUES], co
     }
 #pragma unroll
     for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {  // h = 8*mask
+        // A product with 1 or -1 is exact, and one instruction where a choice of sums is two.
+        const float sign = lane & mask ? -1.0f : 1.0f;
 #pragma unroll
         for (int r = 0; r < ITQ3_S_VALUES; ++r) {
             const float other = __shfl_xor_sync(0xFFFFFFFF, v[r], mask, ITQ3_S_LANES);
-            v[r]              = lane & mask ? other - v[r] : v[r] + other;
+            v[r]              = fmaf(v[r], sign, other);
         }
     }
 }

@@ -19,10 +19,15 @@ bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t *
                                                 int64_t n_tokens, int64_t nrows_dst, int n_expert_used,
                                                 cudaStream_t stream);
 
+// The most columns of a product of this type for the tensor cores of the current device (itq3s-mma.cuh); 0 where
+// upstream's kernels are meant. Experts are products with one column.
+int64_t ggml_cuda_itq3_s_mma_max_columns(ggml_type type);
+
 bool ggml_cuda_itq3_s_mul_mat_vec_q(const void * vx, ggml_type type_x, const void * vy, const int32_t * ids,
                                     const ggml_cuda_mm_fusion_args_device & fusion, float * dst, int64_t ncols_x,
-                                    int64_t nrows_x, int64_t ncols_dst, int64_t stride_row_x, int64_t nchannels_x,
-                                    int64_t nchannels_y, int64_t nchannels_dst, int64_t stride_channel_x,
-                                    int64_t stride_channel_y, int64_t stride_channel_dst, int64_t nsamples_x,
-                                    int64_t nsamples_dst, int64_t stride_sample_x, int64_t stride_sample_y,
-                                    int64_t stride_sample_dst, cudaStream_t stream);
+                                    int64_t nrows_x, int64_t ncols_dst, int64_t stride_row_x, int64_t stride_col_y,
+                                    int64_t stride_col_dst, int64_t nchannels_x, int64_t nchannels_y,
+                                    int64_t nchannels_dst, int64_t stride_channel_x, int64_t stride_channel_y,
+                                    int64_t stride_channel_dst, int64_t nsamples_x, int64_t nsamples_dst,
+                                    int64_t stride_sample_x, int64_t stride_sample_y, int64_t stride_sample_dst,
+                                    int64_t ids_stride, cudaStream_t stream);

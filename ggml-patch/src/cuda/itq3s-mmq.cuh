@@ -18,8 +18,8 @@
 
 // Where things are in a tile, in 32-bit words from its start.
 template <ggml_type type, int J, bool fallback> struct itq3_s_mmq_tile {
-    static constexpr int I = ggml_cuda_mmq_get_I(type, J, fallback);
-
+    // A function, not a constant: clang's HIP has no initializers at class scope that call device functions.
+    static constexpr __device__ int rows() { return ggml_cuda_mmq_get_I(type, J, fallback); }
     // Row stride of the values: 64 words and padding.
     static constexpr __device__ int stride() {
         return ITQ3_S_MMQ_MMA_LAYOUT ? ggml_cuda_mmq_get_sram_stride(type, J, fallback) : 2 * MMQ_TILE_NE_K + 1;
@@ -27,7 +27,7 @@ template <ggml_type type, int J, bool fallback> struct itq3_s_mmq_tile {
     // The 8 scales of row i.
     static constexpr __device__ int scale(const int i) {
         return ITQ3_S_MMQ_MMA_LAYOUT ? i * stride() + 2 * MMQ_TILE_NE_K
-                                     : mmq_get_dp4a_tile_x_sizes(GGML_TYPE_Q8_0, I).qs +
+                                     : mmq_get_dp4a_tile_x_sizes(GGML_TYPE_Q8_0, rows()).qs +
                                            i * (2 * MMQ_TILE_NE_K / QI8_0) + i / (QI8_0 / 2);
     }
     // A word of padding of row i that upstream's product never reads.
@@ -67,7 +67,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
                                                                        int * __restrict__ x_tile, const int kbx0,
                                                                        const int i_max, const int stride) {
     using tile                   = itq3_s_mmq_tile<type, J, fallback>;
-    constexpr int I              = tile::I;
+    constexpr int I              = tile::rows();
     constexpr int rows_per_group = 16;  // a group of 32 lanes loads and decodes its own rows, two lanes to a row
     constexpr int rows_per_pass  = ggml_cuda_mmq_get_nthreads(type, J, fallback) / 32 * rows_per_group;
 
@@ -151,7 +151,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_tq2_0(const char
                                                                       int * __restrict__ x_tile, const int kbx0,
                                                                       const int i_max, const int stride) {
     using tile                    = itq3_s_mmq_tile<type, J, fallback>;
-    constexpr int I               = tile::I;
+    constexpr int I               = tile::rows();
     constexpr int threads_per_row = 16;  // one word of qs each
     constexpr int rows_per_pass   = ggml_cuda_mmq_get_nthreads(type, J, fallback) / threads_per_row;
 
@@ -182,7 +182,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_tq1_0(const char
                                                                       int * __restrict__ x_tile, const int kbx0,
                                                                       const int i_max, const int stride) {
     using tile                    = itq3_s_mmq_tile<type, J, fallback>;
-    constexpr int I               = tile::I;
+    constexpr int I               = tile::rows();
     constexpr int threads_per_row = 16;  // 12 words of qs, 1 of qh
     constexpr int rows_per_pass   = ggml_cuda_mmq_get_nthreads(type, J, fallback) / threads_per_row;
 
@@ -226,7 +226,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a(co
     ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, fallback>(x, y, sum, k00);
 
     using tile              = itq3_s_mmq_tile<type, J, fallback>;
-    constexpr int I         = tile::I;
+    constexpr int I         = tile::rows();
     constexpr int warp_size = ggml_cuda_get_physical_warp_size();
     constexpr int nwarps    = ggml_cuda_mmq_get_nthreads(type, J, fallback) / warp_size;
     const float * x_f       = (const float *) x;

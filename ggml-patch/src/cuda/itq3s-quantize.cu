@@ -34,8 +34,31 @@ bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_t
     GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
 
     const uint3 ne2_fastdiv = init_fastdiv_values(ne2);
-    const dim3  num_blocks((ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne1, ne2 * ne3);
-    const dim3  block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+    if (ggml_cuda_itq3_s_mma_max_columns(type_src0) > 0) {
+        const int64_t nblocks          = ne00 / ITQ3_S_BLOCK;
+        const int64_t stride_channel_y = ne1 * ne0 / QK8_1 * sizeof(block_q8_1);
+        const dim3    num_blocks((nblocks + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne1, ne2 * ne3);
+        const dim3    block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+        const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
+        switch (type_src0) {
+            case GGML_TYPE_ITQ3_S:
+                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_ITQ3_S>, params, x, vy, (int) nblocks, s01, s02,
+                                        s03, stride_channel_y, ne2_fastdiv);
+                break;
+            case GGML_TYPE_TQ1_0:
+                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_TQ1_0>, params, x, vy, (int) nblocks, s01, s02,
+                                        s03, stride_channel_y, ne2_fastdiv);
+                break;
+            default:
+                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_TQ2_0>, params, x, vy, (int) nblocks, s01, s02,
+                                        s03, stride_channel_y, ne2_fastdiv);
+                break;
+        }
+        return true;
+    }
+
+    const dim3 num_blocks((ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne1, ne2 * ne3);
+    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
     const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
     if (type_src0 == GGML_TYPE_ITQ3_S) {
         ggml_cuda_kernel_launch(quantize_q8_1x4<true>, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1,
@@ -59,8 +82,9 @@ bool ggml_cuda_itq3_s_quantize_mmq_q8_1(const float * x, const int32_t * ids, vo
 
     const dim3 num_blocks(ne1, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne2 * ne3);
     const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
-    quantize_mmq_q8_1_itq3_s<false><<<num_blocks, block_size, 0, stream>>>(x, ids, vy, ne00, s01, s02, s03, ne0,
-                                                                           (int) ne1, (int) ne2, /*n_expert_used =*/0);
+    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
+    ggml_cuda_kernel_launch(quantize_mmq_q8_1_itq3_s<false>, params, x, ids, vy, ne00, s01, s02, s03, ne0, (int) ne1,
+                            (int) ne2, /*n_expert_used =*/0);
     return true;
 }
 
@@ -76,8 +100,8 @@ bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t *
 
     const dim3 num_blocks(n_tokens, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1);
     const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
-    quantize_mmq_q8_1_itq3_s<true><<<num_blocks, block_size, 0, stream>>>(x, ids_src1_inv, vy, ne00, /*s01 =*/0,
-                                                                          stride_token, /*s03 =*/0, ne0,
-                                                                          (int) nrows_dst, /*ne2 =*/1, n_expert_used);
+    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
+    ggml_cuda_kernel_launch(quantize_mmq_q8_1_itq3_s<true>, params, x, ids_src1_inv, vy, ne00, /*s01 =*/(int64_t) 0,
+                            stride_token, /*s03 =*/(int64_t) 0, ne0, (int) nrows_dst, /*ne2 =*/1, n_expert_used);
     return true;
 }

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "itq3s-fragment.cuh"
 #include "itq3s-fwht.cuh"
 #include "itq3s-vecdot.cuh"
 #include "mmq.cuh"
@@ -139,6 +140,86 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     }
     if (lane % 4 == 0) {
         y->ds[slot] = { __float2half(d), (int16_t) sum };
+    }
+}
+
+// For the product on tensor cores (itq3s-mma.cuh): one scale and sum for the 256 values of a block, which lane holds all
+// of after this.
+static __device__ __forceinline__ void itq3_s_quantize_256(const float (&v)[ITQ3_S_VALUES], int8_t (&q)[ITQ3_S_VALUES],
+                                                           float & d, int & sum) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        amax = fmaxf(amax, fabsf(v[r]));
+    }
+#pragma unroll
+    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
+    }
+    d   = amax / 127.0f;
+    sum = 0;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
+        sum += q[r];
+    }
+#pragma unroll
+    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, mask, ITQ3_S_LANES);
+    }
+}
+
+// A lane's bytes to their places among the 256 of the block.
+template <ggml_type type>
+static __device__ __forceinline__ void itq3_s_store_fragments(int8_t * qs, const int lane,
+                                                              const int8_t (&q)[ITQ3_S_VALUES]) {
+    const int t = ITQ3_S_VALUES * lane;
+    if constexpr (type == GGML_TYPE_ITQ3_S) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // weights t + i and t + i + 4 are neighbours
+            *((char2 *) (qs + itq3_s_fragment_position(t + i))) = make_char2(q[i], q[i + 4]);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < ITQ3_S_VALUES; r += 4) {
+            const int at = type == GGML_TYPE_TQ2_0 ? tq2_0_fragment_position(t + r) : tq1_0_fragment_position(t + r);
+            *((char4 *) (qs + at)) = make_char4(q[r + 0], q[r + 1], q[r + 2], q[r + 3]);
+        }
+    }
+}
+
+// Grid: (blocks of a row / warps, ne1, ne2*ne3); block: (32, warps), one warp per 256 values. The columns of a channel
+// lie together, in the bytes that upstream's q8_1 would take.
+template <ggml_type type>
+__launch_bounds__(ITQ3_S_QUANTIZE_WARPS * ITQ3_S_LANES, 1) static __global__ void
+quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t s01, const int64_t s02,
+                   const int64_t s03, const int64_t stride_channel_y, const uint3 ne2) {
+    ggml_cuda_pdl_lc();
+    const int lane = threadIdx.x;
+    const int ib   = blockIdx.x * ITQ3_S_QUANTIZE_WARPS + threadIdx.y;
+    if (ib >= nblocks) {
+        return;
+    }
+    const int i1 = blockIdx.y;
+    const int i3 = fastdiv(blockIdx.z, ne2);
+    const int i2 = blockIdx.z - i3 * ne2.z;
+
+    ggml_cuda_pdl_sync();
+    float v[ITQ3_S_VALUES];
+    itq3_s_load_values(x + i3 * s03 + i2 * s02 + i1 * s01 + (int64_t) ib * ITQ3_S_BLOCK, lane, v);
+    if constexpr (type == GGML_TYPE_ITQ3_S) {
+        itq3_s_rotate(v, lane);
+    }
+    int8_t q[ITQ3_S_VALUES];
+    float  d;
+    int    sum;
+    itq3_s_quantize_256(v, q, d, sum);
+
+    const int ncols = gridDim.y;
+    int8_t *  y     = (int8_t *) vy + blockIdx.z * stride_channel_y;
+    itq3_s_store_fragments<type>(y + ((int64_t) ib * ncols + i1) * ITQ3_S_BLOCK, lane, q);
+    if (lane == 0) {
+        ((float2 *) (y + (int64_t) nblocks * ncols * ITQ3_S_BLOCK))[ib * ncols + i1] = make_float2(d, (float) sum);
     }
 }
 

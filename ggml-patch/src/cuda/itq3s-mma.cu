@@ -1,0 +1,216 @@
+#include "itq3s-launch.cuh"
+#include "itq3s-mma.cuh"
+
+#include <algorithm>
+
+int64_t ggml_cuda_itq3_s_mma_max_columns(const ggml_type type) {
+    if (type != GGML_TYPE_ITQ3_S && type != GGML_TYPE_TQ1_0 && type != GGML_TYPE_TQ2_0) {
+        return 0;
+    }
+    const int cc = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
+    return GGML_CUDA_CC_IS_NVIDIA(cc) && ggml_cuda_highest_compiled_arch(cc) >= GGML_CUDA_CC_AMPERE
+               ? ITQ3_S_MMA_MAX_COLUMNS
+               : 0;
+}
+
+// What the system keeps of a multiprocessor's shared memory for each CUDA block.
+static constexpr size_t reserved_shared_bytes = 1024;
+
+// How many of a CUDA block's warps share rows: the number that makes the longest way of a warp shortest, in units of
+// the ring. Handing in the sum of a tile costs about as much as half a unit.
+static int choose_log2_warps_k(const int64_t nrows, const int64_t nunits, const int64_t room) {
+    int     best      = 0;
+    int64_t best_cost = INT64_MAX;
+    for (int log2 = 0; log2 <= itq3_s_log2(ITQ3_S_MMA_WARPS); ++log2) {
+        const int     warps_k = 1 << log2;
+        const int64_t rows    = ITQ3_S_MMA_ROWS * (ITQ3_S_MMA_WARPS / warps_k);
+        const int64_t tiles   = (nrows + rows - 1) / rows;
+        const int64_t cost    = ((tiles + room - 1) / room) * (2 * ((nunits + warps_k - 1) / warps_k) + 1);
+        if (cost < best_cost) {
+            best      = log2;
+            best_cost = cost;
+        }
+    }
+    return best;
+}
+
+// A product as the kernel wants it; strides of x in bytes, of y in bytes, of dst in elements.
+struct itq3_s_mma_args {
+    const void *    vx;
+    const void *    vy;
+    const int32_t * ids;
+    float *         dst;
+    int64_t         nblocks;
+    int64_t         nrows;
+    int64_t         ncols;
+    int64_t         ncols_y;
+    int64_t         nchannels_x;
+    int64_t         nchannels_dst;
+    int64_t         nsamples_x;
+    int64_t         nsamples_dst;
+    int64_t         stride_row_x;
+    int64_t         stride_channel_x;
+    int64_t         stride_sample_x;
+    int64_t         stride_channel_y;
+    int64_t         stride_sample_y;
+    int64_t         stride_col_dst;
+    int64_t         stride_channel_dst;
+    int64_t         stride_sample_dst;
+    int64_t         ids_stride;
+};
+
+template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
+static void launch(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion, cudaStream_t stream) {
+    const auto & device = ggml_cuda_info().devices[ggml_cuda_get_device()];
+
+    // As many CUDA blocks a multiprocessor as it has registers for, if two stages of the ring fit for each, and then as
+    // many stages as fit.
+    int        per_sm = itq3_s_mma_blocks_per_multiprocessor(ngroups);
+    const auto fits   = [&](const int stages) {
+        return per_sm * (itq3_s_mma_shared_bytes<type>(stages, ngroups, has_fusion) + reserved_shared_bytes) <=
+               device.smpbo + reserved_shared_bytes;
+    };
+    while (per_sm > 1 && !fits(2)) {
+        --per_sm;
+    }
+    int stages = ITQ3_S_MMA_MAX_STAGES;
+    while (stages > 2 && !fits(stages)) {
+        --stages;
+    }
+    const size_t nbytes_shared = itq3_s_mma_shared_bytes<type>(stages, ngroups, has_fusion);
+    GGML_ASSERT(nbytes_shared <= device.smpbo);
+    CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_itq3_s_mma<type, ngroups, aligned, has_fusion>), (int) nbytes_shared);
+
+    const int64_t products = args.nchannels_dst * args.nsamples_dst;
+    const int64_t room     = std::max<int64_t>(1, per_sm * device.nsm / products);
+
+    itq3_s_mma_shape shape = {};
+    shape.nblocks          = args.nblocks;
+    shape.nrows            = args.nrows;
+    shape.ncols            = args.ncols;
+    shape.ncols_y          = args.ncols_y;
+    shape.log2_warps_k  = choose_log2_warps_k(args.nrows, (args.nblocks + ITQ3_S_MMA_UNIT - 1) / ITQ3_S_MMA_UNIT, room);
+    shape.stages        = stages;
+    const int rows      = ITQ3_S_MMA_ROWS * ITQ3_S_MMA_WARPS >> shape.log2_warps_k;
+    shape.tiles         = (args.nrows + rows - 1) / rows;
+    shape.ids_stride    = args.ids_stride;
+    shape.nchannels_y   = args.ids ? init_fastdiv_values(args.ncols_y) : make_uint3(0, 0, 0);
+    shape.channel_ratio = args.ids ? make_uint3(0, 0, 0) : init_fastdiv_values(args.nchannels_dst / args.nchannels_x);
+    shape.sample_ratio  = args.ids ? make_uint3(0, 0, 0) : init_fastdiv_values(args.nsamples_dst / args.nsamples_x);
+    shape.stride_row_x  = args.stride_row_x;
+    shape.stride_channel_x   = args.stride_channel_x;
+    shape.stride_sample_x    = args.stride_sample_x;
+    shape.stride_channel_y   = args.stride_channel_y;
+    shape.stride_sample_y    = args.stride_sample_y;
+    shape.stride_col_dst     = args.stride_col_dst;
+    shape.stride_channel_dst = args.stride_channel_dst;
+    shape.stride_sample_dst  = args.stride_sample_dst;
+
+    // As many CUDA blocks as the card holds at a time, each with the same number of tiles but for the last.
+    const int64_t tiles_a_block = (shape.tiles + room - 1) / room;
+    const int64_t nblocks_x     = (shape.tiles + tiles_a_block - 1) / tiles_a_block;
+
+    const dim3                           grid(nblocks_x, args.nchannels_dst, args.nsamples_dst);
+    const dim3                           block(32, ITQ3_S_MMA_WARPS, 1);
+    const ggml_cuda_kernel_launch_params params(grid, block, nbytes_shared, stream);
+    ggml_cuda_kernel_launch(mul_mat_itq3_s_mma<type, ngroups, aligned, has_fusion>, params, args.vx, args.vy, args.ids,
+                            fusion, args.dst, shape);
+}
+
+template <ggml_type type, int ngroups, bool has_fusion>
+static void switch_aligned(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
+                           cudaStream_t stream) {
+    bool aligned = args.nblocks % ITQ3_S_MMA_UNIT == 0;
+    for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate, args.stride_row_x,
+                                 args.stride_channel_x, args.stride_sample_x }) {
+        aligned = aligned && bytes % itq3_s_mma_ring<type>::copy_bytes == 0;
+    }
+    if (aligned) {
+        launch<type, ngroups, true, has_fusion>(args, fusion, stream);
+    } else {
+        launch<type, ngroups, false, has_fusion>(args, fusion, stream);
+    }
+}
+
+template <ggml_type type>
+static void switch_columns(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
+                           cudaStream_t stream) {
+    if (fusion.gate || fusion.x_bias || fusion.gate_bias) {
+        GGML_ASSERT(args.ncols == 1);
+        switch_aligned<type, 1, true>(args, fusion, stream);
+    } else if (args.ncols <= 8) {
+        switch_aligned<type, 1, false>(args, fusion, stream);
+    } else if (args.ncols <= 16) {
+        switch_aligned<type, 2, false>(args, fusion, stream);
+    } else if (args.ncols <= 32) {
+        switch_aligned<type, 4, false>(args, fusion, stream);
+    } else {
+        switch_aligned<type, 8, false>(args, fusion, stream);
+    }
+}
+
+bool ggml_cuda_itq3_s_mul_mat_vec_q(const void * vx, const ggml_type type_x, const void * vy, const int32_t * ids,
+                                    const ggml_cuda_mm_fusion_args_device & fusion, float * dst, const int64_t ncols_x,
+                                    const int64_t nrows_x, const int64_t ncols_dst, const int64_t stride_row_x,
+                                    const int64_t stride_col_y, const int64_t stride_col_dst, const int64_t nchannels_x,
+                                    const int64_t nchannels_y, const int64_t nchannels_dst,
+                                    const int64_t stride_channel_x, const int64_t stride_channel_y,
+                                    const int64_t stride_channel_dst, const int64_t nsamples_x,
+                                    const int64_t nsamples_dst, const int64_t stride_sample_x,
+                                    const int64_t stride_sample_y, const int64_t stride_sample_dst,
+                                    const int64_t ids_stride, cudaStream_t stream) {
+    if (ggml_cuda_itq3_s_mma_max_columns(type_x) == 0) {
+        return false;
+    }
+    GGML_ASSERT(ids || ncols_dst <= ITQ3_S_MMA_MAX_COLUMNS);
+    const int64_t bs   = ggml_type_size(type_x);
+    const int64_t q8_1 = sizeof(block_q8_1);
+
+    itq3_s_mma_args args    = {};
+    args.vx                 = vx;
+    args.vy                 = vy;
+    args.ids                = ids;
+    args.dst                = dst;
+    args.nblocks            = ncols_x / QK_K;
+    args.nrows              = nrows_x;
+    args.nchannels_x        = nchannels_x;
+    args.nchannels_dst      = nchannels_dst;
+    args.nsamples_x         = nsamples_x;
+    args.stride_row_x       = stride_row_x * bs;
+    args.stride_channel_x   = stride_channel_x * bs;
+    args.stride_sample_x    = stride_sample_x * bs;
+    args.stride_channel_dst = stride_channel_dst;
+    args.ids_stride         = ids_stride;
+    if (ids) {
+        // Every token chooses its experts: a product with one column for each of its choices. The activations of a token
+        // lie together.
+        args.ncols             = 1;
+        args.ncols_y           = nchannels_y;
+        args.nsamples_dst      = ncols_dst;
+        args.stride_sample_y   = stride_col_y * q8_1;
+        args.stride_sample_dst = stride_col_dst;
+    } else {
+        args.ncols             = ncols_dst;
+        args.ncols_y           = ncols_dst;
+        args.nsamples_dst      = nsamples_dst;
+        args.stride_channel_y  = stride_channel_y * q8_1;
+        args.stride_sample_y   = stride_sample_y * q8_1;
+        args.stride_col_dst    = stride_col_dst;
+        args.stride_sample_dst = stride_sample_dst;
+    }
+
+    switch (type_x) {
+        case GGML_TYPE_ITQ3_S:
+            switch_columns<GGML_TYPE_ITQ3_S>(args, fusion, stream);
+            break;
+        case GGML_TYPE_TQ1_0:
+            switch_columns<GGML_TYPE_TQ1_0>(args, fusion, stream);
+            break;
+        case GGML_TYPE_TQ2_0:
+            switch_columns<GGML_TYPE_TQ2_0>(args, fusion, stream);
+            break;
+        default:
+            GGML_ABORT("fatal error");
+    }
+    return true;
+}

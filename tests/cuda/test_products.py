@@ -1,0 +1,223 @@
+"""Products with 1 to 64 columns on the emulated tensor cores: launcher, activations and kernel, compared with numpy."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.cuda.test_emulated import (
+    BLOCK,
+    EMULATE,
+    SOURCES,
+    TYPES,
+    Device,
+    FloatArray,
+    aligned,
+    build,
+    random_blocks,
+    rotated,
+    weights_of,
+)
+
+GLU = {"reglu": 0, "geglu": 1, "swiglu": 2, "swiglu_oai": 3, "swiglu_clamp": 4}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    folder: Path = tmp_path_factory.mktemp("products")
+    return build("tensor-core", folder, [EMULATE / "products.cpp", SOURCES / "itq3s-mma.cu"])
+
+
+@pytest.fixture
+def device(built: Device, request: pytest.FixtureRequest) -> Device:
+    built.configure(seed=zlib.crc32(request.node.name.encode()))
+    return built
+
+
+def quantize_rows(x: FloatArray) -> npt.NDArray[np.float64]:
+    """Activations (..., n*256) in 8 bits with one scale per 256, as numbers again."""
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float32)
+    d = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        q = np.where(d == 0, np.float32(0), blocks / d)
+    q = np.copysign(np.floor(np.abs(q) + np.float32(0.5)), q)
+    return (q.astype(np.float64) * d).reshape(x.shape)
+
+
+def expected_product(name: str, blocks: npt.NDArray[np.uint8], x: FloatArray) -> npt.NDArray[np.float64]:
+    """Rows (..., n, 100) times columns (..., n*256): (..., columns, rows). The rotation is orthogonal."""
+    rows = weights_of(name, blocks.reshape(-1, blocks.shape[-1])).reshape(*blocks.shape[:-2], -1).astype(np.float64)
+    if name == "itq3_s":
+        shape = x.shape
+        x = rotated(x.reshape(*shape[:-1], -1, BLOCK)).reshape(shape)
+        rows = (
+            rotated(rows.astype(np.float32).reshape(*rows.shape[:-1], -1, BLOCK)).reshape(rows.shape).astype(np.float64)
+        )
+    return np.einsum("...jk,...ik->...ji", quantize_rows(x), rows)
+
+
+def stored_blocks(name: str, count: int, offset: int = 0, seed: int = 1) -> npt.NDArray[np.uint8]:
+    blocks = random_blocks(name, count, seed)
+    stored = aligned(blocks.shape, np.uint8, offset)
+    stored[:] = blocks
+    return stored
+
+
+def activations(shape: tuple[int, ...], seed: int = 2) -> FloatArray:
+    x = aligned(shape, np.float32)
+    x[:] = np.random.default_rng(seed).standard_normal(shape)
+    x[..., :BLOCK] *= 1e-3
+    return x
+
+
+def buffer_for(columns: int, nblocks: int, channels: int = 1) -> npt.NDArray[np.uint8]:
+    """What upstream takes for the activations in q8_1."""
+    return aligned((channels * columns * (-(-nblocks // 2) * 2) * 288,), np.uint8)
+
+
+def product(
+    device: Device, name: str, rows: int, nblocks: int, columns: int, offset: int = 0, seed: int = 1
+) -> tuple[FloatArray, npt.NDArray[np.float64]]:
+    blocks = stored_blocks(name, rows * nblocks, offset, seed)
+    x = activations((columns, nblocks * BLOCK))
+    dst = aligned((columns + 1, rows + 3), np.float32)
+    dst[:] = np.nan
+    dims = np.array([nblocks, rows, columns, 1, 1, 1, 1, 1])
+    strides = np.array([nblocks, 0, 0, x.shape[1], 0, 0, rows + 3, 0, 0])
+    y = buffer_for(columns, nblocks)
+    device("product", TYPES[name], blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
+    assert np.isnan(dst[columns:]).all() and np.isnan(dst[:, rows:]).all(), "written past the end"
+    return dst[:columns, :rows], expected_product(name, blocks.reshape(rows, nblocks, -1), x)
+
+
+def check(found: npt.NDArray, expected: npt.NDArray[np.float64]) -> None:
+    scale = np.abs(expected).max(axis=-1, keepdims=True) + 1e-30
+    np.testing.assert_allclose(found / scale, expected / scale, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 16, 17, 33, 64])
+def test_columns(device: Device, name: str, columns: int) -> None:
+    check(*product(device, name, 35, 4, columns))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("rows,nblocks", [(1, 1), (16, 2), (17, 3), (150, 2), (40, 8), (33, 17), (300, 1)])
+def test_shapes(device: Device, name: str, rows: int, nblocks: int) -> None:
+    check(*product(device, name, rows, nblocks, 3))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("nsm,smpbo", [(1, 227 * 1024), (3, 99 * 1024), (132, 227 * 1024)])
+def test_devices(device: Device, name: str, nsm: int, smpbo: int) -> None:
+    """Few CUDA blocks take many tiles each; many warps share rows where there are CUDA blocks to spare."""
+    device.configure(nsm=nsm, smpbo=smpbo, seed=nsm)
+    check(*product(device, name, 200, 6, 2))
+
+
+@pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_rows_that_do_not_start_at_words(device: Device, name: str, offset: int) -> None:
+    check(*product(device, name, 20, 5, 2, offset))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_order_of_threads(device: Device, seed: int) -> None:
+    device.configure(nsm=1, seed=seed)
+    check(*product(device, "itq3_s", 130, 5, 5))
+
+
+def test_columns_do_not_depend_on_each_other(device: Device) -> None:
+    """The same bits for a column alone and among others of its kernel, and with integer zero-points in every kernel."""
+    alone, _ = product(device, "tq2_0", 35, 4, 1)
+    for columns in (8, 9, 30, 64):
+        together, _ = product(device, "tq2_0", 35, 4, columns)
+        np.testing.assert_array_equal(together[0], alone[0])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_channels_and_samples(device: Device, name: str) -> None:
+    rows, nblocks, columns = 21, 3, 4
+    blocks = stored_blocks(name, 2 * 2 * rows * nblocks).reshape(2, 2, rows, nblocks, -1)
+    x = activations((2, 4, columns, nblocks * BLOCK))
+    dst = aligned((2, 4, columns, rows), np.float32)
+    dims = np.array([nblocks, rows, columns, 2, 4, 4, 2, 2])
+    strides = np.array([nblocks, rows * nblocks, 2 * rows * nblocks, *(s // 4 for s in x.strides[-2::-1])])
+    strides = np.append(strides, [s // 4 for s in dst.strides[-2::-1]])
+    y = buffer_for(columns, nblocks, 8)
+    device("product", TYPES[name], blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
+    for sample in range(2):
+        for channel in range(4):
+            check(dst[sample, channel], expected_product(name, blocks[sample, channel // 2], x[sample, channel]))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_experts(device: Device, name: str, broadcast: bool) -> None:
+    """Two experts of five for each of three tokens, with the same activations for both or their own."""
+    rows, nblocks, tokens, used = 18, 3, 3, 2
+    blocks = stored_blocks(name, 5 * rows * nblocks).reshape(5, rows, nblocks, -1)
+    x = activations((tokens, 1 if broadcast else used, nblocks * BLOCK))
+    ids = np.array([[4, 0, -1], [2, 2, -1], [1, 3, -1]], np.int32)
+    dst = aligned((tokens, used, rows), np.float32)
+    ne11 = x.shape[1]
+    dims = np.array([nblocks, rows, tokens, 5, ne11, used, 1, 1])
+    strides = np.array([nblocks, rows * nblocks, 0, ne11 * nblocks * BLOCK, nblocks * BLOCK, 0, used * rows, rows, 0])
+    y = buffer_for(ne11, nblocks, tokens)
+    device("product", TYPES[name], blocks, x, y, ids, 3, None, None, None, 0, dst, dims, strides)
+    for token in range(tokens):
+        for slot in range(used):
+            column = x[token, 0 if broadcast else slot][None]
+            check(dst[token, slot][None], expected_product(name, blocks[ids[token, slot]], column))
+
+
+def glu(op: str, gate: npt.NDArray[np.float64], up: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    sigmoid = 1 / (1 + np.exp(-gate))
+    if op == "swiglu":
+        return gate * sigmoid * up
+    if op == "geglu":
+        return 0.5 * gate * (1 + np.tanh(0.79788456080286535587989211986876 * gate * (1 + 0.044715 * gate**2))) * up
+    return gate * up
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("op,with_gate,with_bias", [("swiglu", 1, 1), ("geglu", 1, 0), ("reglu", 0, 1)])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_fusion(device: Device, name: str, op: str, with_gate: int, with_bias: int, with_ids: bool) -> None:
+    rows, nblocks, experts = 37, 3, 3
+    blocks = stored_blocks(name, experts * rows * nblocks).reshape(experts, rows, nblocks, -1)
+    gates = stored_blocks(name, experts * rows * nblocks, seed=5).reshape(experts, rows, nblocks, -1)
+    x = activations((1, nblocks * BLOCK)) * 0.05
+    rng = np.random.default_rng(9)
+    biases = [rng.standard_normal((experts, rows)).astype(np.float32) for _ in range(2)]
+    ids = np.array([2, 0], np.int32) if with_ids else None
+    channels = 2 if with_ids else 1
+    dst = aligned((channels, rows), np.float32)
+    dims = np.array([nblocks, rows, 1, experts if with_ids else 1, 1, channels, 1, 1])
+    strides = np.array([nblocks, rows * nblocks, 0, x.shape[1], x.shape[1], 0, channels * rows, rows, 0])
+    y = buffer_for(1, nblocks)
+    device(
+        "product",
+        TYPES[name],
+        blocks,
+        x,
+        y,
+        ids,
+        2,
+        gates if with_gate else None,
+        biases[0] if with_bias else None,
+        biases[1] if with_bias and with_gate else None,
+        GLU[op],
+        dst,
+        dims,
+        strides,
+    )
+    for channel, expert in enumerate([2, 0] if with_ids else [0]):
+        up = expected_product(name, blocks[expert], x)[0] + with_bias * biases[0][expert]
+        gate = expected_product(name, gates[expert], x)[0] + with_bias * biases[1][expert]
+        result = glu(op, gate, up) if with_gate else up
+        np.testing.assert_allclose(dst[channel], result, rtol=2e-5, atol=2e-5 * np.abs(result).max())
