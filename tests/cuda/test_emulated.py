@@ -175,6 +175,25 @@ def quantize_chunks(x: FloatArray) -> tuple[npt.NDArray[np.int8], FloatArray]:
     return q.astype(np.int8).reshape(x.shape), d[..., 0]
 
 
+def quantize_halves(x: FloatArray, rotate: bool) -> tuple[npt.NDArray[np.int8], FloatArray]:
+    """8 bits with one scale for 128 values, of even and odd chunks (rotate) or of halves: int8 (..., 256), (..., 2)."""
+    chunks = x.reshape(*x.shape[:-1], 8, 32)
+    halves = (
+        np.stack([chunks[..., 0::2, :], chunks[..., 1::2, :]], -3) if rotate else x.reshape(*x.shape[:-1], 2, 4, 32)
+    )
+    d = np.abs(halves).max(axis=(-1, -2), keepdims=True).astype(np.float32) / np.float32(127)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        q = np.where(d == 0, np.float32(0), halves / d)
+    q = np.copysign(np.floor(np.abs(q) + np.float32(0.5)), q).astype(np.int8)
+    natural = np.swapaxes(q, -3, -2) if rotate else q
+    return natural.reshape(x.shape), d[..., 0, 0]
+
+
+def by_weight(d: FloatArray, rotate: bool) -> FloatArray:
+    """The scales of the halves, (..., 2), for each of the 256 values."""
+    return np.take(d, np.arange(BLOCK) // 32 % 2 if rotate else np.arange(BLOCK) // 128, axis=-1)
+
+
 def test_levels_of_the_shared_vectors(device: Device) -> None:
     blocks = np.load(VECTORS)["blocks"]
     indices, _, _, _ = unpack(blocks)
@@ -281,29 +300,30 @@ def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
     np.testing.assert_array_equal(sums, q.reshape(*q.shape[:-1], 8, 32).sum(axis=-1, dtype=np.int64)[..., order])
 
 
-def unpack_mmq(y: ByteArray, columns: int) -> tuple[npt.NDArray[np.int8], FloatArray]:
+def unpack_mmq(y: ByteArray, columns: int, rotate: bool) -> tuple[npt.NDArray[np.int8], FloatArray]:
     """block_q8_1_mmq, a row of 128 values of all columns after the other, to (columns, blocks, 256) and (.., 2, 4)."""
     rows = y.reshape(-1, 2, columns, 144).transpose(2, 0, 1, 3)
     d = np.ascontiguousarray(rows[..., :16]).view(np.float32)
     values = np.ascontiguousarray(rows[..., 16:]).view(np.int8).reshape(columns, -1, BLOCK)
-    return values[..., decoded_offset(np.arange(BLOCK))], d
+    return values[..., decoded_offset(np.arange(BLOCK))] if rotate else values, d
 
 
+@pytest.mark.parametrize("rotate", [1, 0])
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_quantize_for_mmq(device: Device, with_ids: bool) -> None:
+def test_quantize_for_mmq(device: Device, with_ids: bool, rotate: int) -> None:
     ne00, padded, columns, channels = 3 * BLOCK, 4 * BLOCK, 5, 2
     x = activations((channels, columns, ne00 + 4))
     y = aligned((channels, padded // 128, columns, 144), np.uint8)
     ids = np.array([4, 2, 2, 0, 1], np.int32) if with_ids else None
     s01 = x.shape[-1]
-    device("quantize_mmq", x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
+    device("quantize_mmq", rotate, x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
     for channel in range(channels):
         source = np.zeros((columns, 4, BLOCK), np.float32)
         source[:, :3] = x[channel][ids if with_ids else slice(None), :ne00].reshape(columns, 3, BLOCK)
-        q, d = quantize_chunks(rotated(source))
-        values, scales = unpack_mmq(y[channel], columns)
+        q, d = quantize_halves(rotated(source) if rotate else source, bool(rotate))
+        values, scales = unpack_mmq(y[channel], columns, bool(rotate))
         np.testing.assert_array_equal(values, q)
-        np.testing.assert_array_equal(scales, d[..., np.arange(8).reshape(4, 2).T])
+        np.testing.assert_array_equal(scales, np.repeat(d[..., None], 4, axis=-1))
 
 
 def test_quantize_and_scatter_for_mmq(device: Device) -> None:
@@ -313,12 +333,12 @@ def test_quantize_and_scatter_for_mmq(device: Device) -> None:
     slots = np.array([[5, 0], [1, 4], [2, 3]], np.int32)
     y = aligned((padded // 128, tokens * used, 144), np.uint8)
     device("quantize_scatter_mmq", x, slots, y, ne00, ne00, padded, tokens, tokens * used, used)
-    q, d = quantize_chunks(rotated(x.reshape(tokens, 2, BLOCK)))
-    values, scales = unpack_mmq(y, tokens * used)
+    q, d = quantize_halves(rotated(x.reshape(tokens, 2, BLOCK)), True)
+    values, scales = unpack_mmq(y, tokens * used, True)
     for token in range(tokens):
         for row in slots[token]:
             np.testing.assert_array_equal(values[row], q[token])
-            np.testing.assert_array_equal(scales[row], d[token][..., np.arange(8).reshape(4, 2).T])
+            np.testing.assert_array_equal(scales[row], np.repeat(d[token][..., None], 4, axis=-1))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -364,13 +384,9 @@ def check_mmq_tile(device: Device, name: str, columns: int, fallback: int, rows:
     x = activations((columns, nblocks * BLOCK), seed=6)
     y = aligned((nblocks * 2, columns, 144), np.uint8)
     source = x.reshape(columns, nblocks, BLOCK)
-    if name == "itq3_s":
-        device("quantize_mmq", x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
-        source = rotated(source)
-    q, d = quantize_chunks(source)
-    if name != "itq3_s":  # upstream's own kernel makes these: 128 values in natural order, scales first
-        y[..., :16] = d.reshape(columns, nblocks * 2, 4).transpose(1, 0, 2).astype(np.float32, order="C").view(np.uint8)
-        y[..., 16:] = q.reshape(columns, nblocks * 2, 128).transpose(1, 0, 2).view(np.uint8)
+    rotate = name == "itq3_s"
+    device("quantize_mmq", int(rotate), x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
+    q, d = quantize_halves(rotated(source) if rotate else source, rotate)
     out = aligned((columns, device.tile_rows), np.float32)
     device("mmq", TYPES[name], columns, fallback, stored, y, out, first, rows - 1, stride, nblocks)
 
@@ -378,7 +394,7 @@ def check_mmq_tile(device: Device, name: str, columns: int, fallback: int, rows:
     weights = weights_of(name, blocks)[index].astype(np.float64)
     if name == "itq3_s":
         weights = rotated(weights.astype(np.float32)).astype(np.float64)
-    rounded = (q.reshape(columns, nblocks, 8, 32) * d[..., None].astype(np.float64)).reshape(columns, nblocks, BLOCK)
+    rounded = q * by_weight(d, rotate).astype(np.float64)
     expected = np.einsum("cbt,rbt->cr", rounded, weights)
     size = np.einsum("cbt,rbt->cr", np.abs(rounded), np.abs(weights))
     assert np.abs(out[:, :rows] - expected).max() <= 2e-6 * size.max()

@@ -84,9 +84,6 @@ def test_way_through_the_loop(code: sass.Code, copied: int, instructions: int) -
     assert figures["by_pipe"]["fma"] == 1
 
 
-def test_a_loop_around_is_counted_on_request(code: sass.Code) -> None:
-
-
 def test_no_products_no_count() -> None:
     assert sass.count(sass.parse(["/*0000*/  MOV R1, R2 ;", "/*0010*/  EXIT ;"]), weights=1) is None
 

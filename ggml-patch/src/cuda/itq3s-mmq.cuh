@@ -1,5 +1,6 @@
-// MMQ for ITQ3_S, TQ1_0 and TQ2_0: tiles of signed bytes with one scale per 32, for upstream's int8 product of Q8_0
-// tiles. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
+// MMQ for ITQ3_S, TQ1_0 and TQ2_0: tiles of signed bytes in the layout of upstream's Q8_0 tiles. Weights have one scale a
+// block, and quantize_mmq_q8_1_128 gives the activations one for 128 values (in all four places of D4), so the product on
+// tensor cores stays in integers for 128 values, where upstream's scales after every 32. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
 //
 // ITQ3_S tiles are in decoded order (itq3s-decode.cuh), as quantize_mmq_q8_1_itq3_s stores the activations. The integer
 // part of the zero-point is folded into the bytes, so the zero-points that are in use, 0 and 2, cost nothing. What is
@@ -216,8 +217,81 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_tq1_0(const char
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products for ITQ3_S: upstream's, and the rest of the zero-points where there is one. That rest times the sum of the
-// activations is the same product with a row of ones for the weights.
+// Products over the 128 values from word k00 of the tile on.
+
+template <ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const int * __restrict__ x,
+                                                                         const int * __restrict__ y,
+                                                                         float * __restrict__ sum, const int k00) {
+#if defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
+    ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>(x, y, sum, k00);
+#else
+    typedef ggml_cuda_mma::tile<16, 8, int> tile_A;
+    typedef ggml_cuda_mma::tile<8, 8, int>  tile_B;
+    typedef ggml_cuda_mma::tile<16, 8, int> tile_C;
+
+    using tile_x                = itq3_s_mmq_tile<type, J, fallback>;
+    constexpr int rows_per_warp = ggml_cuda_mmq_get_rows_per_warp(type, J, fallback);
+    constexpr int ntx           = rows_per_warp / tile_C::I;  // Number of x minitiles per warp.
+    constexpr int nsteps        = MMQ_TILE_NE_K / QI8_0;
+
+    y += (threadIdx.y % ntx) * (tile_C::J * MMQ_TILE_Y_K);
+    const float * x_f  = (const float *) x;
+    const int *   y_qs = y + 4;
+    const float * y_df = (const float *) y;
+    const int     i0   = (threadIdx.y / ntx) * rows_per_warp;
+
+    tile_A A[ntx][nsteps];
+    float  dA[ntx][tile_C::ne / 2];
+#    pragma unroll
+    for (int n = 0; n < ntx; ++n) {
+#    pragma unroll
+        for (int s = 0; s < nsteps; ++s) {
+            load_ldmatrix(A[n][s], x + (i0 + n * tile_A::I) * tile_x::stride() + k00 + s * QI8_0, tile_x::stride());
+        }
+#    pragma unroll
+        for (int l = 0; l < tile_C::ne / 2; ++l) {
+            dA[n][l] = x_f[tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l))];
+        }
+    }
+
+    // A sum is below 2^22 in magnitude, so that with this under it its bits are those of a float, 3*2^22 more.
+    constexpr int   magic       = 0x4B400000;
+    constexpr float magic_float = 12582912.0f;
+#    pragma unroll
+    for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
+        tile_C C[ntx];
+#    pragma unroll
+        for (int n = 0; n < ntx; ++n) {
+#    pragma unroll
+            for (int l = 0; l < tile_C::ne; ++l) {
+                C[n].x[l] = magic;
+            }
+        }
+#    pragma unroll
+        for (int s = 0; s < nsteps; ++s) {
+            tile_B B;
+            load_generic(B, y_qs + j0 * MMQ_TILE_Y_K + s * QI8_0, MMQ_TILE_Y_K);
+#    pragma unroll
+            for (int n = 0; n < ntx; ++n) {
+                mma(C[n], A[n][s], B);
+            }
+        }
+#    pragma unroll
+        for (int l = 0; l < tile_C::ne; ++l) {
+            const float dB = y_df[(j0 + tile_C::get_j(l)) * MMQ_TILE_Y_K];
+#    pragma unroll
+            for (int n = 0; n < ntx; ++n) {
+                sum[(j0 / tile_C::J + n) * tile_C::ne + l] +=
+                    dA[n][l / 2] * dB * (__int_as_float(C[n].x[l]) - magic_float);
+            }
+        }
+    }
+#endif  // defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
+}
+
+// For ITQ3_S also the rest of the zero-points where there is one. That rest times the sum of the activations is the same
+// product with a row of ones for the weights.
 
 template <ggml_type type, int J, bool fallback>
 static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a(const int * __restrict__ x,
@@ -244,17 +318,13 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a(co
 
 #pragma unroll
     for (int j0 = 0; j0 < J; j0 += nwarps) {
-        const int j     = j0 + threadIdx.y;
-        float     sum_y = 0.0f;
-#pragma unroll 1
-        for (int k01 = 0; k01 < MMQ_TILE_NE_K; k01 += QI8_1) {
-            int sumi = 0;
+        const int j    = j0 + threadIdx.y;
+        int       sumi = 0;
 #pragma unroll
-            for (int l = 0; l < QI8_1; ++l) {
-                sumi = ggml_cuda_dp4a(0x01010101, y_qs[j * MMQ_TILE_Y_K + k01 + l], sumi);
-            }
-            sum_y += y_df[j * MMQ_TILE_Y_K + k01 / QI8_1] * sumi;
+        for (int l = 0; l < MMQ_TILE_NE_K; ++l) {
+            sumi = ggml_cuda_dp4a(0x01010101, y_qs[j * MMQ_TILE_Y_K + l], sumi);
         }
+        const float sum_y = y_df[j * MMQ_TILE_Y_K] * sumi;
 #pragma unroll
         for (int i0 = 0; i0 < I; i0 += warp_size) {
             sum[j0 / nwarps * I / warp_size + i0 / warp_size] += x_f[tile::padding(i0 + threadIdx.x)] * sum_y;
@@ -266,7 +336,7 @@ template <ggml_type type, int J, bool fallback>
 static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(const int * __restrict__ x,
                                                                              const int * __restrict__ y,
                                                                              float * __restrict__ sum, const int k00) {
-    ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>(x, y, sum, k00);
+    ggml_cuda_mmq_vec_dot_tq_q8_1_mma<type, J, fallback>(x, y, sum, k00);
 
 #if defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
     constexpr data_layout                                         input_layout = get_input_data_layout();
@@ -302,8 +372,8 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
 
 #pragma unroll
     for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
-        float sum_y[tile_C::ne] = { 0.0f };
-#pragma unroll 1
+        tile_C C;
+#pragma unroll
         for (int k01 = 0; k01 < MMQ_TILE_NE_K; k01 += QI8_0) {
             tile_B B;
 #if defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
@@ -311,12 +381,12 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
 #else
             load_generic(B, y_qs + j0 * MMQ_TILE_Y_K + k01, MMQ_TILE_Y_K);
 #endif  // defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)
-            tile_C C;
             mma(C, ones, B);
+        }
+        float sum_y[tile_C::ne];
 #pragma unroll
-            for (int l = 0; l < tile_C::ne; ++l) {
-                sum_y[l] += C.x[l] * y_df[(j0 + tile_C::get_j(l)) * MMQ_TILE_Y_K + k01 / QI8_1];
-            }
+        for (int l = 0; l < tile_C::ne; ++l) {
+            sum_y[l] = C.x[l] * y_df[(j0 + tile_C::get_j(l)) * MMQ_TILE_Y_K];
         }
 #pragma unroll
         for (int n = 0; n < ntx; ++n) {

@@ -20,14 +20,14 @@ static_assert(sizeof(block_itq3_s) == 4 * ITQ3_S_WORDS, "another block than in g
 static_assert(ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs == sizeof(block_itq3_s),
               "another block than in ggml-itq3s.h");
 
-static bool has_own_mmvq_activation(const ggml_type type) {
+static bool is_one_of_ours(const ggml_type type) {
     return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
 }
 
 bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_type type_src0, const int64_t ne00,
                                         const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
                                         const int64_t ne1, const int64_t ne2, const int64_t ne3, cudaStream_t stream) {
-    if (!has_own_mmvq_activation(type_src0)) {
+    if (!is_one_of_ours(type_src0)) {
         return false;
     }
     GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
@@ -70,38 +70,41 @@ bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_t
     return true;
 }
 
+template <bool scatter, typename... args_t>
+static bool quantize_mmq(const ggml_type type, const int64_t ne00, const int64_t ne0, const int64_t nrows,
+                         const int64_t nchannels, cudaStream_t stream, const args_t &... args) {
+    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
+    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
+    const dim3 num_blocks(nrows, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, nchannels);
+    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
+    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
+    if (type == GGML_TYPE_ITQ3_S) {
+        ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<true, scatter>, params, args...);
+    } else {
+        ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<false, scatter>, params, args...);
+    }
+    return true;
+}
+
 bool ggml_cuda_itq3_s_quantize_mmq_q8_1(const float * x, const int32_t * ids, void * vy, const ggml_type type_src0,
                                         const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
                                         const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3,
                                         cudaStream_t stream) {
-    if (type_src0 != GGML_TYPE_ITQ3_S) {
+    if (!is_one_of_ours(type_src0)) {
         return false;
     }
-    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
-    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
-
-    const dim3 num_blocks(ne1, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, ne2 * ne3);
-    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
-    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
-    ggml_cuda_kernel_launch(quantize_mmq_q8_1_itq3_s<false>, params, x, ids, vy, ne00, s01, s02, s03, ne0, (int) ne1,
-                            (int) ne2, /*n_expert_used =*/0);
-    return true;
+    return quantize_mmq<false>(type_src0, ne00, ne0, ne1, ne2 * ne3, stream, x, ids, vy, ne00, s01, s02, s03, ne0,
+                               (int) ne1, (int) ne2, /*n_expert_used =*/0);
 }
 
 bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t * ids_src1_inv, void * vy,
                                                 const ggml_type type_src0, const int64_t ne00,
                                                 const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
                                                 const int64_t nrows_dst, const int n_expert_used, cudaStream_t stream) {
-    if (type_src0 != GGML_TYPE_ITQ3_S) {
+    if (!is_one_of_ours(type_src0)) {
         return false;
     }
-    GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
-    GGML_ASSERT(ne0 % ITQ3_S_BLOCK == 0);
-
-    const dim3 num_blocks(n_tokens, (ne0 / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1);
-    const dim3 block_size(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
-    const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
-    ggml_cuda_kernel_launch(quantize_mmq_q8_1_itq3_s<true>, params, x, ids_src1_inv, vy, ne00, /*s01 =*/(int64_t) 0,
-                            stride_token, /*s03 =*/(int64_t) 0, ne0, (int) nrows_dst, /*ne2 =*/1, n_expert_used);
-    return true;
+    return quantize_mmq<true>(type_src0, ne00, ne0, n_tokens, 1, stream, x, ids_src1_inv, vy, ne00,
+                              /*s01 =*/(int64_t) 0, stride_token, /*s03 =*/(int64_t) 0, ne0, (int) nrows_dst,
+                              /*ne2 =*/1, n_expert_used);
 }

@@ -1,8 +1,9 @@
 // Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
 //
-// MMVQ: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the values are rotated and in
-// decoded order (itq3s-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's block_q8_1_mmq in the D4
-// layout; for ITQ3_S rotated and in decoded order as above.
+// On tensor cores with up to 64 columns: the order of fragments (itq3s-fragment.cuh), one scale and sum for 256 values.
+// Upstream's MMVQ, before Ampere: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the
+// values are rotated and in decoded order (itq3s-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's
+// block_q8_1_mmq in the D4 layout, with one scale for all 128 values; for ITQ3_S rotated and in decoded order as above.
 
 #pragma once
 
@@ -223,13 +224,37 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     }
 }
 
-// For MMQ with ITQ3_S. Grid: (ne1 or tokens, blocks of a padded row / warps, ne2*ne3); block: (32, warps).
+// 8 bit quantization of half a block with one scale: 128 values that 16 lanes hold. Halves are as their 128 bytes lie in
+// the tiles of MMQ: the chunks of one parity in decoded order (rotate), or one after the other.
+template <bool rotate>
+static __device__ __forceinline__ void itq3_s_quantize_half(const float (&v)[ITQ3_S_VALUES], int8_t (&q)[ITQ3_S_VALUES],
+                                                            float & d) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        amax = fmaxf(amax, fabsf(v[r]));
+    }
+#pragma unroll
+    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
+        if (mask != (rotate ? 4 : 16)) {
+            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
+        }
+    }
+    d = amax / 127.0f;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
+    }
+}
+
+// For MMQ. Grid: (ne1 or tokens, blocks of a padded row / warps, ne2*ne3); block: (32, warps). Values from ne00 on, up to
+// the padded row length ne0, are zero.
 // ids maps the rows of the output to those of x (not scatter), or a token's slots to the rows of the output (scatter).
-template <bool scatter>
+template <bool rotate, bool scatter>
 __launch_bounds__(ITQ3_S_QUANTIZE_WARPS * ITQ3_S_LANES, 1) static __global__ void
-quantize_mmq_q8_1_itq3_s(const float * __restrict__ x, const int32_t * __restrict__ ids, void * __restrict__ vy,
-                         const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
-                         const int ne1, const int ne2, const int n_expert_used) {
+quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__ ids, void * __restrict__ vy,
+                      const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
+                      const int ne1, const int ne2, const int n_expert_used) {
     const int     lane = threadIdx.x;
     const int64_t ib   = (int64_t) blockIdx.y * ITQ3_S_QUANTIZE_WARPS + threadIdx.y;
     if (ib * ITQ3_S_BLOCK >= ne0) {
@@ -245,13 +270,19 @@ quantize_mmq_q8_1_itq3_s(const float * __restrict__ x, const int32_t * __restric
         row               = i01 * s01 + (blockIdx.z % ne2) * s02 + (blockIdx.z / ne2) * s03;
     }
 
+    float v[ITQ3_S_VALUES] = { 0.0f };
+    if (ib * ITQ3_S_BLOCK < ne00) {
+        itq3_s_load_values(x + row + ib * ITQ3_S_BLOCK, lane, v);
+    }
+    if constexpr (rotate) {
+        itq3_s_rotate(v, lane);
+    }
     int8_t q[ITQ3_S_VALUES];
     float  d;
-    int    sum;
-    itq3_s_quantize_block<true>(x + row, ib, ne00, lane, q, d, sum);
+    itq3_s_quantize_half<rotate>(v, q, d);
 
-    const int chunk  = lane / 4;
-    const int nwrite = scatter ? n_expert_used : 1;
+    const int half_block = rotate ? lane / 4 % 2 : lane / 16;
+    const int nwrite     = scatter ? n_expert_used : 1;
     for (int slot = 0; slot < nwrite; ++slot) {
         int64_t i1;
         if constexpr (scatter) {
@@ -261,11 +292,18 @@ quantize_mmq_q8_1_itq3_s(const float * __restrict__ x, const int32_t * __restric
         }
         // The 128 value blocks of all rows lie side by side: half j of block ib is row 2*ib + j of a matrix of ne1
         // blocks.
-        block_q8_1_mmq * y = (block_q8_1_mmq *) vy + (blockIdx.z * (ne0 / QK8_1_MMQ) + 2 * ib + chunk % 2) * ne1 + i1;
-        itq3_s_store_decoded(y->qs, lane, q);
-        if (lane % 4 == 0) {
-            y->d4[chunk / 2] = d;
+        block_q8_1_mmq * y = (block_q8_1_mmq *) vy + (blockIdx.z * (ne0 / QK8_1_MMQ) + 2 * ib + half_block) * ne1 + i1;
+        if constexpr (rotate) {
+            itq3_s_store_decoded(y->qs, lane, q);
+            if (lane % 4 == 0) {
+                y->d4[lane / 8] = d;
+            }
+        } else {
+            itq3_s_store_natural(y->qs, lane, q);
+            if (lane % 4 == 0) {
+                y->d4[lane % 16 / 4] = d;
+            }
         }
     }
-    GGML_UNUSED_VARS(n_expert_used, s01, s03, sum);
+    GGML_UNUSED_VARS(n_expert_used, s01, s03);
 }

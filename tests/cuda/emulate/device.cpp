@@ -25,11 +25,11 @@ extern "C" void emulate_quantize_mmvq(const int rotate, const float * x, void * 
                                                    s03, ne0, ne1, ne2, ne3, nullptr));
 }
 
-extern "C" void emulate_quantize_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,
-                                     const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
-                                     const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    GGML_ASSERT(ggml_cuda_itq3_s_quantize_mmq_q8_1(x, ids, y, GGML_TYPE_ITQ3_S, ne00, s01, s02, s03, ne0, ne1, ne2, ne3,
-                                                   nullptr));
+extern "C" void emulate_quantize_mmq(const int rotate, const float * x, const int32_t * ids, void * y,
+                                     const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
+                                     const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3) {
+    GGML_ASSERT(ggml_cuda_itq3_s_quantize_mmq_q8_1(x, ids, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01,
+                                                   s02, s03, ne0, ne1, ne2, ne3, nullptr));
 }
 
 extern "C" void emulate_quantize_scatter_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,

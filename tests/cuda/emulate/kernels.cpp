@@ -72,8 +72,7 @@ static void mmq_tile(const char * x, const int * y, float * out, const int kbx0,
                 ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma<type, J, fallback>(tile_x, tile_y, sum,
                                                                          half_block * MMQ_TILE_NE_K);
             } else {
-                ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>(
-                    tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
+                ggml_cuda_mmq_vec_dot_tq_q8_1_mma<type, J, fallback>(tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
             }
 #else
             if constexpr (type == GGML_TYPE_ITQ3_S) {
