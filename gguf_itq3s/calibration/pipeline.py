@@ -16,6 +16,7 @@ from ..checkpoint import fold
 from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
+from ..rounding import hessian
 from .activations import activation_path, activations
 from .collector import Collector
 from .layers import LayeredModel
@@ -88,9 +89,14 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             file = f"layer-{number:04d}.safetensors"
             partial = options.out / f"{file}.partial"
             statistics = collector.statistics()
+            flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
             for key, value in statistics.items():
                 if not np.isfinite(value).all():
                     what = f"gives inputs of layer {number} that are NaN or infinite"
+                    raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+                # An expert may have seen no token; a matrix that all tokens pass cannot.
+                if key in flat and not key.endswith("]"):
+                    what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
             save_file(statistics, partial)
             partial.replace(options.out / file)
@@ -98,7 +104,7 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             del source, target
             activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
             for name, (key, tokens, norm) in collector.entries().items():
-                manifest.entries[name] = Entry(file, key, tokens, norm)
+                manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
             manifest.complete = number + 1 == model.layers
             manifest.write(options.out)
             activation_path(options.out, number).unlink()

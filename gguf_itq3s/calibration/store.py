@@ -171,14 +171,20 @@ class Calibration:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.entries or tensor_entry(name, 0) in self.entries
 
-    def usable(self, name: str) -> bool:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.usable`."""
-        return name in self._seen
+    def share(self, name: str) -> float:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.share`."""
+        seen, count = self._seen.get(name, (0, 1))
+        return seen / count
 
     @cached_property
-    def _seen(self) -> frozenset[str]:
-        """The tensors of which at least one matrix saw a token."""
-        return frozenset(name.partition("[")[0] for name, entry in self.entries.items() if entry.tokens)
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        """Tensor -> how many of its matrices saw a token, and how many there are."""
+        seen: dict[str, tuple[int, int]] = {}
+        for name, entry in self.entries.items():
+            tensor = name.partition("[")[0]
+            before, count = seen.get(tensor, (0, 0))
+            seen[tensor] = before + bool(entry.tokens), count + 1
+        return seen
 
     def key(self, name: str, expert: int | None) -> str:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
@@ -223,6 +229,8 @@ class Calibration:
             raise UserError(path, f"cannot be read: {error}", "calibrate again", name) from error
         if not np.isfinite(found).all() or (np.diagonal(found, axis1=-2, axis2=-1) < 0).any():
             raise UserError(path, "has statistics that are not finite, or squares below 0", "calibrate again", name)
+        if hessian.is_flat(found):
+            raise UserError(path, "has statistics that tell no column from another", "calibrate again", name)
         return found
 
 

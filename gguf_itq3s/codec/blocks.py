@@ -29,7 +29,7 @@ EFFORTS: Final = ITQ3_S_FORMAT.efforts
 #: Largest magnitude of a rotated weight the encoders accept; squares and sums of 256 of them stay finite in float32.
 MAGNITUDE_LIMIT = np.float32(2.0**56)
 #: What is said of a weight beyond it.
-TOO_LARGE: Final = "a weight is NaN, infinite or larger than 2**56"
+TOO_LARGE: Final = "a weight is NaN, infinite or too large: weights below 2**52 are taken, scales end at 65504"
 
 #: The literal ternary code (docs/format.md): symbols 1, 2, 3 read levels 2 + 22 * {-1, 0, 1}.
 TERNARY_STEP: Final = 22

@@ -33,9 +33,9 @@ def header(
     options: ConvertOptions,
     folding: Folding,
     ternaries: Ternaries,
-    calibrated: bool = False,
+    calibrated: float = 0.0,
 ) -> bytes:
-    """GGUF header, metadata and tensor infos as bytes; ``calibrated``: a matrix is rounded with statistics.
+    """GGUF header, metadata and tensor infos as bytes; ``calibrated``: the share of weights rounded with statistics.
 
     Raises:
         UserError: the model's metadata do not fit GGUF's types.
@@ -48,7 +48,8 @@ def header(
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
-        writer.add_bool("itq3s.calibrated", calibrated)
+        writer.add_bool("itq3s.calibrated", calibrated > 0)
+        writer.add_float32("itq3s.calibrated_share", calibrated)
         writer.add_bool("itq3s.norms_folded", bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)

@@ -81,11 +81,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
-    calibrated = factors is not None and any(
-        choice.type == ITQ3_S and factors.source.usable(tensor.name)
-        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
-    )
-    head = header(checkpoint, choices, options, folding, ternaries, calibrated)
+    head = header(checkpoint, choices, options, folding, ternaries, _calibrated_share(checkpoint, choices, factors))
     sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
@@ -187,6 +183,16 @@ def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) 
     return HessianFactors(source, folding.norm_of, lambda norm: by_name[norm].vector(), damping)
 
 
+def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors | None) -> float:
+    """The share of the weights in ITQ3_S that are rounded with statistics, 0 to 1."""
+    total = known = 0.0
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        if choice.type == ITQ3_S:
+            total += tensor.size
+            known += tensor.size * (factors.source.share(tensor.name) if factors is not None else 0.0)
+    return known / total if total else 0.0
+
+
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
     target = GGMLQuantizationType[options.outtype.upper()]
     choices = [
@@ -229,7 +235,7 @@ def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Hessia
     unknown = [
         f"  {tensor.name}"
         for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
-        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.source.usable(tensor.name)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not factors.source.share(tensor.name)
     ]
     if unknown:
         lines, count = "\n".join(unknown), len(unknown)

@@ -32,8 +32,8 @@ class Statistics(Protocol):
     def known(self, name: str) -> bool:
         """Whether there are statistics of a tensor, or of its first expert."""
 
-    def usable(self, name: str) -> bool:
-        """Whether at least one matrix of a tensor is rounded with them: an expert may have seen no token."""
+    def share(self, name: str) -> float:
+        """The share of a tensor's matrices that are rounded with them, 0 to 1: an expert may have seen no token."""
 
     def key(self, name: str, expert: int | None) -> str:
         """Equal for matrices that share statistics."""

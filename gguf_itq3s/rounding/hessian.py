@@ -103,6 +103,17 @@ def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
     )
 
 
+def is_flat(hessian: Hessian) -> bool:
+    """Whether a Hessian is zero, or a multiple of the identity: rounding with it is rounding without.
+
+    Args:
+        hessian: (n, n) or (n / 256, 256, 256).
+    """
+    diagonal = np.diagonal(hessian, axis1=-2, axis2=-1)
+    # As many values as the diagonal has are not zero: none is beside it.
+    return bool((diagonal == diagonal.flat[0]).all()) and np.count_nonzero(hessian) == np.count_nonzero(diagonal)
+
+
 def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
     """``tr(E H E^T)`` in float64: the Hessian-weighted squared error of a matrix.
 

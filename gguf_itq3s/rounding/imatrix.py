@@ -39,10 +39,10 @@ class ImportanceMatrix:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.moments
 
-    def usable(self, name: str) -> bool:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.usable`."""
+    def share(self, name: str) -> float:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.share`."""
         rows = self.moments.get(name)
-        return rows is not None and bool((np.isfinite(rows).all(axis=1) & rows.any(axis=1)).any())
+        return 0.0 if rows is None else float(_uneven(rows).mean())
 
     def key(self, name: str, expert: int | None) -> str:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
@@ -77,8 +77,13 @@ class ImportanceMatrix:
         if rows.shape[1] != columns or (expert or 0) >= rows.shape[0]:
             what = f"has {rows.shape[0]} x {rows.shape[1]} values for a matrix of {columns} columns"
             raise UserError(self.path, what, "take the importance matrix of this model", name)
-        moments = rows[expert or 0]
-        return moments if np.isfinite(moments).all() and moments.any() else None
+        number = expert or 0
+        return rows[number] if _uneven(rows[number : number + 1])[0] else None
+
+
+def _uneven(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Which rows tell columns apart: not all zero, not all the same, not without data (NaN)."""
+    return np.isfinite(rows).all(axis=1) & (rows.max(axis=1) > rows.min(axis=1))
 
 
 def _without_gain(moments: npt.NDArray[np.float64], gain: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -92,7 +97,7 @@ def read(path: Path) -> ImportanceMatrix:
     """Read an importance matrix in llama-imatrix's GGUF form.
 
     Raises:
-        UserError: no such file, another format, or values that are not finite.
+        UserError: no such file, another format, or values that are not finite, negative, or all the same.
     """
     remedy = "give a file that llama-imatrix wrote (GGUF, its default)"
     if not path.is_file():
@@ -113,7 +118,11 @@ def read(path: Path) -> ImportanceMatrix:
         seen = np.asarray(counts.data, dtype=np.float64).reshape(-1, 1)
         if sums.shape[0] != seen.size or not np.isfinite(sums).all() or (sums < 0).any():
             raise UserError(path, "has sums that are not finite, negative or without a count", remedy, matrix)
+        if not np.isfinite(seen).all() or (seen < 0).any():
+            raise UserError(path, "has counts that are not finite or negative", remedy, matrix)
         moments[matrix] = np.divide(sums, seen, out=np.full_like(sums, np.nan), where=seen > 0)
+        if not _uneven(moments[matrix]).any():
+            raise UserError(path, "has the same value for every column, or none", remedy, matrix)
     if not moments:
         raise UserError(path, "holds no importance matrix", remedy)
     return ImportanceMatrix(path, moments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distributions import all_rows, smooth
+from distributions import all_rows, at_the_limit, smooth
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import CODECS, EFFORTS, quantize
 
@@ -58,3 +58,14 @@ def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary, value: floa
     for encode in (quantize, library.quantize):
         with pytest.raises(ValueError, match="NaN, infinite or larger"):
             encode(rows, codec=kind)
+
+
+@pytest.mark.parametrize("kind,effort", CASES)
+def test_the_limit_is_the_same(library: native.NativeLibrary, kind: str, effort: str) -> None:
+    taken, refused = at_the_limit()
+    np.testing.assert_array_equal(
+        quantize(taken, effort=effort, codec=kind), library.quantize(taken, effort=effort, codec=kind)
+    )
+    for row in refused:
+        with pytest.raises(ValueError, match=r"weights below 2\*\*52 are taken"):
+            library.quantize(row[None], effort=effort, codec=kind)

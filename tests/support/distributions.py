@@ -41,3 +41,19 @@ def all_rows(blocks: int = 80, seed: int = 1) -> dict[str, Rows]:
         "mixed-scales": rng.standard_normal(shape) * np.exp(rng.uniform(-12, 6, (shape[0], 1))),
     }
     return {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in rows.items()}
+
+
+def at_the_limit() -> tuple[Rows, Rows]:
+    """Blocks of finite weights as large as the encoders take, and of larger ones: float32 (m, 256) each.
+
+    A rotated weight is at most the sum of the magnitudes over 16 and has to stay below 2**56.
+    """
+    rng = np.random.default_rng(6)
+    below = np.nextafter(np.float32(2.0**52), np.float32(0))
+    signs = rng.choice(np.float32([-1, 1]), (8, 256))
+    one = np.zeros((2, 256), dtype=np.float32)
+    one[0, 7], one[1, 0] = np.nextafter(np.float32(2.0**60), np.float32(0)), -(2.0**59)
+    taken = [np.full((1, 256), below), below * signs, below * rng.random((8, 256), dtype=np.float32), one]
+    largest = np.finfo(np.float32).max
+    refused = [np.full((1, 256), 2.0**52), np.full((1, 256), largest), largest * signs, 2 * one]
+    return np.concatenate(taken).astype(np.float32), np.concatenate(refused).astype(np.float32)

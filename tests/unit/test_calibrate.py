@@ -290,6 +290,31 @@ def test_statistics_that_cannot_be_are_refused(
     assert not (tmp_path / "x.gguf").exists()
 
 
+@pytest.mark.parametrize("value", [0.0, 2.0])
+def test_statistics_that_say_nothing_are_refused(
+    value: float, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, out = calibrated("llama")
+    bad = copied(out, tmp_path / "bad", lambda _: None)
+    entry = read_manifest(bad).entries["blk.0.ffn_down.weight"]
+    values = dict(load_file(bad / entry.file))
+    values[entry.key] = value * np.eye(len(values[entry.key]), dtype=np.float32)
+    save_file(values, bad / entry.file)
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight: has statistics that tell no column from another"):
+        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, effort="fast"))
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_activations_that_say_nothing_are_refused(
+    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = Collector.statistics
+    monkeypatch.setattr(Collector, "statistics", lambda self: {k: 0 * v for k, v in statistics(self).items()})
+    with pytest.raises(UserError, match="inputs of layer 0 that tell no column from another"):
+        calibrate(options(uneven("llama"), tmp_path / "out"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 def test_activations_that_are_not_finite_are_refused(
     uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import DATA
-from distributions import all_rows, smooth
+from distributions import all_rows, at_the_limit, smooth
 from gguf_itq3s.codec import scale
 from gguf_itq3s.codec.blocks import CODECS, EFFORTS, decode_blocks, dequantize, pack, quantize, unpack
 from gguf_itq3s.codec.transform import fwht
@@ -116,6 +116,17 @@ def test_unusable_weights_are_refused(bad: float) -> None:
     for codec_name in CODECS:
         with pytest.raises(ValueError, match="NaN, infinite"):
             quantize(x, codec=codec_name)
+
+
+@pytest.mark.parametrize("codec_name", CODECS)
+def test_finite_weights_are_taken_up_to_the_limit_that_the_error_names(codec_name: str) -> None:
+    taken, refused = at_the_limit()
+    blocks = quantize(taken, codec=codec_name)
+    assert np.isfinite(blocks[:, 96:98].copy().view("<f2").astype(np.float32)).all()
+    assert np.isfinite(dequantize(blocks)).all()
+    for row in refused:
+        with pytest.raises(ValueError, match=r"too large: weights below 2\*\*52 are taken"):
+            quantize(row[None], codec=codec_name)
 
 
 def test_bad_arguments_are_refused() -> None:

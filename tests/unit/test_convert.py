@@ -41,7 +41,8 @@ from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
 OWN_KEYS = {
-    "general.file_type", "itq3s.version", "itq3s.codec", "itq3s.effort", "itq3s.calibrated", "itq3s.norms_folded",
+    "general.file_type", "itq3s.version", "itq3s.codec", "itq3s.effort", "itq3s.calibrated",
+    "itq3s.calibrated_share", "itq3s.norms_folded",
 }  # fmt: skip
 
 

@@ -85,3 +85,14 @@ def test_bad_hessians_are_refused() -> None:
         hessian.scale_columns(np.eye(256), np.ones(512))
     with pytest.raises(ValueError, match="do not match"):
         hessian.cost(np.ones((2, 512)), np.eye(256))
+
+
+def test_flat_is_zero_or_a_multiple_of_the_identity() -> None:
+    eye = np.eye(512, dtype=np.float32)
+    blocks = np.stack([np.eye(256, dtype=np.float32)] * 2)
+    for flat in (eye, 3 * eye, 0 * eye, blocks, 0 * blocks):
+        assert hessian.is_flat(flat)
+    beside, uneven = eye.copy(), blocks.copy()
+    beside[3, 5] = 1e-9
+    uneven[1, 7, 7] = 2
+    assert not hessian.is_flat(beside) and not hessian.is_flat(uneven) and not hessian.is_flat(eye - 0.5 * beside)

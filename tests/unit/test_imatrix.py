@@ -76,7 +76,7 @@ def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path
 
 
 def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    matrix = write(tmp_path / "i.gguf", {"a.weight": np.ones((1, 256))})
+    matrix = write(tmp_path / "i.gguf", {"a.weight": np.arange(256.0)[None]})
     out = tmp_path / "x.gguf"
     with pytest.raises(UserError, match="not both"):
         convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
@@ -89,15 +89,47 @@ def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path
 
 
 def test_an_importance_matrix_without_the_models_matrices_is_refused(
-    uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    uneven: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    other = write(tmp_path / "other.gguf", {"a.weight": np.ones((1, 256))})
+    other = write(tmp_path / "other.gguf", {"a.weight": np.arange(256.0)[None]})
     with pytest.raises(UserError, match=r"other\.gguf: has nothing on the matrices of this model"):
         convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=other))
-    # All zero is nothing: said in a warning, and not called calibrated.
-    for value, expected in ((0.0, False), (1.0, True)):
-        matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": np.full((1, 256), value)})
-        capsys.readouterr()
-        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast"))
-        assert metadata(tmp_path / "x.gguf")["itq3s.calibrated"] is expected
-        assert ("  blk.0.attn_q.weight" in capsys.readouterr().err) is not expected
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [np.zeros((1, 256)), np.ones((1, 256)), np.full((1, 256), 1e30), np.stack([np.zeros(256), np.full(256, 2.0)])],
+    ids=["zero", "one", "huge", "experts"],
+)
+def test_importance_that_says_nothing_is_refused(rows: np.ndarray, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"i\.gguf: a\.weight: has the same value for every column, or none"):
+        imatrix.read(write(tmp_path / "i.gguf", {"a.weight": rows}))
+
+
+def test_counts_are_looked_at(tmp_path: Path) -> None:
+    rows = np.arange(256.0)[None]
+    with pytest.raises(UserError, match="or none"):
+        imatrix.read(write(tmp_path / "i.gguf", {"a.weight": rows}, counts=0.0))
+    with pytest.raises(UserError, match="counts that are not finite or negative"):
+        imatrix.read(write(tmp_path / "i.gguf", {"a.weight": -rows}, counts=-1.0))
+
+
+def test_the_header_says_what_share_was_rounded_with_statistics(
+    uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": np.arange(1.0, 257)[None]})
+    convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast", pure=True))
+    facts = metadata(tmp_path / "x.gguf")
+    coded = [t for t in gguf.GGUFReader(tmp_path / "x.gguf").tensors if t.tensor_type.name == "ITQ3_S"]
+    share = 256 * 256 / sum(int(t.n_elements) for t in coded)
+    assert (facts["itq3s.calibrated"], facts["itq3s.calibrated_share"]) == (True, pytest.approx(share))
+    warned = capsys.readouterr().err
+    assert "  blk.0.attn_k.weight" in warned and "  blk.0.attn_q.weight" not in warned
+
+
+def test_the_share_counts_the_experts_of_a_stack(tmp_path: Path) -> None:
+    rows = np.stack([np.arange(256.0), np.zeros(256), np.arange(256.0), np.full(256, 3.0)])
+    read = imatrix.read(write(tmp_path / "i.gguf", {"e.weight": rows}))
+    assert (read.share("e.weight"), read.share("a.weight")) == (0.5, 0.0)
+    assert read.diagonal("e.weight", 256, 0) is not None
+    assert read.diagonal("e.weight", 256, 3) is None
