@@ -15,13 +15,14 @@ Environment:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -29,11 +30,13 @@ from typing import Final
 PACKAGE: Final = "llama-cpp-python"
 VERSION: Final = "0.3.36"
 SHA256: Final = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+#: :func:`tree_hash` of the unpacked source, and of what Python imports from it: a cached source counts only with them.
+TREE_SHA256: Final = "879e9e709094441b8666dc6bf29fae4ce087e3a25215f297759a8f6bf1082100"
+PYTHON_SHA256: Final = "1403cae8c9fff143a28d6f0f7552c402dfad1cf0f454c5807b178bc55a17cec1"
+_PYTHON: Final = ("gguf-py/gguf", "conversion")
 #: Set in the environment of a command that was started again with the gguf of a source just fetched.
 RESTARTED: Final = "GGUF_ITQ3S_RESTARTED"
 SOURCE: Final = f"llama_cpp_python-{VERSION}"
-# In the cached folder, written last: the hash of the archive that was unpacked there.
-_MARKER: Final = "archive.sha256"
 
 
 class FetchError(RuntimeError):
@@ -55,6 +58,8 @@ def cache_dir() -> Path:
 def find_source() -> Path | None:
     """The llama.cpp source that is there already: ``LLAMA_CPP_DIR``, or the unpacked pinned one, or None.
 
+    Of the pinned one, every file that Python imports is compared with its hash (10 ms, once in a process).
+
     Raises:
         FetchError: ``LLAMA_CPP_DIR`` names a folder that is not a llama.cpp checkout.
     """
@@ -63,33 +68,53 @@ def find_source() -> Path | None:
         if not (path / "gguf-py" / "gguf").is_dir() or not (path / "ggml").is_dir():
             raise FetchError(f"{path}: not a llama.cpp checkout; correct or unset LLAMA_CPP_DIR")
         return path
-    folder = cache_dir() / SOURCE
-    try:
-        complete = (folder / _MARKER).read_text().strip() == SHA256
-    except OSError:
+    source = cache_dir() / SOURCE / "vendor" / "llama.cpp"
+    if source in _checked:
+        return source
+    if not source.is_dir() or tree_hash(source, _PYTHON) != PYTHON_SHA256:
         return None
-    return folder / "vendor" / "llama.cpp" if complete else None
+    _checked.add(source)
+    return source
 
 
-def fetch_source() -> Path:
+# Sources whose Python files were compared in this process.
+_checked: set[Path] = set()
+
+
+def fetch_source(*, whole: bool = False) -> Path:
     """Like :func:`find_source`, and fetch the pinned source with pip when it is not there.
+
+    Args:
+        whole: compare every file of what is there, as a build from it should (half a second).
 
     Raises:
         FetchError: pip failed, the archive has another hash, or the cache cannot be written.
     """
-    if path := find_source():
+
+    def usable() -> Path | None:
+        path = find_source()
+        if path is None or not whole or os.environ.get("LLAMA_CPP_DIR"):
+            return path
+        return path if tree_hash(path) == TREE_SHA256 else None
+
+    if path := usable():
         return path
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{SOURCE}.lock"):
-            if path := find_source():  # another process was first
+            if path := usable():  # another process was first
                 return path
+            if (cache / SOURCE).exists():
+                print(f"{cache / SOURCE} is damaged or of another version and is replaced", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
                 unpacked = Path(scratch) / "unpacked"
                 _unpack(_download(Path(scratch)), unpacked)
-                (unpacked / SOURCE / _MARKER).write_text(SHA256 + "\n")
-                if (cache / SOURCE).exists():  # of another archive, or not complete
+                if (found := tree_hash(unpacked / SOURCE / "vendor" / "llama.cpp")) != TREE_SHA256:
+                    raise FetchError(
+                        f"{SOURCE}: its files have the hash {found}, expected {TREE_SHA256}; check the disk"
+                    )
+                if (cache / SOURCE).exists():
                     (cache / SOURCE).rename(Path(scratch) / "replaced")
                 (unpacked / SOURCE).rename(cache / SOURCE)
     except OSError as error:
@@ -97,6 +122,27 @@ def fetch_source() -> Path:
     path = find_source()
     assert path is not None
     return path
+
+
+def tree_hash(folder: Path, parts: Sequence[str] = (".",)) -> str:
+    """SHA-256 over the names and contents of all files below some folders, but for what Python compiled there.
+
+    Args:
+        folder: the names are relative to it.
+        parts: the folders, relative to it.
+
+    Returns:
+        Hexadecimal; of nothing at all where a folder is missing.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        for place, folders, names in os.walk(folder / part):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            for name in sorted(names):
+                path = Path(place) / name
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                digest.update(f"{content} {path.relative_to(folder).as_posix()}\n".encode())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def main() -> int:
     upstream = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(upstream)
     try:
-        print(upstream.fetch_source())
+        print(upstream.fetch_source(whole=True))
     except upstream.FetchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

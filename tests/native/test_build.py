@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -48,9 +49,30 @@ def test_another_clone_takes_the_build_from_the_cache(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     assert not (folder / "build" / "tree" / "llama.cpp").exists()
     for tool in ("llama-cli", "llama-quantize", "llama-perplexity"):
-        assert (folder / "build" / "bin" / tool).stat().st_ino == (llama.BIN / tool).stat().st_ino
+        copy, own = folder / "build" / "bin" / tool, llama.BIN / tool
+        assert copy.read_bytes() == own.read_bytes()
+        assert copy.stat().st_nlink == 1 and os.access(copy, os.X_OK), "the cache can be changed from a clone"
     version = subprocess.run([folder / "build" / "bin" / "llama-cli", "--version"], capture_output=True, text=True)
     assert version.returncode == 0 and upstream.SOURCE in version.stdout + version.stderr
+
+
+def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> None:
+    folder, cache = clone(tmp_path / "clone"), tmp_path / "cache"
+    made = build(folder)
+    entry = Path(re.findall(r"is up to date: (.*)", made.stdout)[0])
+    shutil.copytree(entry, cache / "build" / entry.name, symlinks=True)
+    (cache / upstream.SOURCE).symlink_to(upstream.cache_dir() / upstream.SOURCE)
+    assert f"is up to date: {cache}" in build(folder, GGUF_ITQ3S_CACHE=cache).stdout
+    tool = cache / "build" / entry.name / "bin" / "llama-cli"
+    tool.write_bytes(tool.read_bytes()[:-1] + b"x")
+    # Built again, as far as it gets without a generator: the damaged one is not published.
+    environment = {**os.environ, "GGUF_ITQ3S_CACHE": str(cache), "CMAKE_GENERATOR": "none"}
+    again = subprocess.run(
+        ["cmake", "--build", "build/cmake"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert again.returncode and "is not what was built there; building it again" in again.stderr
+    assert "could not be configured" in again.stderr
+    assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
 
 
 def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:

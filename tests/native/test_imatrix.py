@@ -86,7 +86,7 @@ def test_llama_quantize_refuses_importance_that_says_nothing(
 
 
 def test_llama_quantize_takes_importance_of_any_size(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """Only how the columns differ counts: the same bytes for a matrix and for 2^100 times it, and not the plain ones."""
+    """Only how the columns differ counts: the same bytes for 2^100 times the matrix, and not the plain ones."""
     f16 = tmp_path / "f16.gguf"
     convert(ConvertOptions(uneven("llama"), f16, outtype="f16"))
     data = []

@@ -56,7 +56,7 @@ def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary, value: floa
     rows = all_rows()["gaussian"].copy()
     rows[3, 100] = value
     for encode in (quantize, library.quantize):
-        with pytest.raises(ValueError, match="NaN, infinite or larger"):
+        with pytest.raises(ValueError, match="NaN, infinite or too large"):
             encode(rows, codec=kind)
 
 

@@ -375,6 +375,7 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
         "PKG-INFO": f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {upstream.VERSION}\n",
         "vendor/llama.cpp/README.md": "planted\n",
+        "vendor/llama.cpp/conversion/base.py": "planted = 1\n",
     }
     folder.mkdir()
     archive = folder / f"{upstream.SOURCE}.tar.gz"
@@ -410,23 +411,50 @@ def test_nothing_of_an_archive_with_another_hash_runs(planted: tuple[str, Path])
     assert [path.suffix for path in upstream.cache_dir().iterdir()] == [".lock"]
 
 
-def test_only_a_complete_source_counts(planted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_content_of_the_archive_counts(
+    planted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     digest, _ = planted
+    whole = {"README.md": "planted\n", "conversion/base.py": "planted = 1\n"}
+    for name, text in whole.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(text)
     monkeypatch.setattr(upstream, "SHA256", digest)
+    monkeypatch.setattr(upstream, "TREE_SHA256", upstream.tree_hash(tmp_path / "tree"))
+    monkeypatch.setattr(upstream, "PYTHON_SHA256", upstream.tree_hash(tmp_path / "tree", ("conversion",)))
+    monkeypatch.setattr(upstream, "_checked", set())
     folder = upstream.cache_dir() / upstream.SOURCE
-    old = folder / "vendor" / "llama.cpp" / "old"
-    old.mkdir(parents=True)
-    assert upstream.find_source() is None  # no marker
-    (folder / "archive.sha256").write_text("0" * 64 + "\n")
-    assert upstream.find_source() is None  # of another archive
-    source = upstream.fetch_source()
-    assert source == folder / "vendor" / "llama.cpp" and upstream.find_source() == source
-    assert (source / "README.md").read_text() == "planted\n" and not old.exists()
+    source = folder / "vendor" / "llama.cpp"
+    source.mkdir(parents=True)
+    assert upstream.find_source() is None  # empty
+    assert upstream.fetch_source() == source and upstream.find_source() == source
+    assert f"{folder} is damaged or of another version and is replaced" in capsys.readouterr().err
+    assert {name: (source / name).read_text() for name in whole} == whole
     assert sorted(path.name for path in upstream.cache_dir().iterdir()) == [upstream.SOURCE, f"{upstream.SOURCE}.lock"]
     # nothing outside the vendored source is unpacked, and the index is not asked again
-    assert sorted(path.name for path in folder.iterdir()) == ["archive.sha256", "vendor"]
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert upstream.fetch_source() == source
+    assert [path.name for path in folder.iterdir()] == ["vendor"]
+    with monkeypatch.context() as patch:
+        patch.setenv("PIP_FIND_LINKS", "")
+        assert upstream.fetch_source(whole=True) == source
+    damages: dict[str, Callable[[], object]] = {
+        "changed": lambda: (source / "conversion" / "base.py").write_text("planted = 2\n"),
+        "added": lambda: (source / "conversion" / "more.py").write_text(""),
+        "gone": lambda: (source / "conversion" / "base.py").unlink(),
+        "emptied": lambda: (shutil.rmtree(source), source.mkdir()),
+    }
+    for name, damage in damages.items():
+        damage()
+        upstream._checked.clear()
+        assert upstream.find_source() is None, name
+        assert upstream.fetch_source() == source
+        assert not (source / "conversion" / "more.py").exists(), name
+    # What Python compiles there is no change; what only a build reads is found by the build.
+    (source / "conversion" / "__pycache__").mkdir()
+    (source / "conversion" / "__pycache__" / "base.pyc").touch()
+    (source / "README.md").write_text("other\n")
+    upstream._checked.clear()
+    assert upstream.find_source() == source and (source / "README.md").read_text() == "other\n"
+    assert upstream.fetch_source(whole=True) == source and (source / "README.md").read_text() == "planted\n"
 
 
 @pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python's tarfile has no filters")
