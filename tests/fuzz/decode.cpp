@@ -1,0 +1,110 @@
+// Decoding of any bytes as blocks of ITQ3_S, TQ1_0 and TQ2_0, against what the format's text says weight by weight.
+//
+// A case is one block.
+
+#include "cases.h"
+#include "ggml-cpu.h"
+#include "ggml-itq3s.h"
+#include "ggml.h"
+
+#include <cmath>
+
+static uint64_t & cases = (Counts<1>::all[0].name = "blocks", Counts<1>::all[0].n);
+
+static float half(const uint8_t * bytes) {
+    ggml_fp16_t value;
+    memcpy(&value, bytes, sizeof(value));
+    return ggml_fp16_to_fp32(value);
+}
+
+static void itq3_s(const uint8_t * block, float * w) {
+    static const int levels[16] = { -63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63 };
+    const uint8_t *  sel        = block + 64;
+    const auto       s          = [&](int t) { return t < 0 ? 0 : sel[t / 8] >> t % 8 & 1; };
+    const float      z          = half(block + 98);
+    for (int t = 0; t < 256; ++t) {
+        const int q  = block[t % 64] >> 2 * (t / 64) & 3;
+        const int c1 = s(t) ^ s(t - 1) ^ s(t - 6);
+        const int c0 = s(t - 2) ^ s(t - 4);
+        w[t]         = (float) levels[4 * q + 2 * c1 + c0] - z;
+    }
+    for (int h = 1; h < 256; h *= 2) {
+        for (int i = 0; i < 256; ++i) {
+            if (!(i & h)) {
+                const float a = w[i];
+                const float b = w[i + h];
+                w[i]          = a + b;
+                w[i + h]      = a - b;
+            }
+        }
+    }
+    for (int t = 0; t < 256; ++t) {
+        w[t] *= half(block + 96) * 0x1p-9f;
+    }
+}
+
+static void tq1_0(const uint8_t * block, float * w) {
+    static const int pow3[] = { 1, 3, 9, 27, 81 };
+    for (int t = 0; t < 256; ++t) {
+        const int byte = t < 160 ? t % 32 : t < 240 ? 32 + (t - 160) % 16 : 48 + (t - 240) % 4;
+        const int trit = t < 160 ? t / 32 : t < 240 ? (t - 160) / 16 : (t - 240) / 4;
+        w[t]           = (float) ((block[byte] * pow3[trit] % 256 * 3 >> 8) - 1) * half(block + 52);
+    }
+}
+
+static void tq2_0(const uint8_t * block, float * w) {
+    for (int t = 0; t < 256; ++t) {
+        const int q = block[t / 128 * 32 + t % 32] >> 2 * (t % 128 / 32) & 3;
+        w[t]        = (float) (q - 1) * half(block + 64);
+    }
+}
+
+static const struct {
+    ggml_type type;
+    void (*decode)(const uint8_t *, float *);
+    int scales;  // where they begin; they end the block
+} kinds[] = {
+    { GGML_TYPE_ITQ3_S, itq3_s, 96 },
+    { GGML_TYPE_TQ1_0, tq1_0, 52 },
+    { GGML_TYPE_TQ2_0, tq2_0, 64 },
+};
+
+extern "C" int LLVMFuzzerInitialize(int *, char ***) {
+    ggml_cpu_init();
+    return atexit(report_counts<1>);
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
+    Input        in(data, size);
+    const auto & kind   = kinds[in.below(3)];
+    const int    blocks = 1 + (int) in.below(32);
+    const auto * traits = ggml_get_type_traits(kind.type);
+
+    const size_t bytes = (size_t) blocks * traits->type_size;
+    const auto   x     = exactly<uint8_t>(bytes);
+    const auto   y     = exactly<float>((size_t) blocks * 256);
+    in.fill(x.get(), bytes);
+    traits->to_float(x.get(), y.get(), (int64_t) blocks * 256);
+
+    for (int b = 0; b < blocks; ++b) {
+        const uint8_t * block = x.get() + (size_t) b * traits->type_size;
+        float           want[256];
+        kind.decode(block, want);
+        for (int t = 0; t < 256; ++t) {
+            if (!same(y[(size_t) b * 256 + t], want[t])) {
+                wrong("a weight", traits->type_name, t, y[(size_t) b * 256 + t], want[t]);
+            }
+        }
+        bool finite = true;
+        for (size_t at = (size_t) kind.scales; at < traits->type_size; at += 2) {
+            finite = finite && std::isfinite(half(block + at));
+        }
+        // it prints a line for every block that it refuses
+        const bool asked = finite || in.random() % 256 == 0;
+        if (asked && ggml_validate_row_data(kind.type, block, traits->type_size) != finite) {
+            wrong("validity", traits->type_name, b, !finite, finite);
+        }
+    }
+    cases += (uint64_t) blocks;
+    return 0;
+}

@@ -1,0 +1,178 @@
+// Encoding of any weights as ITQ3_S, TQ1_0 and TQ2_0: alone, with an importance matrix, and with the feedback of a
+// calibration. What comes out is a block that decodes to finite weights, or one that ggml_validate_row_data refuses;
+// only weights that no block can hold are refused.
+//
+// A case is one block.
+
+#include "cases.h"
+#include "ggml-cpu.h"
+#include "ggml-itq3s.h"
+#include "ggml.h"
+#include "itq3s-ldlq.h"
+
+#include <cmath>
+#include <vector>
+
+static Count (&counts)[4] = Counts<4>::all;
+
+extern "C" int LLVMFuzzerInitialize(int *, char ***) {
+    static const char * const names[4] = { "blocks", "blocks-with-importance", "blocks-with-feedback", "refused" };
+    for (int i = 0; i < 4; ++i) {
+        counts[i].name = names[i];
+    }
+    ggml_cpu_init();
+    return atexit(report_counts<4>);
+}
+
+// Whether every weight is finite, and whether the rotated ones certainly stay below the encoder's limit.
+static void look(const float * x, bool * finite, bool * encodable) {
+    double sum = 0.0;
+    *finite    = true;
+    for (int t = 0; t < 256; ++t) {
+        *finite = *finite && std::isfinite(x[t]);
+        sum += std::fabs((double) x[t]);
+    }
+    *encodable = *finite && sum / 16 < 0x1p55;
+}
+
+static void check(ggml_type type, const float * x, const uint8_t * block, bool plain, int at) {
+    const auto * traits = ggml_get_type_traits(type);
+    bool         finite, encodable;
+    look(x, &finite, &encodable);
+    float amax = 0.0f;
+    for (int t = 0; t < 256; ++t) {
+        amax = std::fmax(amax, std::fabs(x[t]));
+    }
+    // ggml_validate_row_data prints a line for every block that it refuses: it is asked about the others
+    ggml_fp16_t d;
+    memcpy(&d, block + (type == GGML_TYPE_ITQ3_S ? 96 : type == GGML_TYPE_TQ1_0 ? 52 : 64), sizeof(d));
+    if (!std::isfinite(ggml_fp16_to_fp32(d))) {
+        ++counts[3].n;
+        // the scale of TQ is the largest magnitude, in float16
+        if (type == GGML_TYPE_ITQ3_S ? encodable && plain : finite && amax < 65504.0f) {
+            wrong("a block", traits->type_name, at, NAN, amax);
+        }
+        return;
+    }
+    if (!ggml_validate_row_data(type, block, traits->type_size)) {
+        wrong("a block with a finite scale", traits->type_name, at, 0, 1);
+    }
+    // upstream's encoders of TQ look past what is no number, as a maximum does
+    if (type == GGML_TYPE_ITQ3_S && !finite) {
+        wrong("a block of weights that are not finite", traits->type_name, at, 1, 0);
+    }
+    float y[256];
+    traits->to_float(block, y, 256);
+    double error = 0.0;
+    double size  = 0.0;
+    for (int t = 0; t < 256; ++t) {
+        if (!std::isfinite(y[t])) {
+            wrong("a decoded weight", traits->type_name, t, y[t], x[t]);
+        }
+        error += ((double) x[t] - y[t]) * ((double) x[t] - y[t]);
+        size += (double) x[t] * x[t];
+    }
+    // the scale is fitted to the levels, so nothing is worse than a block of zeros
+    if (type == GGML_TYPE_ITQ3_S && plain && !(error <= size * (1 + 1e-4))) {
+        wrong("the squared error", traits->type_name, at, error, size);
+    }
+}
+
+// Weights of `rows` rows; all of one kind, so that an input need not be long, or each block of its own.
+static std::unique_ptr<float[]> weights(Input & in, int rows, int columns) {
+    auto       x    = exactly<float>((size_t) rows * (size_t) columns);
+    const bool each = in.below(4) != 0;
+    for (int i = 0; i < rows * columns; i += each ? 256 : rows * columns) {
+        floats(in, &x[(size_t) i], each ? 256 : rows * columns);
+    }
+    return x;
+}
+
+// With importance the factors of a matrix are kept until another one comes; making them takes longer than 64 rows.
+static const float * importance(Input & in, int columns) {
+    static std::vector<float> kept(512);
+    static int                left = 0;
+    if (left-- <= 0) {
+        left = 31;
+        floats(in, kept.data(), 512);
+        if (in.below(4)) {
+            for (float & value : kept) {
+                value = std::fabs(value);
+            }
+        }
+    }
+    return kept.data() + (columns == 256 && left % 2 ? 256 : 0);
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
+    Input          in(data, size);
+    const uint32_t way     = in.below(16);
+    const int      columns = 256 * (1 + (int) in.below(2));
+    const int      rows    = 1 + (int) in.below(way < 2 ? 64 : 17);
+    const int      blocks  = rows * columns / 256;
+    const auto     x       = weights(in, rows, columns);
+
+    ggml_type type   = GGML_TYPE_ITQ3_S;
+    bool      plain  = true;
+    int       effort = ITQ3_S_EFFORT_DEFAULT;
+    Count *   count  = &counts[0];
+    if (way == 3 || way == 4) {
+        type = way == 3 ? GGML_TYPE_TQ1_0 : GGML_TYPE_TQ2_0;
+    }
+    const size_t bytes = (size_t) blocks * ggml_type_size(type);
+    const auto   y     = exactly<uint8_t>(bytes);
+    size_t       wrote = bytes;
+    if (way < 2) {
+        plain = false;
+        count = &counts[1];
+        wrote = quantize_itq3_s(x.get(), y.get(), rows, columns, importance(in, columns));
+    } else if (way == 15) {
+        plain                 = false;
+        count                 = &counts[2];
+        const int   full      = (int) in.below(2);
+        const int   segment   = 1 + (int) in.below(32);
+        const int   lookahead = (int) in.below(17);
+        const int   across    = full ? columns : 256;
+        const auto  feedback  = exactly<float>((size_t) columns * (size_t) across);
+        const auto  weight    = exactly<float>((size_t) columns);
+        const bool  much      = in.below(8) == 0;
+        const float magnitude = much ? from_bits((uint32_t) in.byte() % 255 << 23) : 0.05f;
+        for (int i = 0; i < columns; ++i) {
+            weight[(size_t) i] = std::fabs(in.normal()) + 0.01f;
+            for (int j = 0; j < across; ++j) {
+                const int row = full ? i : i % 256;
+                feedback[(size_t) i * (size_t) across + (size_t) j] =
+                    j > row ? magnitude * in.uniform() : (j == row ? 1.0f : 0.0f);
+            }
+        }
+        wrote = quantize_itq3_s_ldlq_flat(x.get(), y.get(), rows, columns, feedback.get(), weight.get(), full, segment,
+                                          lookahead, (int) in.below(2));
+    } else if (way == 5) {
+        plain = false;  // its scale is a share of the magnitude, not fitted
+        wrote = quantize_itq3_s_effort(x.get(), y.get(), rows, columns, ITQ3_S_CODEC_TERNARY, effort);
+    } else if (way < 9 && way > 4) {
+        effort = ITQ3_S_EFFORT_FAST;
+        wrote  = quantize_itq3_s_effort(x.get(), y.get(), rows, columns, ITQ3_S_CODEC_TRELLIS, effort);
+    } else {
+        wrote = ggml_quantize_chunk(type, x.get(), y.get(), 0, rows, columns, nullptr);
+    }
+    if (wrote != bytes) {
+        wrong("the size", ggml_type_name(type), rows, (double) wrote, (double) bytes);
+    }
+    for (int b = 0; b < blocks; ++b) {
+        const float *   block = x.get() + (size_t) b * 256;
+        const uint8_t * coded = y.get() + (size_t) b * ggml_type_size(type);
+        check(type, block, coded, plain, b);
+    }
+    // sixteen blocks are encoded side by side and know nothing of each other
+    if (plain && type == GGML_TYPE_ITQ3_S && in.below(4) == 0) {
+        const uint32_t b = in.random() % (uint32_t) blocks;
+        uint8_t        alone[100];
+        quantize_itq3_s_effort(x.get() + (size_t) b * 256, alone, 1, 256, ITQ3_S_CODEC_TRELLIS, effort);
+        if (memcmp(alone, y.get() + (size_t) b * 100, sizeof(alone)) != 0) {
+            wrong("a block encoded with others", "itq3_s", (int) b, 0, 0);
+        }
+    }
+    count->n += (uint64_t) blocks;
+    return 0;
+}
