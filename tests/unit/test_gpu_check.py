@@ -314,7 +314,11 @@ def test_a_stage_that_fails_stops_no_other_and_is_run_again(machine: Machine) ->
         "tensor: exit 1",
         "batch24: 80.2400 is +0.300% from the CPU's, at most 0.2% allowed",
     ]
-    assert machine.problems("bench") == ["gpu-bench: exit 1", "the measurements are not complete"]
+    assert machine.problems("bench") == [
+        "gpu-bench: exit 1",
+        "gpu-bench --prompts: exit 1",
+        "the measurements are not complete",
+    ]
     # only the steps that did not end are run again
     machine.set_faults()
     machine.run(*prebuilt)

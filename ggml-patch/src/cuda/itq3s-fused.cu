@@ -1,4 +1,5 @@
 #include "itq3s-fused.cuh"
+#include "itq3s-launch.cuh"
 
 // cmake -DGGML_CUDA_ITQ3S_FUSED=ON puts the paper's kernel in the place of mul_mat_q. It is compiled either way.
 #ifdef GGML_CUDA_ITQ3S_FUSED

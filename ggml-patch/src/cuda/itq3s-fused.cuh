@@ -204,8 +204,3 @@ struct itq3_s_fused_args {
 // set: scripts/check/gpu/fused_bench.cu times it.
 void ggml_cuda_itq3_s_fused(const void * x, const half * y, float * dst, const itq3_s_fused_args & args,
                             cudaStream_t stream);
-
-// What upstream's ggml_cuda_mul_mat calls first: the whole product, or false and nothing done. Always false unless
-// GGML_CUDA_ITQ3S_FUSED is defined.
-bool ggml_cuda_itq3_s_mul_mat_fused(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1,
-                                    ggml_tensor * dst);

@@ -6,6 +6,9 @@
 
 #include "common.cuh"
 
+struct ggml_backend_cuda_context;
+struct ggml_tensor;
+
 bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
                                         int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
                                         cudaStream_t stream);
@@ -18,6 +21,14 @@ bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t *
                                                 ggml_type type_src0, int64_t ne00, int64_t stride_token, int64_t ne0,
                                                 int64_t n_tokens, int64_t nrows_dst, int n_expert_used,
                                                 cudaStream_t stream);
+
+// Whether a product with this many columns goes to cuBLAS in F16 instead of MMQ: from as many on as the environment
+// variable GGML_CUDA_ITQ3S_CUBLAS_COLUMNS says, from none without it.
+bool ggml_cuda_itq3_s_prefers_cublas(ggml_type type, int64_t ncols);
+
+// The kernel of the paper (itq3s-fused.cuh), if it is built in and applies.
+bool ggml_cuda_itq3_s_mul_mat_fused(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1,
+                                    ggml_tensor * dst);
 
 // The most columns of a product of this type for the tensor cores of the current device (itq3s-mma.cuh); 0 where
 // upstream's kernels are meant. Experts are products with one column.

@@ -2,9 +2,22 @@
 #include "itq3s-mma.cuh"
 
 #include <algorithm>
+#include <cstdlib>
+
+static bool is_one_of_ours(const ggml_type type) {
+    return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
+}
+
+bool ggml_cuda_itq3_s_prefers_cublas(const ggml_type type, const int64_t ncols) {
+    static const int64_t from = [] {
+        const char * text = getenv("GGML_CUDA_ITQ3S_CUBLAS_COLUMNS");
+        return text ? strtoll(text, nullptr, 10) : 0;
+    }();
+    return is_one_of_ours(type) && from > 0 && ncols >= from;
+}
 
 int64_t ggml_cuda_itq3_s_mma_max_columns(const ggml_type type) {
-    if (type != GGML_TYPE_ITQ3_S && type != GGML_TYPE_TQ1_0 && type != GGML_TYPE_TQ2_0) {
+    if (!is_one_of_ours(type)) {
         return 0;
     }
     const int cc = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;

@@ -373,7 +373,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
 #pragma unroll
     for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
         tile_C C;
-#pragma unroll
+#pragma unroll 1  // rare: no registers for it
         for (int k01 = 0; k01 < MMQ_TILE_NE_K; k01 += QI8_0) {
             tile_B B;
 #if defined(AMD_MFMA_AVAILABLE) || defined(AMD_WMMA_AVAILABLE)

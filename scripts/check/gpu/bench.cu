@@ -7,7 +7,7 @@
 // last product of a contender are compared with the same product on the host. Copy bandwidth is measured in the same
 // process.
 //
-//   gpu-bench [--runs N] [--quick]
+//   gpu-bench [--runs N] [--quick] [--prompts]
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -368,11 +368,11 @@ struct activation_kernels {
     explicit activation_kernels(const int64_t k) : k(k) {
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CHECK(cudaMalloc(&x, k * sizeof(float)));
-        CHECK(cudaMalloc(&y, k / 128 * sizeof(block_q8_1x4)));
+        CHECK(cudaMalloc(&y, k / QK8_1 * sizeof(block_q8_1)));
         const std::vector<float> host = gaussian(k, 1.0f, 1);
         CHECK(cudaMemcpy(x, host.data(), k * sizeof(float), cudaMemcpyHostToDevice));
-        rotated = capture<true>();
-        plain   = capture<false>();
+        rotated = capture<GGML_TYPE_ITQ3_S>();
+        plain   = capture<GGML_TYPE_TQ2_0>();
     }
     ~activation_kernels() {
         cudaGraphExecDestroy(rotated);
@@ -384,14 +384,15 @@ struct activation_kernels {
     activation_kernels(const activation_kernels &)             = delete;
     activation_kernels & operator=(const activation_kernels &) = delete;
 
-    template <bool rotate> cudaGraphExec_t capture() const {
+    template <ggml_type type> cudaGraphExec_t capture() const {
         const dim3      grid((k / ITQ3_S_BLOCK + ITQ3_S_QUANTIZE_WARPS - 1) / ITQ3_S_QUANTIZE_WARPS, 1, 1);
         const dim3      block(ITQ3_S_LANES, ITQ3_S_QUANTIZE_WARPS, 1);
         cudaGraph_t     graph;
         cudaGraphExec_t exec;
         CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         for (int i = 0; i < count; ++i) {
-            quantize_q8_1x4<rotate><<<grid, block, 0, stream>>>(x, y, k, 0, 0, 0, k, 1, make_uint3(0, 0, 1));
+            quantize_fragments<type>
+                <<<grid, block, 0, stream>>>(x, y, (int) (k / ITQ3_S_BLOCK), 0, 0, 0, 0, make_uint3(0, 0, 1));
         }
         CHECK(cudaGetLastError());
         CHECK(cudaStreamEndCapture(stream, &graph));
@@ -454,14 +455,16 @@ static void print_results(const char * kind, const int64_t m, const int64_t k, c
 
 int main(int argc, char ** argv) {
     int  runs  = 31;
-    bool quick = false;
+    bool quick = false, prompts = false;
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--runs") && i + 1 < argc) {
             runs = atoi(argv[++i]);
         } else if (!strcmp(argv[i], "--quick")) {
             quick = true;
+        } else if (!strcmp(argv[i], "--prompts")) {  // the columns where another way may be faster, of our types
+            prompts = true;
         } else {
-            fprintf(stderr, "usage: %s [--runs N] [--quick]\n", argv[0]);
+            fprintf(stderr, "usage: %s [--runs N] [--quick] [--prompts]\n", argv[0]);
             return 1;
         }
     }
@@ -504,7 +507,11 @@ int main(int argc, char ** argv) {
         columns                n;
     };
     // The matrices of a layer of an 8B Llama, and one of a larger model for the ternary types.
-    const group groups[] = {
+    const columns many = { 128, 256, 512 };
+    const std::vector<group> groups = prompts ? std::vector<group>{
+        { 14336, 4096, { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ2_0, GGML_TYPE_TQ1_0 }, many },
+        { 4096, 14336, { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ2_0, GGML_TYPE_TQ1_0 }, many },
+    } : std::vector<group>{
         { 14336, 4096, types, every }, { 4096, 14336, types, every },       { 4096, 4096, types, some },
         { 1024, 4096, types, some },   { 8192, 28672, ternary, { 1, 16 } },
     };

@@ -408,8 +408,12 @@ def stage_perplexity(check: Check) -> list[str]:
 
 def stage_bench(check: Check) -> list[str]:
     options = ["--quick"] if check.quick else []
-    step = Step("bench", [check.program(BENCH), *options], 240, check.run_env(), stdout="bench.jsonl")
-    check.run_all([step])
+    env = check.run_env()
+    by_cublas = {**env, "GGML_CUDA_ITQ3S_CUBLAS_COLUMNS": "65"}  # dequantized to F16, to find where that is faster
+    check.run_all([
+        Step("bench", [check.program(BENCH), *options], 240, env, stdout="bench.jsonl"),
+        Step("bench-cublas", [check.program(BENCH), *options, "--prompts"], 60, by_cublas, stdout="bench-cublas.jsonl"),
+    ])  # fmt: skip
     return report.bench_problems(check.results)
 
 
@@ -476,7 +480,7 @@ CHECK_STAGES: Final = (
     Stage("ops", 240, stage_ops, ("ops-*.txt",)),
     Stage("sanitizer", 300, stage_sanitizer, ("sanitizer-*.txt",)),
     Stage("perplexity", 240, stage_perplexity, ("ppl-*.txt",)),
-    Stage("bench", 240, stage_bench, ("bench.txt", "bench.jsonl")),
+    Stage("bench", 300, stage_bench, ("bench.txt", "bench.jsonl", "bench-cublas.txt", "bench-cublas.jsonl")),
     Stage("llama_bench", 360, stage_llama_bench, ("llama-bench-*", "model-*.txt")),
 )
 NAMES: Final = (*(s.name for s in (*BUILD_STAGES, *CHECK_STAGES)), "report")

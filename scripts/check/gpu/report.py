@@ -100,7 +100,7 @@ class Bench:
         return max(shares)
 
 
-def table(bench: Bench | None) -> list[Cell]:
+def table(bench: Bench | None, by_cublas: Bench | None = None) -> list[Cell]:
     """The performance table; cells whose measurement is missing say so, and a target of None is information."""
 
     def cell(what: str, target: float | None, value: Callable[[Bench], float], unit: str, most: bool = False) -> Cell:
@@ -146,6 +146,16 @@ def table(bench: Bench | None) -> list[Cell]:
         for other, label in (("q4_K", "Q4_K"), ("iq3_s", "IQ3_S"), (f16, "cuBLAS F16")):
             what = f"{n} columns, ITQ3_S over {label}, feed-forward"
             cells.append(cell(what, None, over("itq3_s", other, n, PAIR), "x"))
+    # Where this is under 1, GGML_CUDA_ITQ3S_CUBLAS_COLUMNS is worth setting.
+    for n in (128, 256, 512):
+        for name, label in (("itq3_s", "ITQ3_S"), ("tq2_0", "TQ2_0"), ("tq1_0", "TQ1_0")):
+
+            def gain(b: Bench, name: str = name, n: int = n) -> float:
+                if by_cublas is None:
+                    raise KeyError(n)
+                return by_cublas.seconds(name, n, PAIR) / b.seconds(name, n, PAIR)
+
+            cells.append(cell(f"{n} columns, {label} by MMQ over F16 by cuBLAS, feed-forward", None, gain, "x"))
     return cells
 
 
@@ -329,6 +339,9 @@ def llama_bench_problems(work: Path) -> list[str]:
 def bench_problems(work: Path) -> list[str]:
     bench, path = Bench.read(work / "bench.jsonl"), work / "bench.txt"
     problems = [] if finished(path) else [f"gpu-bench: {ended(path)}"]
+    prompts = work / "bench-cublas.txt"
+    if prompts.exists() and not finished(prompts):
+        problems.append(f"gpu-bench --prompts: {ended(prompts)}")
     if bench is None or not bench.complete:
         problems.append("the measurements are not complete")
     if bench is not None and len(bench.by_key) != len(bench.results):
@@ -420,7 +433,7 @@ def write_report(work: Path, out: Path) -> str:
     except (OSError, ValueError):
         stages = {}
     bench = Bench.read(work / "bench.jsonl")
-    cells = table(bench)
+    cells = table(bench, Bench.read(work / "bench-cublas.jsonl"))
     result = {
         "stages": stages,
         "table": [dataclasses.asdict(c) for c in cells],
