@@ -10,13 +10,14 @@ PYTEST_ARGS ?=
 EVAL_ARGS ?=
 BENCH_ARGS ?=
 CUDA_CHECK_ARGS ?=
+HIP_CHECK_ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check lint format clean distclean
+.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check gpu-pack lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,8 +52,14 @@ bench: build ## measure the CPU kernels beside llama.cpp's types
 test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
 	$(PY) scripts/check/arm.py
 
-cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120, without a GPU
+cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120 and count instructions, without a GPU
 	$(PY) scripts/check/cuda.py $(CUDA_CHECK_ARGS)
+
+hip-check: $(INSTALLED) ## compile the CUDA sources as HIP for gfx90a and gfx1100, without a GPU
+	$(PY) scripts/check/hip.py $(HIP_CHECK_ARGS)
+
+gpu-pack: build ## pack what scripts/check/gpu/gpu_check.sh needs on a machine with a GPU
+	$(PY) scripts/check/gpu/pack.py
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .

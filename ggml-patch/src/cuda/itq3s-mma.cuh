@@ -141,7 +141,8 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
         }
     }
     // The digits of TQ2_0 would all be made ahead otherwise, which takes registers from many columns.
-#pragma unroll(type == GGML_TYPE_TQ2_0 && ngroups > 4 ? 4 : 8)
+    constexpr int steps_at_a_time = type == GGML_TYPE_TQ2_0 && ngroups > 4 ? 4 : 8;
+#pragma unroll steps_at_a_time
     for (int s = 0; s < 8; ++s) {
         uint32_t a[2][4];
         if constexpr (two_tables) {
@@ -194,12 +195,6 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
     }
 }
 
-// More at a time need more registers than there are.
-static constexpr __host__ __device__ int itq3_s_mma_blocks_at_a_time(const ggml_type type, const int ngroups,
-                                                                     const bool has_fusion) {
-    return type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? ITQ3_S_MMA_UNIT : 1;
-}
-
 // Waits for the oldest of the stages - 1 groups of copies that are on their way.
 static __device__ __forceinline__ void itq3_s_mma_wait(const int stages) {
     static_assert(ITQ3_S_MMA_MAX_STAGES == 4, "a case for each number of stages");
@@ -218,11 +213,13 @@ template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ3_S_MMA_WARPS * 32, itq3_s_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
 mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
                    float * dst, const itq3_s_mma_shape shape) {
-    using ring                 = itq3_s_mma_ring<type>;
-    constexpr int  bs          = ring::bs;
-    constexpr int  unit        = ITQ3_S_MMA_UNIT;
-    constexpr int  columns     = 8 * ngroups;
-    constexpr bool two_buffers = ngroups <= 2;
+    using ring                      = itq3_s_mma_ring<type>;
+    constexpr int  bs               = ring::bs;
+    constexpr int  unit             = ITQ3_S_MMA_UNIT;
+    constexpr int  columns          = 8 * ngroups;
+    constexpr bool two_buffers      = ngroups <= 2;
+    // More blocks at a time need more registers than there are.
+    constexpr int  blocks_at_a_time = type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq3_s_mma_shared[];
     const int               lane    = threadIdx.x;
@@ -382,7 +379,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
                 itq3_s_mma_wait(shape.stages);
                 ggml_cuda_syncwarp();  // all lanes have their copies, and are done with the stage that is filled next
                 fetch();
-#pragma unroll(itq3_s_mma_blocks_at_a_time(type, ngroups, has_fusion))
+#pragma unroll blocks_at_a_time
                 for (int b = 0; b < unit; ++b) {
                     const int ib = u * unit + b;
                     if (aligned || ib < shape.nblocks) {
