@@ -141,7 +141,7 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
         }
     }
     // The digits of TQ2_0 would all be made ahead otherwise, which takes registers from many columns.
-    constexpr int steps_at_a_time = type == GGML_TYPE_TQ2_0 && ngroups > 4 ? 4 : 8;
+    [[maybe_unused]] constexpr int steps_at_a_time = type == GGML_TYPE_TQ2_0 && ngroups > 4 ? 4 : 8;
 #pragma unroll steps_at_a_time
     for (int s = 0; s < 8; ++s) {
         uint32_t a[2][4];
@@ -213,13 +213,14 @@ template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ3_S_MMA_WARPS * 32, itq3_s_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
 mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
                    float * dst, const itq3_s_mma_shape shape) {
-    using ring                      = itq3_s_mma_ring<type>;
-    constexpr int  bs               = ring::bs;
-    constexpr int  unit             = ITQ3_S_MMA_UNIT;
-    constexpr int  columns          = 8 * ngroups;
-    constexpr bool two_buffers      = ngroups <= 2;
+    using ring                                 = itq3_s_mma_ring<type>;
+    constexpr int                  bs          = ring::bs;
+    constexpr int                  unit        = ITQ3_S_MMA_UNIT;
+    constexpr int                  columns     = 8 * ngroups;
+    constexpr bool                 two_buffers = ngroups <= 2;
     // More blocks at a time need more registers than there are.
-    constexpr int  blocks_at_a_time = type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? unit : 1;
+    [[maybe_unused]] constexpr int blocks_at_a_time =
+        type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq3_s_mma_shared[];
     const int               lane    = threadIdx.x;
