@@ -15,13 +15,16 @@ Environment:
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +110,9 @@ def fetch_source(*, whole: bool = False) -> Path:
                 return path
             if (cache / SOURCE).exists():
                 print(f"{cache / SOURCE} is damaged or of another version and is replaced", file=sys.stderr)
+            for left in cache.glob(f"{SOURCE}.*"):
+                if left.is_dir():  # left by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
                 unpacked = Path(scratch) / "unpacked"
                 _unpack(_download(Path(scratch)), unpacked)
@@ -186,7 +192,7 @@ def _unpack(archive: Path, folder: Path) -> None:
             if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
             tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
-    except tarfile.TarError as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FetchError(f"{archive.name}: {error}; set LLAMA_CPP_DIR to a checkout of llama.cpp") from error
 
 

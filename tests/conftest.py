@@ -30,6 +30,8 @@ transformers.utils.logging.disable_progress_bar()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too, as make test does")
+    parser.addoption("--rounds", type=int, metavar="N", help="how often tests/faults kills a process of each kind")
+    parser.addoption("--record", metavar="FILE", help="where tests/faults writes its counts")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

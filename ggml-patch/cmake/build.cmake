@@ -166,7 +166,11 @@ function(itq3s_build)
             "Run the same command to go on from where it stopped.")
     endif()
 
-    # complete once it has its name
+    # complete once it has its name; what a killed build left is of no use
+    file(GLOB left "${result}.partial-*")
+    if (left)
+        file(REMOVE_RECURSE ${left})
+    endif()
     string(RANDOM LENGTH 8 suffix)
     set(partial "${result}.partial-${suffix}")
     file(MAKE_DIRECTORY "${partial}/bin" "${partial}/include")

@@ -6,9 +6,12 @@ The activations between layers are files in the output folder, which is also whe
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -98,7 +101,7 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 if key in flat and not key.endswith("]"):
                     what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
-            save_file(statistics, partial)
+            _save(statistics, partial)
             partial.replace(options.out / file)
             target.flush()
             del source, target
@@ -111,6 +114,16 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             model.unload(number)
     for path in options.out.glob("activations-*"):
         path.unlink()
+
+
+def _save(statistics: dict[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file; a disk that is full is an OSError, as from any other writer."""
+    try:
+        save_file(statistics, path)
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
 
 
 def _layers_done(folder: Path, manifest: Manifest) -> int:

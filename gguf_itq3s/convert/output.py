@@ -55,11 +55,10 @@ class OutputFile:
 
     def __enter__(self) -> OutputFile:
         try:
-            self._file: IO[bytes] = self.partial.open("r+b" if self.partial.exists() else "w+b")
+            self._file = self._open()
         except OSError as error:
             raise output_error(self.path, error) from error
         try:
-            self._lock()
             self._begin()
         except OSError as error:
             self._discard()
@@ -116,8 +115,9 @@ class OutputFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self.partial.replace(self.path)
-                self._file.close()
+                # While the lock is held: behind it, another process may have begun its own.
                 self.journal.unlink()
+                self._file.close()
             except OSError as error:
                 self._discard()
                 raise output_error(self.path, error) from error
@@ -136,24 +136,41 @@ class OutputFile:
             self._file.close()
 
     def _discard(self) -> None:
-        self._close()
+        # While the lock is held, as above.
         self.partial.unlink(missing_ok=True)
         self.journal.unlink(missing_ok=True)
+        self._close()
 
     def _append(self, record: dict[str, Any]) -> None:
         self._lines.write(json.dumps(record) + "\n")
         self._lines.flush()
 
-    def _lock(self) -> None:
+    def _open(self) -> IO[bytes]:
+        """Open and lock the partial file."""
+        while True:
+            # Never truncated here: it may be another's.
+            handle = os.open(self.partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            file = os.fdopen(handle, "r+b")
+            if not self._lock(file):
+                file.close()
+                raise UserError(self.partial, "another conversion is writing it", "wait for it to end")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(self.partial)):
+                    return file
+            # It got its final name between the opening and the lock: writing would destroy a finished file.
+            file.close()
+
+    @staticmethod
+    def _lock(file: IO[bytes]) -> bool:
         try:
             import fcntl
         except ImportError:  # not POSIX
-            return
+            return True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise UserError(self.partial, "another conversion is writing it", "wait for it to end") from error
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _check_space(self) -> None:
         """Find a disk that is too small before the work, not after it."""

@@ -37,6 +37,7 @@ from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.encode import Encoder, Piece
 from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.output import OutputFile
 from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
@@ -444,6 +445,26 @@ def test_other_options_do_not_continue_a_partial_file(slow_model: Path, uninterr
     message = process.communicate(timeout=300)[1]
     assert process.returncode == 0 and continued(message) is None
     assert out.read_bytes() == uninterrupted
+
+
+def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process renames its partial file between this one's opening and locking of it."""
+    out, lock = tmp_path / "out.gguf", OutputFile._lock
+    renames = [lambda: (tmp_path / "out.gguf.partial").replace(out)]
+    (tmp_path / "out.gguf.partial").write_bytes(b"whole")
+
+    def late(file: Any) -> bool:
+        if renames:
+            renames.pop()()
+        return lock(file)
+
+    monkeypatch.setattr(OutputFile, "_lock", staticmethod(late))
+    with pytest.raises(RuntimeError, match="stopped"), OutputFile(out, b"GGUF", [], "print"):
+        assert (out.read_bytes(), (tmp_path / "out.gguf.partial").exists()) == (b"whole", True)
+        raise RuntimeError("stopped")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.gguf", b"whole")]
 
 
 def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
