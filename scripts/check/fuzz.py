@@ -53,17 +53,24 @@ class Part:
     native: bool = True
     options: list[str] = field(default_factory=list)
 
+    @property
+    def inputs(self) -> str:
+        """The folder of its inputs; two programs may share a source."""
+        return self.name.removesuffix("-vectors")
 
+
+ENCODED = {
+    "blocks": "blocks",
+    "blocks-with-importance": "blocks with importance",
+    "blocks-with-feedback": "blocks with the feedback of a calibration",
+    "refused": "of these refused",
+}
 PARTS = [
     Part("decode", "decoding any bytes as ITQ3_S, TQ1_0, TQ2_0, against the format's text", {"blocks": "blocks"}),
     Part("dot", "`vec_dot` of this processor against the portable C and float64", {"blocks": "blocks"}),
     Part("tiled", "products of 1 to 300 columns and 1 to 600 rows against `vec_dot`", {"elements": "elements"}),
-    Part(
-        "encode", "the encoders, on any float32",
-        {"blocks": "blocks", "blocks-with-importance": "blocks with importance",
-         "blocks-with-feedback": "blocks with the feedback of a calibration", "refused": "of these refused"},
-        share=2,
-    ),
+    Part("encode", "the encoders, on any float32", ENCODED),
+    Part("encode-vectors", "the same in vectors, as they are for use: address sanitizer alone", ENCODED, share=2),
     Part(
         "header", "damaged GGUF headers with our types, through ggml's reader and llama.cpp's loader",
         {"files": "files", "read": "readings that ggml took", "loaded": "models that llama.cpp loaded",
@@ -199,9 +206,9 @@ def command(part: Part, seconds: int, seed: int, programs: Path | None, grown: P
                 "--found", str(found)]  # fmt: skip
     assert programs is not None
     grown.mkdir(parents=True, exist_ok=True)
-    seeds = [path for path in (FUZZ / "corpus" / part.name, FUZZ / "found" / part.name) if path.is_dir()]
+    seeds = [path for path in (FUZZ / "corpus" / part.inputs, FUZZ / "found" / part.inputs) if path.is_dir()]
     return [str(programs / f"fuzz-{part.name}"), str(grown), *map(str, seeds), f"-max_total_time={seconds}",
-            f"-seed={seed}", "-timeout=30", "-detect_leaks=0", "-verbosity=1", f"-artifact_prefix={found}/",
+            f"-seed={seed}", "-timeout=30", "-detect_leaks=0", "-print_funcs=0", f"-artifact_prefix={found}/",
             *part.options]  # fmt: skip
 
 
@@ -229,8 +236,8 @@ def fuzz(part: Part, seconds: int, seed: int, programs: Path | None, cache: Path
             text = output.read().decode(errors="replace")
         inputs = sorted(found.iterdir())
         for path in inputs:
-            (FUZZ / "found" / part.name).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, FUZZ / "found" / part.name / path.name)
+            (FUZZ / "found" / part.inputs).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, FUZZ / "found" / part.inputs / path.name)
         # libFuzzer's own input of the failure, then the report
         said = [line for line in text.splitlines() if not line.startswith(("#", "==", "INFO", "ggml_validate"))]
         return read_counts(counts, part), "\n".join(said[-40:]) if code or inputs else ""
@@ -304,9 +311,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{part.name}: {text} in {seconds} s: {'FAILED' if report else 'ok'}", flush=True)
         if report:
             failed = True
-            print(f"{report}\n(seed {seed}; the input is in tests/fuzz/found/{part.name})", flush=True)
+            print(f"{report}\n(seed {seed}; the input is in tests/fuzz/found/{part.inputs})", flush=True)
         if args.record:
-            merge(part, counted, seconds, bool(report))
+            with locked(cache / "record.lock"):
+                merge(part, counted, seconds, bool(report))
     return int(failed)
 
 

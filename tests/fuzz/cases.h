@@ -70,9 +70,15 @@ static inline float from_bits(uint32_t bits) {
     return value;
 }
 
+static inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
 // The same bits, or both no number.
 static inline bool same(float a, float b) {
-    return memcmp(&a, &b, sizeof(a)) == 0 || (a != a && b != b);
+    return to_bits(a) == to_bits(b) || (a != a && b != b);
 }
 
 // Floats that arithmetic stumbles over.

@@ -38,24 +38,27 @@ static void itq3_s(const uint8_t * block, float * w) {
             }
         }
     }
+    const float scale = half(block + 96) * 0x1p-9f;
     for (int t = 0; t < 256; ++t) {
-        w[t] *= half(block + 96) * 0x1p-9f;
+        w[t] *= scale;
     }
 }
 
 static void tq1_0(const uint8_t * block, float * w) {
     static const int pow3[] = { 1, 3, 9, 27, 81 };
+    const float      d      = half(block + 52);
     for (int t = 0; t < 256; ++t) {
         const int byte = t < 160 ? t % 32 : t < 240 ? 32 + (t - 160) % 16 : 48 + (t - 240) % 4;
         const int trit = t < 160 ? t / 32 : t < 240 ? (t - 160) / 16 : (t - 240) / 4;
-        w[t]           = (float) ((block[byte] * pow3[trit] % 256 * 3 >> 8) - 1) * half(block + 52);
+        w[t]           = (float) ((block[byte] * pow3[trit] % 256 * 3 >> 8) - 1) * d;
     }
 }
 
 static void tq2_0(const uint8_t * block, float * w) {
+    const float d = half(block + 64);
     for (int t = 0; t < 256; ++t) {
         const int q = block[t / 128 * 32 + t % 32] >> 2 * (t % 128 / 32) & 3;
-        w[t]        = (float) (q - 1) * half(block + 64);
+        w[t]        = (float) (q - 1) * d;
     }
 }
 
@@ -77,7 +80,7 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     Input        in(data, size);
     const auto & kind   = kinds[in.below(3)];
-    const int    blocks = 1 + (int) in.below(32);
+    const int    blocks = 1 + (int) in.below(256);
     const auto * traits = ggml_get_type_traits(kind.type);
 
     const size_t bytes = (size_t) blocks * traits->type_size;
