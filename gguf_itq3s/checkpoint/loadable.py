@@ -165,7 +165,7 @@ def _ask_loader(path: str | None) -> str | None:
     if any(text in error for text in _UNKNOWN):
         return None
     tensor = _QUOTED.search(error)
-    what = error.replace(f"tensor '{tensor[1]}' ", "") if tensor else error
+    what = " ".join((error.replace(f"tensor '{tensor[1]}' ", "") if tensor else error).split())
     raise NotLoadableError(f"llama.cpp cannot load it: {what}", tensor[1] if tensor else None)
 
 

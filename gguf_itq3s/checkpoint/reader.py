@@ -43,6 +43,10 @@ _COUNTS: Final = (*_LAYERS, "hidden_size", "head_dim", "vocab_size", "n_embd", *
 # Far beyond any model; upstream's code makes lists as long as these numbers say.
 _MOST: Final = {**dict.fromkeys(_LAYERS, 1 << 12), "vocab_size": 1 << 23}
 _MOST_COLUMNS: Final = 1 << 24
+# What costs so little that it need not be compared with the weights that are there: seconds, and tens of megabytes.
+_CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
+# Added to a mean square before its root is taken.
+_EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _UNREADABLE: Final = "the file is damaged; download it again"
 
 
@@ -187,6 +191,7 @@ def open_checkpoint(
             transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder)
         files = _check_weights(folder)
+        _check_shapes(folder, files)
         with _reading(folder):
             reader = _reader_class(model_class)(
                 folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf"), model_name=model_name
@@ -211,6 +216,7 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         UserError: the architecture is not supported, or its conversion asks for values of weights.
     """
     _check_folder(folder)
+    check_counts_by_shapes(folder / "config.json", read_json(folder / "config.json"), shapes)
     conversion = upstream.load_conversion()
     import torch
 
@@ -308,6 +314,36 @@ def check_counts(path: Path, config: Mapping[str, Any]) -> None:
             if any(v is not None and v > _MOST.get(name, _MOST_COLUMNS) for v in values):
                 what = f"has {name} {value!r:.80}, more than {_MOST.get(name, _MOST_COLUMNS)}"
                 raise UserError(path, what, "take the config.json of the model")
+        for name in _EPSILONS:
+            value = part.get(name)
+            if isinstance(value, (int, float)) and not 0 <= value < 1:  # false for NaN
+                what = f"has {name} {value!r:.80}, which is no small number"
+                raise UserError(path, what, "take the config.json of the model")
+
+
+def check_counts_by_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse numbers of layers and tokens far beyond those of the weights, before upstream makes lists of that length.
+
+    Numbers that cost little are left to the comparison with what the architecture needs, which names the tensor.
+
+    Args:
+        path: of the config, for the message.
+        config: its content.
+        shapes: of the checkpoint's tensors.
+
+    Raises:
+        UserError: there are more than the weights can be of.
+    """
+    numbers = (int(number) for name in shapes for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
+    layers = max(numbers, default=-1) + 1
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        for name, cheap in _CHEAP.items():
+            value, there = part.get(name), largest if name == "vocab_size" else layers
+            if isinstance(value, int) and value > max(there, cheap):
+                what = f"has {name} {value}, but no weight is of more than {there}"
+                raise UserError(path, what, "take the config.json of the model")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -386,6 +422,14 @@ def _check_weights(folder: Path) -> list[Path]:
         else:
             _check_pickle(path)
     return shards
+
+
+def _check_shapes(folder: Path, files: list[Path]) -> None:
+    """Compare config.json with the headers of the weight files; pickles have none."""
+    if all(path.suffix == ".safetensors" for path in files):
+        shapes = {name: shape for name, (_, shape) in stored_tensors(files).items()}
+        config = folder / "config.json"
+        check_counts_by_shapes(config, read_json(config), shapes)
 
 
 def _check_numbering(shards: list[Path]) -> None:

@@ -53,6 +53,7 @@ DAMAGES: dict[str, Damage] = {
     "a context in words": config(max_position_embeddings="long"),
     "a number beyond 64 bits": config(max_position_embeddings=2**70),
     "an epsilon in words": config(rms_norm_eps="small"),
+    **{f"an epsilon of {value}": config(rms_norm_eps=value) for value in (-1e-6, 1.5, float("nan"), float("inf"))},
     "text_config": config(text_config={"num_hidden_layers": "two"}),
     "deep config": lambda f: (f / "config.json").write_text('{"a": ' + DEEP + "}"),
     "a list for a config": lambda f: (f / "config.json").write_text("[1, 2]"),
@@ -96,6 +97,19 @@ def test_a_malformed_checkpoint(name: str, llama_copy: Path, tmp_path: Path, cap
     out = str(tmp_path / "out")
     if name != "a number beyond 64 bits":  # no more than 2048 of them are used
         one_line(["calibrate", str(llama_copy), "--text", str(NOVEL), "-o", out, "--tokens", "64"], capfd)
+
+
+@pytest.mark.parametrize(
+    "key,value,there", [("num_hidden_layers", 4096, 2), ("vocab_size", 8388608, 512), ("vocab_size", 300_000, 512)]
+)
+@pytest.mark.parametrize("section", [False, True])
+def test_counts_beyond_the_weights(
+    section: bool, key: str, value: int, there: int, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Upstream would make lists of so many first: 15 seconds and 200 MB, four minutes and 900 MB."""
+    config(**({"text_config": {key: value}} if section else {key: value}))(llama_copy)
+    for command in (["convert", str(llama_copy), str(tmp_path / "out.gguf"), "--dry-run"], ["plan", str(llama_copy)]):
+        assert f"config.json: has {key} {value}, but no weight is of more than {there}; " in one_line(command, capfd)
 
 
 @pytest.mark.parametrize("device", ["frobnicator", "cuda:99", "meta", ""])
