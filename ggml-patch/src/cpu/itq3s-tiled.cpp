@@ -278,12 +278,20 @@ template <bool HAS_MIN, int BIAS> static void run_microtile(const tile_view & t,
             const __m256i v =
                 _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 
-            __m256 f = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, start)), _mm256_set1_ps(t.d0[i]));
+            __m256  f = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, start)), _mm256_set1_ps(t.d0[i]));
+            float * p = buf + i * buf_stride + j;
+            // as in arch/x86/itq3s-sum.h
+#    if defined(__FMA__)
+            if (HAS_MIN) {
+                f = _mm256_fnmadd_ps(_mm256_set1_ps(t.dmin[i]), sumf, f);
+            }
+            _mm256_storeu_ps(p, _mm256_fmadd_ps(f, d1, _mm256_loadu_ps(p)));
+#    else
             if (HAS_MIN) {
                 f = _mm256_sub_ps(f, _mm256_mul_ps(_mm256_set1_ps(t.dmin[i]), sumf));
             }
-            float * p = buf + i * buf_stride + j;
             _mm256_storeu_ps(p, _mm256_add_ps(_mm256_loadu_ps(p), _mm256_mul_ps(f, d1)));
+#    endif
         }
     }
 }
