@@ -108,3 +108,18 @@ def test_what_is_no_trace() -> None:
     lines = ["~/.cache/gguf-itq3s", "/usr/local/cuda", "/proc/self/status", "https://github.com/a/b", "$HOME/work/x"]
     assert traces("scripts/demo.py", "\n".join(lines)) == []
     assert traces("gguf_itq3s/evaluate/wikitext.py", "``../shared/data`` beside the checkout") == []
+
+
+def test_every_tool_that_make_installs_has_its_hashes() -> None:
+    """The extra "dev" is in requirements-tools.txt, in the versions of constraints.txt and with hashes for pip."""
+    text = (ROOT / "requirements-tools.txt").read_text()
+    entries = re.findall(r"^([a-z][\w-]*)==(\S+)(.*?)(?=^[a-z]|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", rest) for *_, rest in entries)
+    versions = {name: version for name, version, _ in entries}
+    (dev,) = re.findall(r"^dev = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    tools = {name.lower() for name in re.findall(r'"([\w-]+)', dev)} - {"gguf-itq3s"}
+    assert len(tools) > 5 and tools <= set(versions)
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: versions[name] for name in pinned if name != "torch"} == {
+        name: version for name, version in pinned.items() if name != "torch"
+    }
