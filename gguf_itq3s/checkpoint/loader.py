@@ -49,10 +49,11 @@ def main(library: str, path: str) -> None:
     said: list[str] = []
     _limit_memory()
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-    def log(level: int, text: bytes, _data: object) -> None:
+    def note(level: int, text: bytes, _data: object) -> None:
         if level == _ERROR:
             said.append(text.decode("utf-8", "replace"))
+
+    log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(note)
 
     try:
         llama = ctypes.CDLL(library)

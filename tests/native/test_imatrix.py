@@ -92,7 +92,9 @@ def test_llama_quantize_takes_importance_of_any_size(uneven: Callable[[str], Pat
     data = []
     for factor in (1.0, 2.0**100, None):
         out = tmp_path / "out.gguf"
-        given = [] if factor is None else ["--imatrix", _imatrix(tmp_path, {Q: EVEN * np.float32(factor)}, 1.0)]
+        given: list[str | Path] = []
+        if factor is not None:
+            given = ["--imatrix", _imatrix(tmp_path, {Q: EVEN * np.float32(factor)}, 1.0)]
         llama.run("llama-quantize", *given, f16, out, "ITQ3_S")
         data.append(next(t.data.tobytes() for t in gguf.GGUFReader(out).tensors if t.name == Q))
     assert data[0] == data[1] != data[2]

@@ -13,6 +13,7 @@ from checkpoints import ARCHITECTURES
 from damaged import KINDS, drop, dry_run, halve
 from gguf_itq3s.checkpoint import loadable, loader
 from gguf_itq3s.cli import main
+from gguf_itq3s.codec import native
 from gguf_itq3s.codec.native import library_path, tools_folder
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -39,7 +40,7 @@ def test_the_loader_and_the_tables_agree_on_what_is_wrong(
     drop(llama_copy, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight: llama\.cpp cannot load it: "):
         dry_run(llama_copy)
-    monkeypatch.setattr(loadable.native, "library_path", lambda: tmp_path / "libggml-base.so")
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libggml-base.so")
     with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight: is not there"):
         dry_run(llama_copy)
 

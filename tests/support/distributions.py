@@ -50,7 +50,7 @@ def at_the_limit() -> tuple[Rows, Rows]:
     """
     rng = np.random.default_rng(6)
     below = np.nextafter(np.float32(2.0**52), np.float32(0))
-    signs = rng.choice(np.float32([-1, 1]), (8, 256))
+    signs = rng.choice(np.array([-1, 1], dtype=np.float32), (8, 256))
     one = np.zeros((2, 256), dtype=np.float32)
     one[0, 7], one[1, 0] = np.nextafter(np.float32(2.0**60), np.float32(0)), -(2.0**59)
     taken = [np.full((1, 256), below), below * signs, below * rng.random((8, 256), dtype=np.float32), one]

@@ -440,7 +440,7 @@ def test_only_the_content_of_the_archive_counts(
         "changed": lambda: (source / "conversion" / "base.py").write_text("planted = 2\n"),
         "added": lambda: (source / "conversion" / "more.py").write_text(""),
         "gone": lambda: (source / "conversion" / "base.py").unlink(),
-        "emptied": lambda: (shutil.rmtree(source), source.mkdir()),
+        "emptied": lambda: shutil.rmtree(source / "conversion"),
     }
     for name, damage in damages.items():
         damage()
