@@ -252,12 +252,15 @@ def load(
     settled = [used for done, used in tally.memory if done >= WARM_UP * requests] or [before]
     quarter = max(1, len(settled) // 4)
     first, last = statistics.median(settled[:quarter]), statistics.median(settled[-quarter:])
+    megabytes = {
+        "MB_before": before, "MB_after_warm_up": first, "MB_at_end": last,
+        "MB_peak": max(used for _, used in tally.memory),
+    }  # fmt: skip
     return tally, {
         "options": list(options), "arenas": arenas, "clients": clients,
         "requests": dict(sorted(tally.requests.items())), "total": tally.requests.total(),
-        "seconds": round(seconds, 1), "wrong": len(tally.wrong), "MB_before": round(before / 1e6, 1), "MB_after_warm_up": round(first / 1e6, 1),
-        "MB_at_end": round(last / 1e6, 1),
-        "MB_peak": round(max(used for _, used in tally.memory) / 1e6, 1), "growth": round(last / first - 1, 4),
+        "seconds": round(seconds, 1), "wrong": len(tally.wrong),
+        **{name: round(used / 1e6, 1) for name, used in megabytes.items()}, "growth": round(last / first - 1, 4),
     }  # fmt: skip
 
 
