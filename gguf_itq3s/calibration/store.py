@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
             if not isinstance(entry.tokens, int) or entry.tokens < 0 or not isinstance(entry.key, str):
                 raise UserError(path, f"has {entry.tokens!r:.40} tokens of {entry.key!r:.80}", remedy, name)
         return Manifest(**values, entries=entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(path, f"cannot be read: {error}", remedy) from error
 
 

@@ -196,7 +196,7 @@ class OutputFile:
     def _journal_lines(self) -> list[dict[str, Any]]:
         """The lines up to the first that is not a whole record: a kill may tear the last one."""
         lines: list[dict[str, Any]] = []
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             for text in self.journal.read_bytes().splitlines():
                 line = json.loads(text)
                 if not isinstance(line, dict):

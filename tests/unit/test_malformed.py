@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import NOVEL
+from gguf_itq3s.calibration.store import read_manifest
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import TRACEBACK, UserError, report_errors
 
@@ -170,3 +171,9 @@ def test_errors_that_were_foreseen_keep_their_form(capsys: pytest.CaptureFixture
 
     assert command() == 1
     assert capsys.readouterr().err == "error: file: is wrong; mend it\n"
+
+
+def test_a_deep_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"version": ' + DEEP + "}")
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read: "):
+        read_manifest(tmp_path)
