@@ -58,6 +58,7 @@ def child(work: Callable[[], object], log: Path, *, after: float | None = None, 
         code = 70
         try:
             os.setsid()
+            signal.alarm(300)  # a child that hangs is ended, and seen
             handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, 1)
             os.dup2(handle, 2)
