@@ -91,9 +91,9 @@ KERNELS: Final[dict[str, Count]] = {
     "mul_mat_itq3_s_mma": Count(
         weights=lambda _, defines: 256 * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
         copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
-        # Four steps of eight at a time with the most columns of TQ2_0.
+        # Four steps of eight at a time with two or eight groups of columns of TQ2_0.
         inside=lambda i, defines: (
-            *((2,) if (i.type, i.numbers[0]) == ("TQ2_0", 8) else ()),
+            *((2,) if i.type == "TQ2_0" and i.numbers[0] in (2, 8) else ()),
             defines["ITQ3_S_MMA_UNIT"],
         ),
     ),
@@ -242,7 +242,12 @@ def blocks_of(code: Code) -> list[Block]:
     """Basic blocks in the order of the code."""
     instructions, labels = code.instructions, code.labels
     jumps = ("BRA", "BRX", "JMP", "EXIT", "RET", "BSYNC", "BREAK", "KILL")
-    starts = {0, *labels.values()} | {i + 1 for i, x in enumerate(instructions) if x.base in jumps}
+
+    def jumps_away(x: Instruction) -> bool:
+        # For sm_80 a branch is at times written as a call of a label of the kernel's own.
+        return x.base in jumps or (x.base == "CALL" and bool(x.labels) and x.labels[0].startswith(".L_"))
+
+    starts = {0, *labels.values()} | {i + 1 for i, x in enumerate(instructions) if jumps_away(x)}
     order = sorted(s for s in starts if s < len(instructions))
     number = functools.partial(bisect.bisect_left, order)
 
@@ -255,7 +260,7 @@ def blocks_of(code: Code) -> list[Block]:
         last = instructions[end - 1]
         targets: list[int] = []
         falls_through = True
-        if last.base in ("BRA", "BRX", "JMP"):
+        if last.base in ("BRA", "BRX", "JMP") or (last.base == "CALL" and jumps_away(last)):
             targets = [labels[name] for name in last.labels if name in labels]
             # "BRA P1, L" and "BRA.DIV UR4, L" have a condition among their operands.
             falls_through = last.guarded or (last.base == "BRA" and "," in last.operands)

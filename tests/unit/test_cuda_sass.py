@@ -84,6 +84,21 @@ def test_way_through_the_loop(code: sass.Code, copied: int, instructions: int) -
     assert figures["by_pipe"]["fma"] == 1
 
 
+def test_a_call_of_a_label_is_a_branch() -> None:
+    code = sass.parse(
+        [
+            ".L_x_0:",
+            "/*0000*/  IMMA.16832.S8.S8 R4, R8.ROW, R12.COL, R4 ;",
+            "/*0010*/  @P0 CALL.REL.NOINC `(.L_x_1) ;",
+            "/*0020*/  BRA `(.L_x_0) ;",
+            ".L_x_1:",
+            "/*0030*/  EXIT ;",
+        ]
+    )
+    assert [block.next for block in sass.blocks_of(code)] == [[1, 2], [0], []]
+    assert len(sass.loops_of(sass.blocks_of(code))) == 1
+
+
 def test_no_products_no_count() -> None:
     assert sass.count(sass.parse(["/*0000*/  MOV R1, R2 ;", "/*0010*/  EXIT ;"]), weights=1) is None
 

@@ -140,8 +140,8 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
             acc[n][l] = magic;
         }
     }
-    // The digits of TQ2_0 would all be made ahead otherwise, which takes registers from many columns.
-    [[maybe_unused]] constexpr int steps_at_a_time = type == GGML_TYPE_TQ2_0 && ngroups > 4 ? 4 : 8;
+    // The digits of TQ2_0 would all be made ahead otherwise, for which many columns leave no registers.
+    [[maybe_unused]] constexpr int steps_at_a_time = type == GGML_TYPE_TQ2_0 && (ngroups == 2 || ngroups == 8) ? 4 : 8;
 #pragma unroll steps_at_a_time
     for (int s = 0; s < 8; ++s) {
         uint32_t a[2][4];
@@ -195,15 +195,16 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
     }
 }
 
-// Waits for the oldest of the stages - 1 groups of copies that are on their way.
-static __device__ __forceinline__ void itq3_s_mma_wait(const int stages) {
-    static_assert(ITQ3_S_MMA_MAX_STAGES == 4, "a case for each number of stages");
-    if (stages == 4) {
-        itq3_s_copy_wait<2>();
-    } else if (stages == 3) {
-        itq3_s_copy_wait<1>();
-    } else {
-        itq3_s_copy_wait<0>();
+// Ends the copies of a stage. With fewer stages than the most it is as if those that are missing had been filled, so that
+// the same wait is right for any number.
+static __device__ __forceinline__ void itq3_s_mma_commit(const int stages) {
+    static_assert(ITQ3_S_MMA_MAX_STAGES == 4, "a group for each stage that may be missing");
+    itq3_s_copy_commit();
+    if (stages < 4) {
+        itq3_s_copy_commit();
+    }
+    if (stages < 3) {
+        itq3_s_copy_commit();
     }
 }
 
@@ -333,7 +334,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
                 last_row  = last_row_of(next_tile);
             }
         }
-        itq3_s_copy_commit();  // also past the end, so that groups count units
+        itq3_s_mma_commit(shape.stages);  // also past the end, so that groups count units
         next_stage += ring::words;
         next_stage = next_stage == tiles + ring_words ? tiles : next_stage;
     };
@@ -377,7 +378,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
 
 #pragma unroll 1
             for (int u = warp_k; u < nunits; u += warps_k) {
-                itq3_s_mma_wait(shape.stages);
+                itq3_s_copy_wait<ITQ3_S_MMA_MAX_STAGES - 2>();
                 ggml_cuda_syncwarp();  // all lanes have their copies, and are done with the stage that is filled next
                 fetch();
 #pragma unroll blocks_at_a_time
