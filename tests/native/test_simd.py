@@ -70,7 +70,7 @@ def test_variant_under_the_sanitizers(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tiled_product(deterministic: bool, tmp_path: Path) -> None:
-    """mul_mat and mul_mat_id of the built library against its vec_dot: to rounding, or to the bit where that is asked."""
+    """mul_mat and mul_mat_id of the built library against its vec_dot: to rounding, or to the bit if asked."""
     program = tmp_path / "test-tiled"
     subprocess.run(
         [
