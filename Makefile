@@ -8,6 +8,9 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 EVAL_ARGS ?=
+# Seconds of make fuzz in all, kills of each kind of make faults.
+SECONDS ?= 600
+ROUNDS ?= 60
 BENCH_ARGS ?=
 CUDA_CHECK_ARGS ?=
 HIP_CHECK_ARGS ?=
@@ -17,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check gpu-pack lint format clean distclean
+.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +63,15 @@ hip-check: $(INSTALLED) ## compile the CUDA sources as HIP for gfx90a and gfx110
 
 gpu-pack: build ## pack what scripts/check/gpu/gpu_check.sh needs on a machine with a GPU
 	$(PY) scripts/check/gpu/pack.py
+
+fuzz: build ## try damaged data for SECONDS on kernels, encoders, loader and commands, under the sanitizers
+	$(PY) scripts/check/fuzz.py --seconds $(SECONDS)
+
+faults: build ## kill conversions and calibrations ROUNDS times, fill disks, write twice
+	$(PY) -m pytest tests/faults --rounds $(ROUNDS)
+
+soak: build ## one hour's worth of requests from 64 clients to llama-server, in minutes
+	$(PY) scripts/check/soak.py
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .
