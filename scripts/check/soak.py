@@ -7,8 +7,8 @@
 prompts longer than the context, JSON that is none, values out of range. An hour's worth is one request a second. After
 them come short runs with other settings that show where memory goes: the server keeps the states of finished prompts
 in a cache of its own (--cache-ram, 8 GiB by default), and glibc gives each of its 64 threads for HTTP an arena of
-memory that keeps what was freed. In the long run the cache is off and there is one arena, so that what still grows is
-lost (MALLOC_ARENA_MAX). Exit code 1 when an answer was not
+memory that keeps what was freed. In the long run the cache is off and there is one arena (MALLOC_ARENA_MAX), and before
+it all clients send each kind of request at once, so that what still grows is lost. Exit code 1 when an answer was not
 what it should be, the server ended, or memory grew by more than 5% after the warm-up.
 """
 
@@ -44,8 +44,8 @@ TEXT: Final = ROOT / "tests" / "data" / "novel.txt"
 SLOTS: Final = 8
 #: Tokens of context of a slot.
 CONTEXT: Final = 512
-#: Share of the requests before memory is compared, and what it may grow by after.
-WARM_UP: Final = 0.3
+#: Requests of each kind that a client sends to warm up, and what memory may grow by after.
+WARM_UP: Final = 2
 GROWTH: Final = 0.05
 #: Seconds that an answer may take on a loaded machine.
 SECONDS: Final = 120.0
@@ -79,9 +79,13 @@ class Client:
             self.tokens,
         ]  # fmt: skip
 
-    def request(self) -> None:
-        """Send one request of some kind and look at the answer."""
-        kind = self._chance.choice(self._kinds)
+    def kinds(self) -> list[Callable[[], None]]:
+        """Each kind of request once."""
+        return list(dict.fromkeys(self._kinds))
+
+    def request(self, kind: Callable[[], None] | None = None) -> None:
+        """Send one request, of some kind by chance, and look at the answer."""
+        kind = kind or self._chance.choice(self._kinds)
         try:
             kind()
             wrong = None
@@ -222,46 +226,64 @@ def anonymous_memory(pid: int) -> int:
 
 
 def load(
-    model: Path, requests: int, clients: int, options: Sequence[str], arenas: int | None = 1
+    model: Path, requests: int, clients: int, options: Sequence[str], arenas: int | None = 1, warm_up: int = WARM_UP
 ) -> tuple[Tally, dict[str, Any]]:
-    """Load a server; the tally, and what came of the memory. ``arenas`` of glibc, None for its default."""
+    """Load a server; the tally, and what came of the memory.
+
+    Args:
+        model: GGUF file.
+        requests: after the warm-up.
+        clients: at a time.
+        options: of the server.
+        arenas: of glibc, None for its default.
+        warm_up: requests of each kind that every client sends before.
+    """
     tally, text = Tally(), TEXT.read_text()
     started = time.monotonic()
     with server(model, options, arenas) as (process, port):
         before = anonymous_memory(process.pid)
+        own = [Client(port, number, text, tally) for number in range(clients)]
+        for kind in range(len(own[0].kinds())):
+            for _ in range(warm_up):
+                _together(own, lambda client: client.request(client.kinds()[kind]))  # noqa: B023
+        time.sleep(1)
         left = threading.Semaphore(requests)
+        first = anonymous_memory(process.pid)
 
-        def work(number: int) -> None:
-            client = Client(port, number, text, tally)
+        def watch() -> None:
+            while process.poll() is None:
+                with contextlib.suppress(OSError, StopIteration):
+                    tally.memory.append((tally.requests.total(), anonymous_memory(process.pid)))
+                time.sleep(0.25)
+
+        def work(client: Client) -> None:
             while left.acquire(blocking=False) and process.poll() is None:
                 client.request()
 
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            if process.poll() is not None:
-                tally.wrong.append(f"the server ended with code {process.returncode}")
-                break
-            tally.memory.append((tally.requests.total(), anonymous_memory(process.pid)))
-            time.sleep(0.25)
-        else:
-            time.sleep(1)  # slots of those who hung up end
-            tally.memory.append((tally.requests.total(), anonymous_memory(process.pid)))
+        threading.Thread(target=watch, daemon=True).start()
+        _together(own, work)
+        time.sleep(1)  # slots of those who hung up end
+        if process.poll() is not None:
+            tally.wrong.append(f"the server ended with code {process.returncode}")
     seconds = time.monotonic() - started
-    settled = [used for done, used in tally.memory if done >= WARM_UP * requests] or [before]
-    quarter = max(1, len(settled) // 4)
-    first, last = statistics.median(settled[:quarter]), statistics.median(settled[-quarter:])
-    megabytes = {
-        "MB_before": before, "MB_after_warm_up": first, "MB_at_end": last,
-        "MB_peak": max(used for _, used in tally.memory),
-    }  # fmt: skip
+    used = [memory for _, memory in tally.memory]
+    last = statistics.median(used[-max(1, len(used) // 4) :])
+    megabytes = {"MB_before": before, "MB_after_warm_up": first, "MB_at_end": last, "MB_peak": max(used)}
     return tally, {
         "options": list(options), "arenas": arenas, "clients": clients,
         "requests": dict(sorted(tally.requests.items())), "total": tally.requests.total(),
         "seconds": round(seconds, 1), "wrong": len(tally.wrong),
-        **{name: round(used / 1e6, 1) for name, used in megabytes.items()}, "growth": round(last / first - 1, 4),
+        **{name: round(value / 1e6, 1) for name, value in megabytes.items()}, "growth": round(last / first - 1, 4),
     }  # fmt: skip
+
+
+def _together(clients: Sequence[Client], work: Callable[[Client], None]) -> None:
+    """Let all clients work at once, each in a thread, and wait for them."""
+    threads = [threading.Thread(target=work, args=(client,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 #: Settings of the short runs, which show what takes memory: options of the server, arenas of the allocator.
@@ -293,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe("soak", soak))
         results: dict[str, Any] = {"soak": soak, "settings": {}}
         for name, (options, arenas) in {} if args.no_settings else SETTINGS.items():
-            more, facts = load(model, args.short, args.clients, options, arenas)
+            more, facts = load(model, args.short, args.clients, options, arenas, warm_up=0)
             tally.wrong += more.wrong
             results["settings"][name] = facts
             print(describe(name, facts))
