@@ -62,6 +62,8 @@ def calibrate(options: CalibrationOptions) -> Manifest:
             manifest = found
         if not manifest.complete:
             _run(options, model, inputs, manifest)
+        for path in options.out.glob("activations-*"):  # also of a run that was killed once it was done
+            path.unlink()
     except OSError as error:
         raise output_error(options.out, error) from error
     except KeyboardInterrupt:
@@ -112,8 +114,6 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             manifest.write(options.out)
             activation_path(options.out, number).unlink()
             model.unload(number)
-    for path in options.out.glob("activations-*"):
-        path.unlink()
 
 
 def _save(statistics: dict[str, np.ndarray], path: Path) -> None:

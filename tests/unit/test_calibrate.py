@@ -359,3 +359,10 @@ def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
     # The only matrix with statistics has another type.
     other = copied(out, tmp_path / "other", lambda m: m.update(entries={"output.weight": m["entries"][Q_ENTRY]}))
     assert says(calibration=other) is False
+
+
+def test_what_a_run_killed_at_its_end_left_is_taken_away(uneven: Make, tmp_path: Path) -> None:
+    calibrate(options(uneven("llama"), tmp_path / "out"))
+    (tmp_path / "out" / "activations-0002.f32").touch()
+    calibrate(options(uneven("llama"), tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("activations-*"))
