@@ -239,11 +239,14 @@ def quiet() -> Iterator[Path]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         before = sys.stdout, sys.stderr
-        sys.stdout = sys.stderr = open(file.fileno(), "w", closefd=False)  # noqa: SIM115
+        # as Python opens them: stderr takes any string
+        sys.stdout = open(file.fileno(), "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(file.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         try:
             yield Path(file.name)
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             sys.stdout, sys.stderr = before
             for number, old in enumerate(kept, 1):
                 os.dup2(old, number)
@@ -304,6 +307,7 @@ def run_case(part: str, case: dict[str, Any], whole: Path, folder: Path) -> bool
             signal.alarm(0)
             signal.signal(signal.SIGALRM, before)
         sys.stdout.flush()
+        sys.stderr.flush()
         text = output.read_text(errors="replace")
 
     errors = [line for line in text.splitlines() if line.startswith("error: ")]

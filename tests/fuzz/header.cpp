@@ -94,6 +94,9 @@ static void look(const gguf_context * file, const ggml_context * data) {
         if (!ggml_type_name(type) || ggml_blck_size(type) <= 0 || gguf_find_tensor(file, name) < 0) {
             wrong("the type of a tensor", "a file", (int) i, type, 0);
         }
+        if (type == GGML_TYPE_Q8_1 || type == GGML_TYPE_Q8_K || type == GGML_TYPE_Q8_K_H) {
+            wrong("a type that no file has", "a file", (int) i, type, 0);
+        }
         const ggml_tensor * tensor = data ? ggml_get_tensor(const_cast<ggml_context *>(data), name) : nullptr;
         if (tensor && tensor->data && type != GGML_TYPE_I64 && type != GGML_TYPE_F64) {
             sum                 = sum + ggml_validate_row_data(type, tensor->data, ggml_nbytes(tensor));
@@ -180,10 +183,17 @@ struct Fields {
         size_t size;
     };
 
-    std::vector<Field> all;
-    const uint8_t *    data;
-    size_t             size;
-    size_t             at = 0;
+    struct Tensor {
+        std::vector<uint64_t> shape;
+        size_t                type;
+        size_t                offset;
+    };
+
+    std::vector<Field>  all;
+    std::vector<Tensor> infos;
+    const uint8_t *     data;
+    size_t              size;
+    size_t              at = 0;
 
     Fields(const uint8_t * data, size_t size) : data(data), size(size) {
         number(4);  // magic
@@ -196,12 +206,18 @@ struct Fields {
         }
         for (; tensors > 0 && at < size; --tensors) {
             skip(number(8));
+            Tensor   info;
             uint64_t dimensions = number(4);
             for (; dimensions > 0 && at < size; --dimensions) {
-                number(8);
+                info.shape.push_back(number(8));
             }
+            info.type = at;
             number(4);
+            info.offset = at;
             number(8);
+            if (at < size) {
+                infos.push_back(info);
+            }
         }
     }
 
@@ -219,10 +235,26 @@ struct Fields {
 
     void skip(uint64_t n) {
         // text is damaged byte by byte
-        for (uint64_t i = 0; i < n && i < 8 && at + i < size; ++i) {
+        for (uint64_t i = 0; i < n && i < 2 && at + i < size; ++i) {
             all.push_back({ at + i, 1 });
         }
         at = n > size - at ? size : at + n;
+    }
+
+    // Let every tensor begin where the one before ends, so that the reader sees past the first that changed.
+    void mend(uint8_t * out) const {
+        uint64_t offset = 0;
+        for (const Tensor & info : infos) {
+            memcpy(out + info.offset, &offset, sizeof(offset));
+            uint32_t type;
+            memcpy(&type, out + info.type, sizeof(type));
+            const bool known = type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) type) > 0;
+            uint64_t   size  = known ? ggml_type_size((ggml_type) type) : 1;
+            for (uint64_t n : info.shape) {
+                size *= n;
+            }
+            offset += (size / (known ? (uint64_t) ggml_blck_size((ggml_type) type) : 1) + 31) / 32 * 32;
+        }
     }
 
     void value(uint64_t type, int depth) {
@@ -319,6 +351,13 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t * data, size_t size, size_t ma
                 }
         }
         memcpy(data + field.at, &value, field.size);
+    }
+    if (!fields.infos.empty() && in.random() % 4 == 0) {
+        const uint32_t type = in.random() % 2 ? in.random() % 48 : 498 + in.random() % 6;
+        memcpy(data + fields.infos[in.random() % fields.infos.size()].type, &type, sizeof(type));
+    }
+    if (in.random() % 2) {
+        Fields(data, size).mend(data);
     }
     return size;
 }
