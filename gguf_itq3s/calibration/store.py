@@ -101,6 +101,8 @@ def read_manifest(folder: Path) -> Manifest:
         entries = {name: Entry(**entry) for name, entry in values.pop("entries").items()}
         for name, entry in entries.items():
             listed_file(folder, entry.file, path)
+            if not isinstance(entry.norm, (str, type(None))):
+                raise UserError(path, f"leaves out the norm {entry.norm!r:.80}", remedy, name)
             if not isinstance(entry.tokens, int) or entry.tokens < 0 or not isinstance(entry.key, str):
                 raise UserError(path, f"has {entry.tokens!r:.40} tokens of {entry.key!r:.80}", remedy, name)
         return Manifest(**values, entries=entries)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ..errors import UserError
 
+#: Bytes of a file's name, on every file system in use.
+_LONGEST = 255
+
 
 def listed_file(folder: Path, name: object, place: Path) -> Path:
     """The file of a folder that a list in it (an index, a manifest) names.
@@ -29,6 +32,8 @@ def listed_file(folder: Path, name: object, place: Path) -> Path:
         raise UserError(place, f"names {name!r:.80} as a file", remedy)
     if name in ("", ".", "..") or any(mark in name for mark in ("/", "\\", "\0")) or Path(name).drive:
         raise UserError(place, f"names a file outside of its folder: {name!r:.80}", remedy)
+    if len(name.encode(errors="replace")) > _LONGEST:  # the system would refuse to look
+        raise UserError(place, f"names a file in {len(name)} characters: {name!r:.80}", remedy)
     return folder / name
 
 

@@ -251,7 +251,7 @@ def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: l
             raise UserError(folder, what, "repair the checkpoint or download it again", tensor.label)
     writer = reader.gguf_writer
     writer.tensors = [{}]
-    return Checkpoint(folder, tensors, _model_facts(writer, tensors), writer, files)
+    return Checkpoint(folder, tensors, _model_facts(folder, writer, tensors), writer, files)
 
 
 def download(repository: str, *, trust_remote_code: bool = False) -> Path:
@@ -597,11 +597,15 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
         yield part
 
 
-def _model_facts(writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+def _model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
     def number(key: str, default: int) -> int:
         entry = writer.kv_data[0].get(f"{writer.arch}.{key}")
         value = default if entry is None else entry.value
-        return int(value[0] if isinstance(value, (list, tuple, np.ndarray)) else value)
+        try:
+            return int(value[0] if isinstance(value, (list, tuple, np.ndarray)) else value)
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
+            what = f"gives {value!r:.80} for {key}"
+            raise UserError(folder / "config.json", what, "take the file that belongs to the weights") from error
 
     heads = number("attention.head_count", 0)
     return Model(

@@ -180,7 +180,14 @@ def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) 
         raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
 
     damping = hessian.DAMPING if options.damping is None else options.damping
-    return HessianFactors(source, folding.norm_of, lambda norm: by_name[norm].vector(), damping)
+
+    def gain(norm: str) -> np.ndarray:
+        if norm not in by_name:
+            what = f"leaves out the norm {norm!r:.80}, which the model does not have"
+            raise UserError(source.path, what, "take statistics of this model")
+        return by_name[norm].vector()
+
+    return HessianFactors(source, folding.norm_of, gain, damping)
 
 
 def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors | None) -> float:
