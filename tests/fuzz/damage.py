@@ -316,8 +316,10 @@ def run_case(part: str, case: dict[str, Any], whole: Path, folder: Path) -> bool
         raise CaseError(f"ended with {code}")
     if "Traceback" in text or "internal error" in text:
         raise CaseError(next(line for line in text.splitlines() if "Traceback" in line or "internal error" in line))
-    # what verify has to say of a file that it could read is its table
-    table = case["command"] == "verify" and text.startswith("tensor ")
+    # what verify and inspect have to say of a file that they could read is their table
+    table = (case["command"] == "verify" and text.startswith("tensor ")) or (
+        case["command"] == "inspect" and "\nNOT FINITE: " in text
+    )
     if len(errors) != code and not (table and not errors):
         raise CaseError(f"exit code {code} with the errors {errors}")
     if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) << 10 > MEMORY or "out of memory" in text:
