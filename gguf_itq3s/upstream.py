@@ -115,7 +115,9 @@ def fetch_source(*, whole: bool = False) -> Path:
                     shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
                 unpacked = Path(scratch) / "unpacked"
-                _unpack(_download(Path(scratch)), unpacked)
+                archive = _download(Path(scratch))
+                _unpack(archive, unpacked)
+                archive.unlink()  # a kill just after the renaming leaves the scratch folder, and this is 73 MiB of it
                 if (found := tree_hash(unpacked / SOURCE / "vendor" / "llama.cpp")) != TREE_SHA256:
                     raise FetchError(
                         f"{SOURCE}: its files have the hash {found}, expected {TREE_SHA256}; check the disk"

