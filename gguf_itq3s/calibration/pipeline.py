@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from safetensors import SafetensorError
@@ -26,6 +28,9 @@ from .layers import LayeredModel
 from .options import CalibrationOptions
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
+
+#: Folder for statistics that are being written.
+_PARTIAL: Final = "partial"
 
 
 def calibrate(options: CalibrationOptions) -> Manifest:
@@ -62,8 +67,10 @@ def calibrate(options: CalibrationOptions) -> Manifest:
             manifest = found
         if not manifest.complete:
             _run(options, model, inputs, manifest)
-        for path in options.out.glob("activations-*"):  # also of a run that was killed once it was done
+        # Also of runs that were killed, the last of them when it was done.
+        for path in options.out.glob("activations-*"):
             path.unlink()
+        shutil.rmtree(options.out / _PARTIAL, ignore_errors=True)
     except OSError as error:
         raise output_error(options.out, error) from error
     except KeyboardInterrupt:
@@ -92,7 +99,8 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 bar.update()
             collector.close()
             file = f"layer-{number:04d}.safetensors"
-            partial = options.out / f"{file}.partial"
+            # safetensors writes beside it under a name of its own, which a kill would leave.
+            partial = options.out / _PARTIAL / file
             statistics = collector.statistics()
             flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
             for key, value in statistics.items():
@@ -103,6 +111,7 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 if key in flat and not key.endswith("]"):
                     what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+            partial.parent.mkdir(exist_ok=True)
             _save(statistics, partial)
             partial.replace(options.out / file)
             target.flush()
