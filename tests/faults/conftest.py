@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tqdm
+
+# No thread of its own: the tests of this folder fork.
+tqdm.tqdm.monitor_interval = 0
 
 #: Kills of each kind where --rounds is not given: what continuous integration has time for.
 ROUNDS = 6

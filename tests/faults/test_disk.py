@@ -7,7 +7,7 @@ import random
 import resource
 import shutil
 import tarfile
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gguf_itq3s import upstream
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import report_errors
-from killing import Outcome, Record, child, content, read_only, small_disk
+from killing import Outcome, Record, child, content, read_only, small_disk, start
 
 
 def command(*words: str | Path) -> Callable[[], int]:
@@ -130,12 +130,10 @@ def test_two_writers(checkpoint: Callable[[str], Path], tmp_path: Path, rounds: 
     chance, refused = random.Random(3), 0
     for _ in range(rounds):
         out.unlink()
-        outcomes: list[Outcome] = []
-        first = threading.Thread(target=lambda: outcomes.append(child(run, tmp_path / "first")))  # noqa: B023
-        first.start()
-        threading.Event().wait(chance.uniform(0, seconds))
-        outcomes.append(child(run, tmp_path / "second"))
-        first.join()
+        first = start(run, tmp_path / "first")
+        time.sleep(chance.uniform(0, seconds))
+        second = start(run, tmp_path / "second")
+        outcomes = [first.wait(), second.wait()]
         failed = [outcome for outcome in outcomes if outcome.code]
         assert len(failed) < 2, [outcome.said for outcome in outcomes]
         for outcome in failed:

@@ -43,14 +43,25 @@ class Outcome:
     seconds: float
 
 
-def child(work: Callable[[], object], log: Path, *, after: float | None = None, by: int = signal.SIGKILL) -> Outcome:
-    """Run ``work`` in a child and wait for it.
+@dataclass(frozen=True)
+class Child:
+    """A child that was started, by its process id; ``log`` gets its output."""
 
-    Args:
-        work: what it does; its return value is the exit code, None and True for 0.
-        log: file that gets its output.
-        after: seconds until it is sent a signal.
-        by: the signal.
+    pid: int
+    log: Path
+    started: float
+
+    def wait(self) -> Outcome:
+        """Wait for its end."""
+        _, status = os.waitpid(self.pid, 0)
+        seconds = time.monotonic() - self.started
+        return Outcome(os.waitstatus_to_exitcode(status), self.log.read_text(errors="replace"), seconds)
+
+
+def start(work: Callable[[], object], log: Path) -> Child:
+    """Run ``work`` in a child: its return value is the exit code, None and True for 0.
+
+    To be called while there is one thread only: what another held would be held in the child for ever.
     """
     started = time.monotonic()
     pid = os.fork()
@@ -58,7 +69,7 @@ def child(work: Callable[[], object], log: Path, *, after: float | None = None, 
         code = 70
         try:
             os.setsid()
-            signal.alarm(300)  # a child that hangs is ended, and seen
+            signal.alarm(120)  # a child that hangs is ended, and seen
             handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, 1)
             os.dup2(handle, 2)
@@ -74,12 +85,24 @@ def child(work: Callable[[], object], log: Path, *, after: float | None = None, 
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+    return Child(pid, log, started)
+
+
+def child(work: Callable[[], object], log: Path, *, after: float | None = None, by: int = signal.SIGKILL) -> Outcome:
+    """Run ``work`` in a child, as :func:`start` does, and wait for it.
+
+    Args:
+        work: what it does.
+        log: file that gets its output.
+        after: seconds until it is sent a signal.
+        by: the signal.
+    """
+    running = start(work, log)
     if after is not None:
-        time.sleep(max(0.0, after - (time.monotonic() - started)))
+        time.sleep(max(0.0, after - (time.monotonic() - running.started)))
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, by)
-    _, status = os.waitpid(pid, 0)
-    return Outcome(os.waitstatus_to_exitcode(status), log.read_text(errors="replace"), time.monotonic() - started)
+            os.killpg(running.pid, by)
+    return running.wait()
 
 
 def kill_often(
