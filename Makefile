@@ -25,10 +25,11 @@ C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: $(PYTHON) is %d.%d; Python 3.10 or newer is needed, try make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --require-hashes -r requirements-tools.txt
+	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED) ## create .venv and install the package
@@ -71,7 +72,7 @@ faults: build ## kill conversions and calibrations ROUNDS times, fill disks, wri
 	$(PY) -m pytest tests/faults --rounds $(ROUNDS)
 
 soak: build ## one hour's worth of requests from 64 clients to llama-server, in minutes
-	$(PY) scripts/check/soak.py
+	$(PY) scripts/check/soak.py --json docs/results/soak.json
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .
