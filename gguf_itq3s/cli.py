@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import __version__, upstream
+from . import __version__, build, upstream
 from .calibration import command as calibrate
 from .convert import command as convert
 from .errors import report_errors
@@ -16,7 +16,7 @@ from .inspect import contents, plan, ternary, verify
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary)
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, build)
 
 
 @report_errors

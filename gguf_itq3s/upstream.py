@@ -10,11 +10,14 @@ installed.
 Environment:
     LLAMA_CPP_DIR: a llama.cpp checkout to use instead of the pinned source.
     GGUF_ITQ3S_CACHE: the cache folder (default ``$XDG_CACHE_HOME/gguf-itq3s`` or ``~/.cache/gguf-itq3s``).
+    GGUF_ITQ3S_OUT: where the patched llama.cpp is built (default ``build`` of the checkout; for an installed package a
+        folder in the cache).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import os
@@ -75,6 +78,50 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gguf-itq3s"
+
+
+def checkout() -> Path | None:
+    """The repository that this package is a part of; None where the package is installed without it."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "ggml-patch" / "CMakeLists.txt").is_file() else None
+
+
+def patch_folder() -> Path:
+    """The folder with our patches and files for llama.cpp and their build: ``ggml-patch/``, or its copy in the wheel.
+
+    Raises:
+        FetchError: the package was installed without it.
+    """
+    root = checkout()
+    folder = root / "ggml-patch" if root else Path(__file__).resolve().parent / "ggml_patch"
+    if not (folder / "CMakeLists.txt").is_file():
+        raise FetchError(f"{folder}: not there; install gguf-itq3s anew")
+    return folder
+
+
+def build_folder() -> Path:
+    """Where the patched llama.cpp is built: its tools and libraries are in ``bin`` below it.
+
+    An installed package has a folder for each content of :func:`patch_folder`, so that a new version does not take the
+    tools of an old one.
+
+    Raises:
+        FetchError: as :func:`patch_folder`.
+    """
+    root = checkout()
+    if chosen := os.environ.get("GGUF_ITQ3S_OUT"):
+        return (root or Path.cwd()) / Path(chosen).expanduser()
+    return root / "build" if root else cache_dir() / "tools" / _patch_hash()[:12]
+
+
+@functools.lru_cache(maxsize=1)
+def _patch_hash() -> str:
+    return tree_hash(patch_folder())
+
+
+def build_command() -> str:
+    """What builds the patched llama.cpp here, for messages."""
+    return "make build" if checkout() else "gguf-itq3s build"
 
 
 def find_source() -> Path | None:

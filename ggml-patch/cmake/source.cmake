@@ -13,12 +13,16 @@ set(ITQ3S_UPSTREAM_PARTS
 
 # Set `folder` to the pinned source, fetched if need be, and `id` to the name of its release.
 function(itq3s_fetch folder id)
-    execute_process(
-        COMMAND ${CMAKE_COMMAND} -E env "GGUF_ITQ3S_CACHE=${GGUF_ITQ3S_CACHE}" --unset=LLAMA_CPP_DIR
-                "${Python3_EXECUTABLE}" "${ITQ3S_REPOSITORY}/scripts/fetch_llama_cpp.py"
-        OUTPUT_VARIABLE source OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
-    if (failed)
-        itq3s_fail("the source of llama.cpp could not be fetched; the reason stands above")
+    if ("${ITQ3S_SOURCE}" STREQUAL "")
+        execute_process(
+            COMMAND ${CMAKE_COMMAND} -E env "GGUF_ITQ3S_CACHE=${GGUF_ITQ3S_CACHE}" --unset=LLAMA_CPP_DIR
+                    "${Python3_EXECUTABLE}" "${ITQ3S_REPOSITORY}/scripts/fetch_llama_cpp.py"
+            OUTPUT_VARIABLE source OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+        if (failed)
+            itq3s_fail("the source of llama.cpp could not be fetched; the reason stands above")
+        endif()
+    else()
+        set(source "${ITQ3S_SOURCE}")  # whoever calls has fetched and compared it
     endif()
     get_filename_component(release "${source}/../.." ABSOLUTE)
     get_filename_component(release "${release}" NAME)
