@@ -1,0 +1,73 @@
+"""What of a checkpoint is wanted, in the words of upstream's converter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gguf import LlamaFileType
+
+from ..errors import UserError
+
+#: Fields that upstream's classes take as arguments of the same name.
+_PASSED_ON: Final = (
+    "fuse_gate_up_exps", "fp8_as_q8", "fuse_qkv", "sentence_transformers_dense_modules", "target_model_dir",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be read; the fields are options of ``convert_hf_to_gguf.py``.
+
+    Attributes:
+        ftype: the file that upstream would write; it decides the type that each tensor is stored in.
+        mmproj: the projector of a multimodal model, not its text model.
+        mtp: the layers that predict several tokens, alone.
+        no_nextn: everything but these.
+        vocab_only: metadata and tokenizer, no tensors.
+        metadata: a JSON file whose entries replace the model card's.
+        quantized_by: ``general.quantized_by``, before that of the model card and of ``metadata``.
+        repository: the model's name on the hub, which is its ``general.name`` then.
+        no_lazy: compute every tensor at once.
+        fuse_gate_up_exps: one matrix of ``ffn_gate_exps`` and ``ffn_up_exps``.
+        fp8_as_q8: tensors that come in 8-bit floats are stored in Q8_0.
+        fuse_qkv: one matrix of ``attn_q``, ``attn_k`` and ``attn_v``.
+        sentence_transformers_dense_modules: the dense layers behind an embedding model.
+        target_model_dir: the model that a draft model is for.
+    """
+
+    ftype: LlamaFileType = LlamaFileType.MOSTLY_F16
+    mmproj: bool = False
+    mtp: bool = False
+    no_nextn: bool = False
+    vocab_only: bool = False
+    metadata: Path | None = None
+    quantized_by: str | None = None
+    repository: str | None = None
+    no_lazy: bool = False
+    fuse_gate_up_exps: bool = False
+    fp8_as_q8: bool = False
+    fuse_qkv: bool = False
+    sentence_transformers_dense_modules: bool = False
+    target_model_dir: Path | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the constructor of a ``conversion`` class."""
+        passed = {name: getattr(self, name) for name in _PASSED_ON}
+        return {**passed, "eager": self.no_lazy, "metadata_override": self.metadata}
+
+    def members(self, model_class: Any, folder: Path) -> dict[str, Any]:
+        """Members of a class that is derived from a ``conversion`` class.
+
+        Raises:
+            UserError: it cannot part the layers that predict several tokens from the others.
+        """
+        if not (self.mtp or self.no_nextn):
+            return {}
+        option = "--mtp" if self.mtp else "--no-nextn"
+        if self.mtp and self.no_nextn:
+            raise UserError(folder, "is asked for with --mtp and --no-nextn", "give one of them for each file")
+        if not getattr(model_class, "supports_mtp_export", False):
+            raise UserError(folder, f"is of an architecture that {option} is not for", f"leave {option} out")
+        return {"mtp_only": True} if self.mtp else {"no_mtp": True}
