@@ -11,12 +11,12 @@ import json
 import logging
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import gguf
@@ -202,12 +202,11 @@ def open_checkpoint(
         if not verbose:
             transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder, mmproj=request.mmproj)
-        members = request.members(model_class, folder)
         files = [] if request.vocab_only else _check_weights(folder)
         _check_shapes(folder, files)
-        with _reading(folder):
-            reader = _reader_class(model_class, members)(
-                folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments()
+        with _reading(folder), request.set_on(model_class, folder):
+            reader = _working(
+                model_class(folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments())
             )
             reader.remote_hf_model_id = None if model_name else request.repository
             tensors = [] if request.vocab_only else _collect(reader)
@@ -248,11 +247,11 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         return dict(item for item in found if item is not None)
 
     with trust.transformers_for(folder, trust_remote_code), torch.inference_mode(), _reading(folder):
-        model_class: Any = _model_class(conversion, folder)
-        members = {"model_arch": model_class.model_arch, "index_tensors": index_tensors, "set_vocab": lambda _: None}
-        reader: Any = type(model_class.__name__, (model_class,), members)(
-            folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")
-        )
+        model_class = _model_class(conversion, folder)
+        # In the base class: some architectures do something of their own before they call it.
+        with trust.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
+            reader = _working(model_class(folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")))
+        reader.set_vocab = lambda: None
         tensors = _collect(reader)
         reader.prepare_metadata(vocab_only=False)
     return _checkpoint(folder, reader, tensors, [])
@@ -394,7 +393,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> type:
+def _model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> Any:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
     with _reading(folder):
@@ -503,33 +502,50 @@ def _reading(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise UserError(folder, f"cannot be read: {reason}", "check its config.json; --verbose shows more") from error
+        remedy = "check its config.json; --verbose shows more"
+        if isinstance(error, AssertionError) and "mtp" in (line := _failed_line(error)):
+            # Checkpoints that Transformers has saved lack these layers, whatever their config.json says.
+            reason, remedy = f"{line} fails: the layers for multi-token prediction are not there", "give --no-nextn"
+        raise UserError(folder, f"cannot be read: {reason}", remedy) from error
 
 
-def _reader_class(model_class: Any, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A subclass of a ``conversion`` class that explains tokenizer errors and reads packed BitNet weights."""
+def _failed_line(error: BaseException) -> str:
+    """The line of code that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
-    def set_vocab(self: Any) -> None:
+
+def _working(reader: Any) -> Any:
+    """The ``conversion`` object that does the work; it explains tokenizer errors and reads packed BitNet weights.
+
+    That of Mistral 3 hands all of it to one of another class, with a writer of its own.
+    """
+    while hasattr(reader, "impl"):
+        reader = reader.impl
+    # A projector has no tokenizer.
+    own_set_vocab, own_dequant_model = getattr(reader, "set_vocab", None), reader.dequant_model
+
+    def set_vocab() -> None:
         try:
-            model_class.set_vocab(self)
+            own_set_vocab()
         except (UserError, KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
-            folder = self.dir_model
+            folder = reader.dir_model
             if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
                 what, remedy = "has no tokenizer", "add the model's tokenizer.model or tokenizer.json"
             else:
                 what, remedy = f"the tokenizer cannot be read: {error}", "take the tokenizer files of the model"
             raise UserError(folder, what, remedy) from error
 
-    def dequant_model(self: Any) -> None:
-        if bitnet.is_packed(self.hparams, self.model_tensors):
-            bitnet.unpack_all(self.hparams, self.model_tensors)
-            self.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
-        model_class.dequant_model(self)
+    def dequant_model() -> None:
+        if bitnet.is_packed(reader.hparams, reader.model_tensors):
+            bitnet.unpack_all(reader.hparams, reader.model_tensors)
+            reader.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
+        own_dequant_model()
 
-    members = {"model_arch": model_class.model_arch, "set_vocab": set_vocab, "dequant_model": dequant_model, **more}
-    return type(model_class.__name__, (model_class,), members)
+    reader.set_vocab, reader.dequant_model = set_vocab, dequant_model
+    return reader
 
 
 @dataclass
@@ -579,31 +595,15 @@ def _collect(reader: Any) -> list[SourceTensor]:
         tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))
 
     writer.add_tensor, reader.get_tensors = add_tensor, noted_tensors
-    with _conversion_held_back():
+    # The type that a tensor is to have is only noted.
+    with trust.replaced_in(gguf.quants, "quantize", _HeldBack):
         reader.prepare_tensors()
     return tensors
 
 
-@contextmanager
-def _conversion_held_back() -> Iterator[None]:
-    """Within, ``gguf.quants.quantize`` only notes the type it was asked for."""
-    quantize = gguf.quants.quantize
-    gguf.quants.quantize = _HeldBack
-    try:
-        yield
-    finally:
-        gguf.quants.quantize = quantize
-
-
-@contextmanager
-def _read_not_mapped() -> Iterator[None]:
+def _read_not_mapped() -> AbstractContextManager[None]:
     """Within, gguf-py reads safetensors instead of mapping them: mapped pages count as memory until the file closes."""
-    mapped = gguf.utility.LocalTensor.mmap_bytes
-    gguf.utility.LocalTensor.mmap_bytes = _read_bytes
-    try:
-        yield
-    finally:
-        gguf.utility.LocalTensor.mmap_bytes = mapped
+    return trust.replaced_in(gguf.utility.LocalTensor, "mmap_bytes", _read_bytes)
 
 
 def _read_bytes(tensor: Any) -> np.ndarray:

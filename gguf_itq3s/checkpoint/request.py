@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 from gguf import LlamaFileType
 
 from ..errors import UserError
+from . import trust
 
 #: Fields that upstream's classes take as arguments of the same name.
 _PASSED_ON: Final = (
@@ -57,17 +59,17 @@ class Request:
         passed = {name: getattr(self, name) for name in _PASSED_ON}
         return {**passed, "eager": self.no_lazy, "metadata_override": self.metadata}
 
-    def members(self, model_class: Any, folder: Path) -> dict[str, Any]:
-        """Members of a class that is derived from a ``conversion`` class.
+    def set_on(self, model_class: Any, folder: Path) -> AbstractContextManager[None]:
+        """A context in which a ``conversion`` class takes, or leaves out, the layers that predict several tokens.
 
         Raises:
-            UserError: it cannot part the layers that predict several tokens from the others.
+            UserError: it cannot part them from the others.
         """
         if not (self.mtp or self.no_nextn):
-            return {}
-        option = "--mtp" if self.mtp else "--no-nextn"
+            return nullcontext()
         if self.mtp and self.no_nextn:
             raise UserError(folder, "is asked for with --mtp and --no-nextn", "give one of them for each file")
         if not getattr(model_class, "supports_mtp_export", False):
+            option = "--mtp" if self.mtp else "--no-nextn"
             raise UserError(folder, f"is of an architecture that {option} is not for", f"leave {option} out")
-        return {"mtp_only": True} if self.mtp else {"no_mtp": True}
+        return trust.replaced_in(model_class, "mtp_only" if self.mtp else "no_mtp", True)
