@@ -44,8 +44,7 @@ NUMPY_TYPES: Final = frozenset(
 #: Types that a tensor may be given by name: all that are written without an importance matrix.
 GIVEN_TYPES: Final = tuple(
     sorted(
-        NUMPY_TYPES
-        | {Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.IQ3_S},
+        NUMPY_TYPES | {Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.IQ3_S},
         key=lambda qtype: qtype.name,
     )
 )
@@ -224,7 +223,7 @@ def choose(
     *,
     pure: bool = False,
     writable: frozenset[Type] | None = None,
-    overrides: Overrides = Overrides(),  # noqa: B008 (frozen)
+    overrides: Overrides = Overrides(),
 ) -> Choice:
     """The type of one tensor.
 

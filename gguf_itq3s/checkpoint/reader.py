@@ -522,8 +522,8 @@ def _working(reader: Any) -> Any:
     """
     while hasattr(reader, "impl"):
         reader = reader.impl
-    # A projector has no tokenizer.
-    own_set_vocab, own_dequant_model = getattr(reader, "set_vocab", None), reader.dequant_model
+    own_set_vocab: Any = getattr(reader, "set_vocab", None)  # a projector has no tokenizer
+    own_dequant_model = reader.dequant_model
 
     def set_vocab() -> None:
         try:
