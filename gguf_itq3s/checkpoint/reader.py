@@ -190,6 +190,7 @@ def open_checkpoint(
         UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
     _check_folder(folder)
+    request.check(folder)
     conversion = upstream.load_conversion()
     import torch
 

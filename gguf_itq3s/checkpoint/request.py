@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +13,7 @@ from gguf import LlamaFileType
 
 from ..errors import UserError
 from . import trust
+from .files import listed_file
 
 #: Fields that upstream's classes take as arguments of the same name.
 _PASSED_ON: Final = (
@@ -59,17 +62,42 @@ class Request:
         passed = {name: getattr(self, name) for name in _PASSED_ON}
         return {**passed, "eager": self.no_lazy, "metadata_override": self.metadata}
 
-    def set_on(self, model_class: Any, folder: Path) -> AbstractContextManager[None]:
-        """A context in which a ``conversion`` class takes, or leaves out, the layers that predict several tokens.
+    def check(self, folder: Path) -> None:
+        """Refuse a model whose list of modules leads out of its folder, where upstream would follow it.
+
+        Raises:
+            UserError: it does, or the list cannot be read.
+        """
+        path = folder / "modules.json"
+        if not self.sentence_transformers_dense_modules or not path.is_file():
+            return
+        remedy = "take the file of the model"
+        try:
+            modules = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(path, f"is not valid JSON: {error}", remedy) from error
+        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+            raise UserError(path, "is no list of modules", remedy)
+        for module in modules:
+            if module.get("path") != "":  # the model itself
+                listed_file(folder, module.get("path"), path)
+
+    @contextmanager
+    def set_on(self, model_class: Any, folder: Path) -> Iterator[None]:
+        """Within, a ``conversion`` class takes, or leaves out, the layers that predict several tokens.
 
         Raises:
             UserError: it cannot part them from the others.
         """
-        if not (self.mtp or self.no_nextn):
-            return nullcontext()
-        if self.mtp and self.no_nextn:
-            raise UserError(folder, "is asked for with --mtp and --no-nextn", "give one of them for each file")
-        if not getattr(model_class, "supports_mtp_export", False):
-            option = "--mtp" if self.mtp else "--no-nextn"
-            raise UserError(folder, f"is of an architecture that {option} is not for", f"leave {option} out")
-        return trust.replaced_in(model_class, "mtp_only" if self.mtp else "no_mtp", True)
+        with ExitStack() as stack:
+            if self.mtp and self.no_nextn:
+                raise UserError(folder, "is asked for with --mtp and --no-nextn", "give one of them for each file")
+            if self.mtp or self.no_nextn:
+                option, flag = ("--mtp", "mtp_only") if self.mtp else ("--no-nextn", "no_mtp")
+                if not getattr(model_class, "supports_mtp_export", False):
+                    raise UserError(folder, f"is of an architecture that {option} is not for", f"leave {option} out")
+                stack.enter_context(trust.replaced_in(model_class, flag, True))
+            for name in ("module_paths", "dense_features_dims"):  # a class gathers these over all its objects
+                if (gathered := getattr(model_class, name, None)) is not None:
+                    stack.enter_context(trust.replaced_in(model_class, name, type(gathered)()))
+            yield

@@ -158,12 +158,14 @@ def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> 
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
     how["folds"] = str(options.folds)
-    how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files])
+    files = [*checkpoint.files]
+    if options.sentence_transformers_dense_modules:
+        files += sorted(options.model.glob("*/model.safetensors"))
+    if options.target_model_dir:
+        files += sorted(options.target_model_dir.glob("*.safetensors"))
+    how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     if options.calibration:
         how["calibration"] = (options.calibration / "manifest.json").read_text()
     if options.imatrix:
         how["imatrix"] = hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
-    if options.target_model_dir:
-        weights = sorted(options.target_model_dir.glob("*.safetensors"))
-        how["target"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights])
     return hashlib.sha256(b"".join(head.parts) + json.dumps(how, sort_keys=True).encode()).hexdigest()
