@@ -256,7 +256,11 @@ def test_output_that_cannot_grow(checkpoint: Callable[[str], Path], tmp_path: Pa
     assert done.returncode == 1
     line = one_error(done.stderr)
     assert line.startswith(f"error: {tmp_path / 'out.gguf'}: cannot be written: ")
-    assert list(tmp_path.iterdir()) == []
+    kept = re.search(r"; (\d+) of 21 tensors are kept, the same command continues after them$", line)
+    assert kept and sorted(path.suffix for path in tmp_path.iterdir()) == [".journal", ".partial"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and f"continuing after {kept[1]} of 21 tensors" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def test_a_file_that_is_there_survives_a_failed_conversion(llama_copy: Path, tmp_path: Path) -> None:
