@@ -32,7 +32,7 @@ class Request:
         no_nextn: everything but these.
         vocab_only: metadata and tokenizer, no tensors.
         metadata: a JSON file whose entries replace the model card's.
-        quantized_by: ``general.quantized_by``, before that of the model card and of ``metadata``.
+        quantized_by: ``general.quantized_by``, before that of ``metadata``.
         repository: the model's name on the hub, which is its ``general.name`` then.
         no_lazy: compute every tensor at once.
         fuse_gate_up_exps: one matrix of ``ffn_gate_exps`` and ``ffn_up_exps``.
