@@ -191,6 +191,8 @@ def open_checkpoint(
     """
     _check_folder(folder)
     request.check(folder)
+    if request.target_model_dir is not None:
+        _check_folder(request.target_model_dir)
     conversion = upstream.load_conversion()
     import torch
 

@@ -126,7 +126,7 @@ def _check_output(options: ConvertOptions, out: Path | None) -> None:
 
 def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int, options: ConvertOptions) -> str:
     """Refuse a checkpoint that llama.cpp could not load once it is converted; returns which check was made."""
-    if options.mmproj or options.mtp or options.vocab_only:
+    if options.mmproj or options.mtp or options.vocab_only or options.target_model_dir:
         return "not loaded: it is only a part of a model"
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
     tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
@@ -154,8 +154,6 @@ def _check(options: ConvertOptions) -> None:
         raise UserError(options.model, f"--fp8-as-q8 has no meaning for {options.outtype}", remedy)
     if options.vocab_only and (options.splits or options.mmproj or options.mtp or options.prune_layers):
         raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
-    if options.target_model_dir and not (options.target_model_dir / "config.json").is_file():
-        raise UserError(options.target_model_dir, "holds no config.json", "give the folder of the target model")
     filters = bool(options.include_weights), bool(options.exclude_weights)
     if all(filters) or (any(filters) and not options.imatrix):
         what = "--include-weights and --exclude-weights are for an importance matrix"
@@ -293,7 +291,7 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
         fitted = policy.fit(choice.wanted, tensor.shape[-1])
         if fitted != choice.wanted:
             odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
-        if encoder.writable is not None and fitted not in encoder.writable:
+        if encoder.writable is not None and fitted not in encoder.writable and fitted != choice.type:
             unwritable.add(f"{fitted.name} -> {choice.type.name}")
     if odd:
         lines = "\n".join(odd)

@@ -244,9 +244,37 @@ def test_supported_models_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(said) == count + 2 and "  - LlamaForCausalLM" in said and "MMPROJ models:" in said
 
 
-def test_a_target_model_that_is_not_there(checkpoint: Make, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none: holds no config\.json"):
-        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", target_model_dir=tmp_path / "none"))
+def test_a_draft_for_a_target_model(checkpoint: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """EAGLE-3: the tokenizer and some sizes are the target's."""
+    shapes = {
+        "fc": (256, 768), "norm": (256,), "lm_head": (128, 256), "midlayer.self_attn.q_proj": (256, 512),
+        "midlayer.self_attn.k_proj": (128, 512), "midlayer.self_attn.v_proj": (128, 512),
+        "midlayer.self_attn.o_proj": (256, 256), "midlayer.mlp.gate_proj": (512, 256),
+        "midlayer.mlp.up_proj": (512, 256), "midlayer.mlp.down_proj": (256, 512), "midlayer.hidden_norm": (256,),
+        "midlayer.input_layernorm": (256,), "midlayer.post_attention_layernorm": (256,),
+    }  # fmt: skip
+    weights = {f"{name}.weight": torch.randn(shape).half() for name, shape in shapes.items()}
+    (draft := tmp_path / "draft").mkdir()
+    save_file({**weights, "d2t": torch.arange(128)}, draft / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 512, "draft_vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
+    }  # fmt: skip
+    (draft / "config.json").write_text(json.dumps(config))
+    target = checkpoint("llama")
+    theirs = upstream_files.write(draft, tmp_path / "theirs.gguf", target_model_dir=target)
+    words = [str(draft), str(tmp_path / "ours.gguf"), "--outtype", "f16"]
+    assert convert_main([*words, "--target-model-dir", str(target)]) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    for more, expected in (
+        ([], "requires --target-model-dir"),
+        (["--target-model-dir", str(tmp_path / "none")], f"error: {tmp_path / 'none'}: no such folder"),
+    ):
+        capfd.readouterr()
+        assert convert_main([*words, *more]) == 1
+        assert expected in capfd.readouterr().err
 
 
 def test_writer_of_gguf_py_is_left_as_it_was(checkpoint: Make, tmp_path: Path) -> None:
