@@ -15,7 +15,7 @@ from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
 from .options import OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
-from .overrides import layers, override_kv, split_size, tensor_type, tensor_type_file
+from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
 DESCRIPTION: Final = (
@@ -58,7 +58,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="split into files of at most so many bytes of tensors",
     )  # fmt: skip
     group.add_argument(
-        "--split-max-tensors", type=positive, default=0, metavar="N", help="split into files of at most so many tensors"
+        "--split-max-tensors",
+        type=split_count,
+        default=0,
+        metavar="N",
+        help="split into files of at most so many tensors",
     )
     group.add_argument(
         "--no-tensor-first-split", action="store_true", help="the first file of a split one has the metadata alone"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint.reader import Checkpoint, model_facts
-from ..errors import UserError
+from ..errors import UserError, positive
 from .options import TENSOR_TYPES
 
 # Bytes of a file with patterns: far more than one for every tensor of any model.
@@ -75,6 +75,11 @@ def split_size(argument: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{argument!r:.40} is no size; write a number, perhaps with K, M or G behind")
     return int(match[1]) * 1000 ** " KMG".index(match[2] or " ")
+
+
+def split_count(argument: str) -> int:
+    """A number of tensors, for argparse; 0 is any number, as for upstream."""
+    return 0 if argument == "0" else positive(argument)
 
 
 def override_kv(argument: str) -> str:

@@ -86,6 +86,12 @@ def test_a_dry_run_says_the_plan(checkpoint: Make, tmp_path: Path, capsys: pytes
     assert f"would write {tmp_path / names[0]} and {len(names) - 1} more: " in said
 
 
+def test_zero_is_no_split(checkpoint: Make, tmp_path: Path) -> None:
+    words = ["--split-max-size", "0", "--split-max-tensors", "0", "--outtype", "f16"]
+    assert convert_main([str(checkpoint("llama")), str(tmp_path / "x.gguf"), *words]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
 @pytest.mark.parametrize(
     "words", [["--split-max-size", "2X"], ["--split-max-size", "-1"], ["--split-max-tensors", "x"]]
 )
