@@ -13,10 +13,11 @@ from .convert import command as convert
 from .errors import report_errors
 from .evaluate import command as evaluate
 from .inspect import contents, plan, ternary, verify
+from .publish import command as publish
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary)
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, publish)
 
 
 @report_errors

@@ -14,6 +14,7 @@ from ..checkpoint import trust
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
+from .groups import Layout
 from .options import CalibrationOptions
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class LayeredModel:
         context: longest window.
         arch: ``general.architecture``.
         checkpoint: the same model as GGUF tensors.
+        layout: names of its modules and tensors.
     """
 
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
@@ -55,6 +57,12 @@ class LayeredModel:
         self.arch = checkpoint.model.arch
         self.prefix = next(name for name, module in self.model.named_modules() if module is self.base.layers)
         self.weights = _Weights(checkpoint.files)
+        self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self.layout = Layout(self.arch, self.layers, self.prefix, self._tensors)
+
+    def gain(self, norm: str) -> np.ndarray:
+        """The gain of a norm by its GGUF name, float32 (n,)."""
+        return self._tensors[norm].vector()
 
     def start(
         self, folder: Path, windows: np.ndarray, batches: list[slice], done: int
