@@ -374,6 +374,9 @@ class _TensorWriter:
         except ValueError as problem:
             remedy = "repair the checkpoint or download it again"
             raise UserError(self.folder, str(problem), remedy, self.tensor.label) from problem
+        except OSError as problem:
+            what = f"cannot be read: {problem.strerror or problem}"
+            raise UserError(self.folder, what, "check the disk of the model", self.tensor.label) from problem
 
     def record(self) -> dict[str, Any]:
         """What the journal keeps."""

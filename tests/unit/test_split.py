@@ -15,6 +15,7 @@ import pytest
 
 import upstream_files
 from gguf_files import metadata, tensors
+from gguf_itq3s.checkpoint import reader
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.encode import Encoder
 from gguf_itq3s.convert.options import ConvertOptions
@@ -265,6 +266,18 @@ def test_a_failed_write_keeps_what_is_finished(
     again = content(tmp_path / "again")
     assert {part.path.name: part.path.read_bytes() for part in done.parts} == again
     assert len(list(tmp_path.iterdir())) == len(again) + 1
+
+
+def test_a_failed_read_is_no_failed_write(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(tensor: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(reader, "_read_bytes", failing)
+    with pytest.raises(
+        UserError, match=r"output\.weight \(lm_head\.weight\): cannot be read: Input/output error; check"
+    ):
+        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_flush_keeps_what_is_finished(
