@@ -100,7 +100,8 @@ string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
 set(content "${configuration}targets ${binaries}\n")
 if (NOT WANTED STREQUAL "stock")
     itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/format/*"
-        "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+        "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*" "${ITQ3S_PATCH_DIR}/src/llama/*"
+        "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
     string(APPEND content "ggml-patch ${ours}\n")
 endif()
 string(SHA256 key "${content}")

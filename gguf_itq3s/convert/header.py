@@ -16,7 +16,7 @@ from gguf import LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
-from ..checkpoint.fold import Folding
+from ..checkpoint.fold import NORMS_FOLDED, Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint
 from ..codec.types import ITQ3_S
@@ -50,7 +50,8 @@ def header(
         writer.add_string("itq3s.effort", options.effort)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
-        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
+    if folding.norms or any(choice.type == ITQ3_S for choice in choices):
+        writer.add_bool(NORMS_FOLDED, bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
     writer.tensors = [{}]

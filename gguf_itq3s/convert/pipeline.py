@@ -156,13 +156,9 @@ def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternari
     """Which norms are folded; those that are left alone are said."""
     if not options.folds:
         return Folding()
-    floats = {tensor.name for tensor in checkpoint.tensors if tensor.stored.name in ("F32", "F16", "BF16")}
-    # With its norm folded, a ternary matrix would have more than three values.
-    foldable = [tensor.name for tensor in checkpoint.tensors if tensor.name not in ternaries.norms]
-    folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
-    if folding.left_alone:
-        lines = "\n".join(f"  {line}" for line in folding.left_alone)
-        print(f"note: norms that are not folded:\n{lines}", file=messages)
+    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
+    if folding.note:
+        print(folding.note, file=messages)
     return folding
 
 
