@@ -75,6 +75,37 @@ def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> No
     assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
 
 
+def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
+    folder = clone(tmp_path / "clone")
+    bin_folder = folder / "build" / "bin"
+    # Asked for at once, or later: the tools are not built again, and what was added stays.
+    for programs in ("", "llama-gguf, llama-cli", ""):
+        done = build(folder, ITQ3S_TARGETS=programs)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "llama.cpp (llama) is up to date" in done.stdout
+        if programs:
+            assert "llama-cli is one of the tools that are always built" in done.stdout
+            made = re.findall(r"llama.cpp \(llama-gguf\) is (?:built|up to date): (.*)", done.stdout)
+            assert os.listdir(Path(made[0]) / "bin") == ["llama-gguf"]
+    file = tmp_path / "file.gguf"
+    llama.run_program(bin_folder / "llama-gguf", file, "w")
+    assert file.read_bytes().startswith(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ("llama-nonsense", "this llama.cpp, with these options, has no program llama-nonsense"),
+        ("rpc-server", "ggml-rpc-server is a part of the builds with GGML_OPTIONS=-DGGML_RPC=ON"),
+        ("../llama-cli", "ITQ3S_TARGETS: ../llama-cli is no name of a target"),
+    ],
+)
+def test_programs_that_cannot_be_built(tmp_path: Path, programs: str, said: str) -> None:
+    folder = clone(tmp_path / "clone")
+    done = build(folder, ITQ3S_TARGETS=programs)
+    assert done.returncode != 0 and f"error: {said}" in done.stderr
+
+
 def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
     (folder / "ggml-patch" / "patches" / "0099-wrong.patch").write_text(
