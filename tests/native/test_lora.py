@@ -103,11 +103,12 @@ FOLDED_ADAPTER = (
 def test_pairs_that_do_not_fit_are_refused(
     tool: str, outtype: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    arguments: list[str | Path] = {
+    ways: dict[str, list[str | Path]] = {
         "llama-server": ["--port", "0"], "llama-export-lora": ["-o", tmp_path / "out.gguf"],
-    }.get(tool, ["-p", "The", "-n", "1", "-st"])  # fmt: skip
+    }  # fmt: skip
+    arguments = ways.get(tool, ["-p", "The", "-n", "1", "-st"])
     for model, adapter, line in (("folded", "plain", FOLDED_MODEL), ("plain", "folded", FOLDED_ADAPTER)):
-        files = ["-m", made("llama") / f"{outtype}-{model}.gguf", "--lora", made("llama") / f"adapter-{adapter}.gguf"]
+        files = ("-m", made("llama") / f"{outtype}-{model}.gguf", "--lora", made("llama") / f"adapter-{adapter}.gguf")
         done = llama.run(tool, *files, *arguments, check=False)
         said = (done.stdout + done.stderr).splitlines()
         assert done.returncode == 1, said[-5:]
