@@ -188,12 +188,13 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the vendored llama.cpp from the archive."""
+    """Unpack the vendored llama.cpp from the archive, and the Python files around it, for who wants to run them."""
     try:
         with tarfile.open(archive) as tar:
             if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
-            tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
+            parts = tuple(f"{SOURCE}/{part}/" for part in ("vendor/llama.cpp", "llama_cpp"))
+            tar.extractall(folder, [m for m in tar if m.name.startswith(parts)])
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FetchError(f"{archive.name}: {error}; set LLAMA_CPP_DIR to a checkout of llama.cpp") from error
 

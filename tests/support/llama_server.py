@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import llama
 
 #: No proxy of the environment stands between a test and its own machine.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Server:
 
     @staticmethod
     def _answer(request: urllib.request.Request) -> Any:
-        with _DIRECT.open(request, timeout=60) as response:
+        with DIRECT.open(request, timeout=60) as response:
             return json.load(response)
 
 
@@ -58,17 +57,18 @@ def running(*arguments: str | Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A command that listens on a port, once it says that it is healthy."""
-    env = {**os.environ, **(environment or {})}
+def started(
+    command: Sequence[str], port: int, folder: Path | None = None, *, health: str = "/health"
+) -> Iterator[Server]:
+    """A command that listens on a port, run in a folder, once it says that it is healthy."""
     log = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would stop the server
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
     server = Server(f"http://127.0.0.1:{port}")
     try:
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                if server.get("/health").get("status") == "ok":
+                if server.get(health).get("status") == "ok":
                     break
             time.sleep(0.05)
         else:
