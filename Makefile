@@ -36,9 +36,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 
 setup: $(INSTALLED) ## create .venv and install the package
 
-build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin
-	cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(PY) \
-		-DITQ3S_TARGETS="$(TARGETS)"
+build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin; TARGETS="..." adds programs
+	ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
+		-DPython3_EXECUTABLE=$(CURDIR)/$(PY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
 
 demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it

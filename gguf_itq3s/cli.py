@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import __version__, upstream
+from . import __version__, build, upstream
 from .adapters import command as adapters
 from .calibration import command as calibrate
 from .convert import command as convert
@@ -18,7 +18,7 @@ from .metadata import command as metadata
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, adapters, metadata)
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, adapters, metadata, build)
 
 
 @report_errors

@@ -218,7 +218,8 @@ function(itq3s_build)
         endif()
         file(COPY "${program}" DESTINATION "${partial}/bin")
     endforeach()
-    file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*")
+    file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*"
+        "${work}/bin/*${CMAKE_SHARED_MODULE_SUFFIX}")
     if (NOT WANTED MATCHES "^(llama|stock)$")
         # a single program finds those of the tools beside it
         itq3s_entry(unused base llama ${tools})

@@ -134,11 +134,13 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     except OSError as error:
         if options.native:
             path = native.library_path() or Path(native.library_name())
-            raise UserError(path, f"cannot be loaded: {error}", "run make build, or leave --native out") from error
+            raise UserError(
+                path, f"cannot be loaded: {error}", f"run {native.build_command()}, or leave --native out"
+            ) from error
         print(f"warning: the C quantizer cannot be used: {error}", file=messages)
         library = None
     if options.native and library is None:
-        raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
         options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
     )
@@ -209,7 +211,8 @@ def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -
         if name := options.own_types.get(tensor.name):
             wanted = GGMLQuantizationType[name.upper()]
             if encoder.writable is not None and wanted not in encoder.writable:
-                raise UserError(options.model, f"{wanted.name} needs the built library", "run make build", tensor.label)
+                remedy = f"run {native.build_command()}"
+                raise UserError(options.model, f"{wanted.name} needs the built library", remedy, tensor.label)
             choices[number] = Choice(policy.fit(wanted, tensor.shape[-1]), wanted)
     return choices
 
@@ -229,7 +232,8 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
             f"warning: rows of {len(odd)} tensors are not whole blocks, another type is used:\n{lines}", file=messages
         )
     if unwritable:
-        print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=messages)
+        changes = ", ".join(sorted(unwritable))
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)
 
 
 def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors, messages: TextIO) -> None:

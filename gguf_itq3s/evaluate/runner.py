@@ -301,7 +301,7 @@ def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, 
     """
     library = native.load()
     if library is None:
-        raise UserError(native.library_name(), "is not built", "run make build")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}")
     reader = gguf.GGUFReader(source)
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)

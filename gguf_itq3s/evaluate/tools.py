@@ -49,7 +49,7 @@ class Tools:
         folder = library.parent if library else native.tools_folder()
         for name in ("llama-quantize", "llama-perplexity", "llama-imatrix"):
             if not (folder / name).is_file():
-                raise UserError(folder / name, "is not built", "run make build")
+                raise UserError(folder / name, "is not built", f"run {native.build_command()}")
         return cls(folder, threads)
 
     def digest(self) -> str:

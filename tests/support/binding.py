@@ -17,13 +17,14 @@ def folder() -> Path:
     A cache that an earlier version filled lacks it: it is fetched once more then, and the test is skipped where there
     is no network for that, but for continuous integration.
     """
-    place = upstream.cache_dir() / upstream.SOURCE
+    release = upstream.Release(upstream.VERSION, upstream.SHA256, upstream.TREE_SHA256)
+    place = upstream.cache_dir() / release.name
     if not (place / "llama_cpp" / "__init__.py").is_file():
         try:
             with tempfile.TemporaryDirectory(dir=upstream.cache_dir()) as scratch:
-                archive = upstream._download(Path(scratch))
+                archive = upstream._download(Path(scratch), release)
                 upstream._unpack(archive, Path(scratch) / "unpacked")
-                (Path(scratch) / "unpacked" / upstream.SOURCE / "llama_cpp").rename(place / "llama_cpp")
+                (Path(scratch) / "unpacked" / release.name / "llama_cpp").rename(place / "llama_cpp")
         except upstream.FetchError as error:
             if os.environ.get("CI"):
                 raise
