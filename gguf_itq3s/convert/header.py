@@ -16,7 +16,7 @@ from gguf import LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
-from ..checkpoint.fold import NORMS_FOLDED, Folding
+from ..checkpoint.fold import NORMS_FOLDED, PLAN_VERSION, Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint
 from ..codec.types import ITQ3_S
@@ -84,7 +84,7 @@ def fingerprint(head: bytes, options: ConvertOptions, checkpoint: Checkpoint) ->
     """Equal for two runs that would write the same bytes."""
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
-    how["folds"] = str(options.folds)
+    how["folds"] = str(PLAN_VERSION if options.folds else 0)
     how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files])
     if options.calibration:
         how["calibration"] = (options.calibration / "manifest.json").read_text()

@@ -10,6 +10,8 @@ import pytest
 
 from gguf_files import arrays, metadata
 from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
@@ -80,3 +82,16 @@ def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_pa
         convert(ConvertOptions(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
         expected = outtype == "itq3_s" if folds is None else folds
         assert metadata(out).get(fold.NORMS_FOLDED) == (expected if expected or outtype == "itq3_s" else None)
+
+
+def test_what_another_plan_began_is_not_continued(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the tensors folded by one plan and half by another would be a third model."""
+    checkpoint = open_checkpoint(uneven("llama"))
+    marks = []
+    for version in (1, 2):
+        monkeypatch.setattr(header, "PLAN_VERSION", version)
+        options = [ConvertOptions(uneven("llama"), tmp_path, outtype) for outtype in ("itq3_s", "f16")]
+        marks += [header.fingerprint(b"", option, checkpoint) for option in options]
+    assert marks[0] != marks[2] and marks[1] == marks[3]  # F16 files are not folded
