@@ -36,7 +36,7 @@ ARCHITECTURES: Final = frozenset(
 #: The key of a file, model or adapter, whose norms are folded; the patched llama.cpp compares the two.
 NORMS_FOLDED: Final = "itq3s.norms_folded"
 
-#: Of what is folded, so that a conversion that another version began is not continued. The first folded ``output_norm``.
+#: Of what is folded, so that no conversion that another version began is continued. The first folded ``output_norm``.
 PLAN_VERSION: Final = 2
 
 #: Which matrices of a layer read a norm; :func:`norm_read_by` and :func:`readers_in_checkpoint` answer from it.
