@@ -183,11 +183,13 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     except OSError as error:
         if options.native:
             path = native.library_path() or Path(native.library_name())
-            raise UserError(path, f"cannot be loaded: {error}", "run make build, or leave --native out") from error
+            raise UserError(
+                path, f"cannot be loaded: {error}", f"run {native.build_command()}, or leave --native out"
+            ) from error
         print(f"warning: the C quantizer cannot be used: {error}", file=messages)
         library = None
     if options.native and library is None:
-        raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
         options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
     )
@@ -212,13 +214,9 @@ def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternari
     """Which norms are folded; those that are left alone are said."""
     if not options.folds:
         return Folding()
-    floats = {tensor.name for tensor in checkpoint.tensors if tensor.stored.name in ("F32", "F16", "BF16")}
-    # With its norm folded, a ternary matrix would have more than three values.
-    foldable = [tensor.name for tensor in checkpoint.tensors if tensor.name not in ternaries.norms]
-    folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
-    if folding.left_alone:
-        lines = "\n".join(f"  {line}" for line in folding.left_alone)
-        print(f"note: norms that are not folded:\n{lines}", file=messages)
+    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
+    if folding.note:
+        print(folding.note, file=messages)
     return folding
 
 
@@ -280,7 +278,7 @@ def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         if encoder.writable is not None and choice.type not in encoder.writable and tensor.stored != choice.type:
             what = f"{choice.type.name} needs the built library"
-            raise UserError(options.model, what, "run make build", tensor.label)
+            raise UserError(options.model, what, f"run {native.build_command()}", tensor.label)
     return choices
 
 
@@ -299,7 +297,8 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
             f"warning: rows of {len(odd)} tensors are not whole blocks, another type is used:\n{lines}", file=messages
         )
     if unwritable:
-        print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=messages)
+        changes = ", ".join(sorted(unwritable))
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)
 
 
 def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors, messages: TextIO) -> None:
