@@ -6,6 +6,8 @@ BUILD := build
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Extra arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
+# More programs of llama.cpp for make build, such as "llama-mtmd-cli llama-tts".
+TARGETS ?= $(ITQ3S_TARGETS)
 PYTEST_ARGS ?=
 EVAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
@@ -34,8 +36,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 
 setup: $(INSTALLED) ## create .venv and install the package
 
-build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin
-	cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(PY)
+build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin; TARGETS="..." adds programs
+	ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
+		-DPython3_EXECUTABLE=$(CURDIR)/$(PY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
 
 demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it

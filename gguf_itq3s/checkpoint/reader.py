@@ -29,6 +29,7 @@ from ..errors import UserError
 from . import bitnet, lazy, trust
 from .files import listed_file
 from .policy import Model
+from .request import Request
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 _BIN_INDEX: Final = "pytorch_model.bin.index.json"
@@ -102,6 +103,8 @@ class Checkpoint:
         model: what the type policy asks.
         writer: a GGUFWriter that holds the metadata, and no tensors yet.
         files: the weight files.
+        ftype: the file that upstream would write: as asked for, or what it guessed.
+        described: the model's name, its parts and its origin.
     """
 
     folder: Path
@@ -109,6 +112,8 @@ class Checkpoint:
     model: Model
     writer: gguf.GGUFWriter
     files: list[Path]
+    ftype: gguf.LlamaFileType
+    described: gguf.Metadata
 
     def first_rows(self, tensor: SourceTensor) -> list[np.ndarray] | None:
         """The first row of each matrix that a tensor may be made from, read alone.
@@ -165,7 +170,12 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ..
 
 
 def open_checkpoint(
-    folder: Path, *, model_name: str | None = None, verbose: bool = False, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    model_name: str | None = None,
+    verbose: bool = False,
+    trust_remote_code: bool = False,
+    request: Request = Request(),  # noqa: B008 (frozen)
 ) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
 
@@ -174,11 +184,15 @@ def open_checkpoint(
         model_name: ``general.name`` instead of the folder's or the model card's.
         verbose: let the libraries log.
         trust_remote_code: Python code of the folder may run.
+        request: what of it is wanted.
 
     Raises:
         UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
     _check_folder(folder)
+    request.check(folder)
+    if request.target_model_dir is not None:
+        _check_folder(request.target_model_dir)
     conversion = upstream.load_conversion()
     import torch
 
@@ -190,16 +204,19 @@ def open_checkpoint(
     with gate as transformers, torch.inference_mode(), _read_not_mapped():
         if not verbose:
             transformers.logging.set_verbosity_error()
-        model_class = _model_class(conversion, folder)
-        files = _check_weights(folder)
+        model_class = _model_class(conversion, folder, mmproj=request.mmproj)
+        files = [] if request.vocab_only else _check_weights(folder)
         _check_shapes(folder, files)
-        with _reading(folder):
+        with _reading(folder), request.set_on(model_class, folder):
             reader = _working(
-                model_class(folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf"), model_name=model_name)
+                model_class(folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments())
             )
-            tensors = _collect(reader)
-            reader.prepare_metadata(vocab_only=False)
-    return _checkpoint(folder, reader, tensors, files)
+            reader.remote_hf_model_id = None if model_name else request.repository
+            tensors = [] if request.vocab_only else _collect(reader)
+            reader.prepare_metadata(vocab_only=request.vocab_only)
+    if request.quantized_by is not None:
+        reader.gguf_writer.add_quantized_by(request.quantized_by)
+    return _checkpoint(folder, reader, tensors, files, empty=request.vocab_only)
 
 
 def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:
@@ -243,8 +260,10 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
     return _checkpoint(folder, reader, tensors, [])
 
 
-def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path]) -> Checkpoint:
-    if not tensors:
+def _checkpoint(
+    folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path], *, empty: bool = False
+) -> Checkpoint:
+    if not tensors and not empty:
         raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
     for tensor in tensors:
         if not tensor.shape or not tensor.size:
@@ -252,7 +271,8 @@ def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: l
             raise UserError(folder, what, "repair the checkpoint or download it again", tensor.label)
     writer = reader.gguf_writer
     writer.tensors = [{}]
-    return Checkpoint(folder, tensors, _model_facts(folder, writer, tensors), writer, files)
+    facts = model_facts(folder, writer, tensors)
+    return Checkpoint(folder, tensors, facts, writer, files, reader.ftype, reader.metadata)
 
 
 def download(repository: str, *, trust_remote_code: bool = False) -> Path:
@@ -376,18 +396,22 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _model_class(conversion: Any, folder: Path) -> Any:
+def _model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> Any:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
     with _reading(folder):
         hparams = conversion.ModelBase.load_hparams(folder, False)
     try:
-        architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+        kind = conversion.ModelType.MMPROJ if mmproj else conversion.ModelType.TEXT
+        architecture = conversion.get_model_architecture(hparams, kind)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise UserError(config, "names no architecture", "add the model's class under 'architectures'") from error
     try:
-        return conversion.get_model_class(architecture)
+        return conversion.get_model_class(architecture, mmproj=mmproj)
     except (NotImplementedError, TypeError) as error:
+        if mmproj:
+            what, remedy = f"architecture {architecture} has no projector that can be read", "leave --mmproj out"
+            raise UserError(config, what, remedy) from error
         remedy = "the pinned llama.cpp cannot read it; set LLAMA_CPP_DIR to a newer checkout if that can"
         raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
 
@@ -501,7 +525,8 @@ def _working(reader: Any) -> Any:
     """
     while hasattr(reader, "impl"):
         reader = reader.impl
-    own_set_vocab, own_dequant_model = reader.set_vocab, reader.dequant_model
+    own_set_vocab: Any = getattr(reader, "set_vocab", None)  # a projector has no tokenizer
+    own_dequant_model = reader.dequant_model
 
     def set_vocab() -> None:
         try:
@@ -532,6 +557,10 @@ class _HeldBack:
 
     data: Any
     qtype: Type
+
+    def __post_init__(self) -> None:
+        if self.shape[-1] % gguf.GGML_QUANT_SIZES[self.qtype][0]:
+            raise gguf.QuantError(f"rows of {self.shape[-1]} are not whole blocks")  # as quantize would
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -598,7 +627,13 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
         yield part
 
 
-def _model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+def model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+    """What the type policy asks, from the metadata of a writer.
+
+    Raises:
+        UserError: a value is no number.
+    """
+
     def number(key: str, default: int) -> int:
         entry = writer.kv_data[0].get(f"{writer.arch}.{key}")
         value = default if entry is None else entry.value

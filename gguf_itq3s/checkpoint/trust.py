@@ -33,7 +33,7 @@ _REMEDY: Final = "read that code, and give --trust-remote-code if it may run on 
 Function = Callable[..., Any]
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
+def add_argument(parser: argparse._ActionsContainer) -> None:
     """The option that every command with a checkpoint has."""
     parser.add_argument(
         "--trust-remote-code", action="store_true",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,11 +26,13 @@ from ..report import TensorRow
 from ..rounding import hessian, imatrix, ldlq
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
-from . import ternary
+from . import overrides, prune, ternary
 from .encode import Encoder, SquaredError
-from .header import fingerprint, header
-from .options import TERNARY_TYPES, ConvertOptions
-from .output import OutputFile
+from .header import file_type, fingerprint, header
+from .metadata import check_metadata
+from .naming import is_template, output_path, part_paths
+from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
+from .output import Output, Part, check_place
 from .ternary import Ternaries
 
 
@@ -39,14 +42,16 @@ class Conversion:
 
     Attributes:
         rows: one for every tensor of the file.
-        size: bytes of the file.
+        size: bytes of all its parts.
         check: how it was found out that llama.cpp can load the file, a sentence.
+        parts: the files, one unless it is split.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
     """
 
     rows: list[TensorRow]
     size: int
     check: str
+    parts: Sequence[Part]
     shapes: Sequence[tuple[int, ...]] = ()
 
 
@@ -65,39 +70,64 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
     messages = messages or sys.stderr
-    check_output(options.out, (options.model, options.calibration, options.imatrix))
+    _check(options)
+    _check_output(options, options.out if options.out and not is_template(options.out) else None)
     encoder = _encoder(options, messages)
     checkpoint = open_checkpoint(
         options.model, model_name=options.model_name, verbose=options.verbose,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code, request=options.request,
     )  # fmt: skip
+    checkpoint = overrides.apply(checkpoint, options.override_kv)
+    checkpoint, names = prune.prune(checkpoint, options.prune_layers)
     ternaries = _find_ternaries(checkpoint, options, messages)
-    _check(options)
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
     folding = _folding(checkpoint, options, ternaries, messages)
-    factors = _factors(checkpoint, options, folding)
+    statistics = _statistics(checkpoint, options, names)
+    factors = _factors(checkpoint, options, folding, statistics, names)
     checkpoint = replace(checkpoint, tensors=fold.apply(checkpoint.tensors, folding, str(checkpoint.folder)))
     choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
-    head = header(checkpoint, choices, options, folding, ternaries, _calibrated_share(checkpoint, choices, factors))
+    out = output_path(options, checkpoint.described, file_type(checkpoint, choices, options))
+    share = _calibrated_share(checkpoint, choices, factors)
+    head = header(checkpoint, choices, options, folding, ternaries, share, statistics)
     sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
     ]
-    output = OutputFile(options.out, head, sizes, fingerprint(head, options, checkpoint))
-    check = _check_loadable(checkpoint, head, output.size)
+    left = iter(sizes)
+    parts = [
+        Part(path, part, tuple(islice(left, count)))
+        for path, part, count in zip(part_paths(out, len(head.parts)), head.parts, head.counts, strict=True)
+    ]
+    for part in parts:
+        _check_output(options, part.path)
+    output = Output(parts, fingerprint(head, options, checkpoint))
+    check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
     if options.dry_run:
-        return Conversion(rows, output.size, check, [tensor.shape for tensor in checkpoint.tensors])
+        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors])
     with output:
         rows = _write(output, checkpoint, rows, choices, encoder, factors, messages)
-    return Conversion(rows, output.size, check)
+    return Conversion(rows, output.size, check, parts)
 
 
-def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int) -> str:
+def _check_output(options: ConvertOptions, out: Path | None) -> None:
+    """Refuse an output that is an input or cannot be written; without a name, its folder is looked at."""
+    if out is not None:
+        check_output(out, (options.model, options.calibration, options.imatrix, options.metadata))
+    if options.dry_run:
+        return
+    folder = options.out.parent if options.out else options.folder or (Path() if options.repository else options.model)
+    if out is not None or folder != options.model or folder.is_dir():  # that it is not there is said by the reader
+        check_place(out or folder / ".gguf")
+
+
+def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int, options: ConvertOptions) -> str:
     """Refuse a checkpoint that llama.cpp could not load once it is converted; returns which check was made."""
+    if options.mmproj or options.mtp or options.vocab_only or options.target_model_dir:
+        return "not loaded: it is only a part of a model"
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
     tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
     try:
@@ -111,6 +141,25 @@ def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int) -> str:
 
 def _check(options: ConvertOptions) -> None:
     """Refuse options that contradict each other."""
+    if (options.mmproj or options.vocab_only) and not options.plain:
+        what = "a vocabulary has no tensors" if options.vocab_only else "a projector is small, its rows seldom fit"
+        remedy = f"leave --outtype out, or take one of {', '.join(PLAIN_OUTTYPES)}"
+        raise UserError(options.model, f"cannot be written as {options.outtype}: {what}", remedy)
+    by_quantize = {"--tensor-type": options.tensor_types, "--leave-output-tensor": options.leave_output_tensor}
+    if options.plain and (given := [name for name, value in by_quantize.items() if value]):
+        what = f"{given[0]} is for quantized files, and {options.outtype} is what llama.cpp's converter writes"
+        raise UserError(options.model, what, f"leave {given[0]} out, or take --outtype itq3_s")
+    if options.fp8_as_q8 and options.outtype not in ("f16", "bf16", "auto"):
+        remedy = "take --outtype auto, f16 or bf16, or leave it out"
+        raise UserError(options.model, f"--fp8-as-q8 has no meaning for {options.outtype}", remedy)
+    if options.vocab_only and (options.splits or options.mmproj or options.mtp or options.prune_layers):
+        raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
+    filters = bool(options.include_weights), bool(options.exclude_weights)
+    if all(filters) or (any(filters) and not options.imatrix):
+        what = "--include-weights and --exclude-weights are for an importance matrix"
+        raise UserError(options.imatrix or options.model, what, "give one of them, beside --imatrix")
+    if options.metadata:
+        check_metadata(options.metadata)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
     if options.statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
@@ -134,47 +183,64 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     except OSError as error:
         if options.native:
             path = native.library_path() or Path(native.library_name())
-            raise UserError(path, f"cannot be loaded: {error}", "run make build, or leave --native out") from error
+            raise UserError(
+                path, f"cannot be loaded: {error}", f"run {native.build_command()}, or leave --native out"
+            ) from error
         print(f"warning: the C quantizer cannot be used: {error}", file=messages)
         library = None
     if options.native and library is None:
-        raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
         options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
     )
 
 
 def _find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
-    """The matrices that are, or are to be made, ternary; none in an F16 file, which holds them as they are."""
+    """The matrices that are, or are to be made, ternary; none in a file as upstream writes it."""
     name = options.outtype if options.outtype in TERNARY_TYPES else options.ternary_type
-    mode = "off" if options.outtype == "f16" else options.ternary
+    mode = "off" if options.plain else options.ternary
     qtype = GGMLQuantizationType[name.upper()]
-    return ternary.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=options.own_types)
+    given = {tensor.name for tensor in checkpoint.tensors if _is_given(tensor, checkpoint, options)}
+    return ternary.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=given)
+
+
+def _is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    return options.overrides.touches(
+        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=options.pure
+    )
 
 
 def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternaries, messages: TextIO) -> Folding:
     """Which norms are folded; those that are left alone are said."""
     if not options.folds:
         return Folding()
-    floats = {tensor.name for tensor in checkpoint.tensors if tensor.stored.name in ("F32", "F16", "BF16")}
-    # With its norm folded, a ternary matrix would have more than three values.
-    foldable = [tensor.name for tensor in checkpoint.tensors if tensor.name not in ternaries.norms]
-    folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
-    if folding.left_alone:
-        lines = "\n".join(f"  {line}" for line in folding.left_alone)
-        print(f"note: norms that are not folded:\n{lines}", file=messages)
+    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
+    if folding.note:
+        print(folding.note, file=messages)
     return folding
 
 
-def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) -> HessianFactors | None:
-    """The factors of the Hessians, where statistics are given; ``checkpoint`` is not folded yet."""
-    source: Statistics
+def _statistics(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
+    """What is known of the inputs of the matrices, by the names that the checkpoint had before ``names``."""
     if options.calibration:
-        source = store.open_calibration(options.calibration, checkpoint.files)
-    elif options.imatrix:
-        source = imatrix.read(options.imatrix)
-    else:
+        return store.open_calibration(options.calibration, checkpoint.files)
+    if options.imatrix:
+        shapes = {names.get(tensor.name, tensor.name): tensor.shape for tensor in checkpoint.tensors}
+        return imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
+    return None
+
+
+def _factors(
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    folding: Folding,
+    statistics: Statistics | None,
+    names: Mapping[str, str],
+) -> HessianFactors | None:
+    """The factors of the Hessians, where statistics are given; ``checkpoint`` is not folded yet."""
+    if statistics is None:
         return None
+    source = prune.RenamedStatistics(statistics, names) if names else statistics
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
     if not any(source.known(name) for name in by_name):
         raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
@@ -201,20 +267,18 @@ def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: He
 
 
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
-    target = GGMLQuantizationType[options.outtype.upper()]
+    given = options.overrides
     choices = [
         policy.choose(
-            tensor.name, tensor.shape, tensor.stored, target, checkpoint.model,
-            pure=options.pure, writable=encoder.writable,
+            tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
+            pure=options.pure, writable=encoder.writable, overrides=given,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
-    for number, tensor in enumerate(checkpoint.tensors):
-        if name := options.own_types.get(tensor.name):
-            wanted = GGMLQuantizationType[name.upper()]
-            if encoder.writable is not None and wanted not in encoder.writable:
-                raise UserError(options.model, f"{wanted.name} needs the built library", "run make build", tensor.label)
-            choices[number] = Choice(policy.fit(wanted, tensor.shape[-1]), wanted)
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        if encoder.writable is not None and choice.type not in encoder.writable and tensor.stored != choice.type:
+            what = f"{choice.type.name} needs the built library"
+            raise UserError(options.model, what, f"run {native.build_command()}", tensor.label)
     return choices
 
 
@@ -225,7 +289,7 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
         fitted = policy.fit(choice.wanted, tensor.shape[-1])
         if fitted != choice.wanted:
             odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
-        if encoder.writable is not None and fitted not in encoder.writable:
+        if encoder.writable is not None and fitted not in encoder.writable and fitted != choice.type:
             unwritable.add(f"{fitted.name} -> {choice.type.name}")
     if odd:
         lines = "\n".join(odd)
@@ -233,7 +297,8 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
             f"warning: rows of {len(odd)} tensors are not whole blocks, another type is used:\n{lines}", file=messages
         )
     if unwritable:
-        print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=messages)
+        changes = ", ".join(sorted(unwritable))
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)
 
 
 def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors, messages: TextIO) -> None:
@@ -251,7 +316,7 @@ def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Hessia
 
 
 def _write(
-    output: OutputFile,
+    output: Output,
     checkpoint: Checkpoint,
     rows: list[TensorRow],
     choices: list[Choice],
@@ -308,6 +373,9 @@ class _TensorWriter:
         except ValueError as problem:
             remedy = "repair the checkpoint or download it again"
             raise UserError(self.folder, str(problem), remedy, self.tensor.label) from problem
+        except OSError as problem:
+            what = f"cannot be read: {problem.strerror or problem}"
+            raise UserError(self.folder, what, "check the disk of the model", self.tensor.label) from problem
 
     def record(self) -> dict[str, Any]:
         """What the journal keeps."""

@@ -15,8 +15,8 @@ from gguf import LlamaFileType
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..evaluate.runner import describe
-from ..inspect.contents import open_gguf
 from ..inspect.plan import Layer, cache_bytes, layers_of
+from ..inspect.reader import GGUFFile, open_gguf
 
 #: What ``gguf-itq3s eval --out FOLDER`` leaves and a card shows.
 RESULTS: Final = "eval.json"
@@ -144,10 +144,11 @@ def _model(path: Path) -> Model:
     known = kind in LlamaFileType._value2member_map_
     name = LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_") if known else "unknown"
     own = any(tensor.tensor_type == ITQ3_S for tensor in reader.tensors)
-    return Model((path,), metadata, facts["bytes"], facts["weights"], name, own, facts["content"], layers)
+    weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    return Model(reader.paths, metadata, reader.size, weights, name, own, facts["content"], layers)
 
 
-def _values(reader: gguf.GGUFReader) -> list[tuple[str, Any]]:
+def _values(reader: GGUFFile) -> list[tuple[str, Any]]:
     """The metadata but for the long lists of a vocabulary."""
     short = (item for item in reader.fields.items() if len(item[1].data) <= 64)
     return [(name, field.contents()) for name, field in short if not name.startswith("GGUF.")]
