@@ -86,6 +86,23 @@ def header(
         writer.add_string("itq3s.ternary", ternaries.mode)
     if isinstance(statistics, ImportanceMatrix):
         _add_importance(writer, statistics, options)
+    return render(checkpoint, choices, options)
+
+
+def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
+    """Correct the share of weights that are rounded with statistics, in metadata made before it was known."""
+    entries = checkpoint.writer.kv_data[0]
+    if "itq3s.calibrated_share" in entries:
+        entries["itq3s.calibrated"].value = calibrated > 0
+        entries["itq3s.calibrated_share"].value = calibrated
+
+
+def render(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> Head:
+    """The heads of the files, of the metadata that the checkpoint's writer has.
+
+    Raises:
+        UserError: as :func:`header`.
+    """
     tensors = list(zip(checkpoint.tensors, choices, strict=True))
     whole, _ = _render(checkpoint, tensors, replace(options, split_max_size=0, split_max_tensors=0,
                                                     no_tensor_first_split=False))  # fmt: skip

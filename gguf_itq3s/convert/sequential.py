@@ -41,7 +41,8 @@ from .encode import Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
 _STREAMS: Final = ("original", "quantized")
-_FLOATS: Final = (Type.F32, Type.F16, Type.BF16)
+#: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
+_KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,23 @@ class Finished:
     Attributes:
         folder: of work.
         errors: matrix -> squared error and energy of its weights, not of its target.
+        files: matrix -> the file that holds it.
+        unseen: the experts that no token came to.
     """
 
     folder: Path
     errors: dict[str, SquaredError] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
 
     def known(self, name: str) -> bool:
         """Whether a tensor is among them."""
         return name in self.files or f"{name}[0]" in self.files
+
+    def share(self, name: str) -> float:
+        """The share of a tensor's matrices that were rounded with statistics: an expert may have seen no token."""
+        entries = [name] if name in self.files else self._experts(name)
+        return sum(entry not in self.unseen for entry in entries) / len(entries) if entries else 0.0
 
     def pieces(self, name: str) -> Iterator[tuple[np.ndarray, SquaredError]]:
         """The bytes of a tensor, matrix after matrix, with the error of each."""
@@ -102,7 +111,7 @@ class Sequential:
     """One such run.
 
     Args:
-        calibration: model, text, and the folder of work as ``out``.
+        calibration: model and text; its ``out`` does not count.
         options: of the rounding.
         checkpoint: as it was read, nothing folded.
         folded: the tensors as they are written, norms folded.
@@ -127,19 +136,21 @@ class Sequential:
         self.plain = {tensor.name: tensor for tensor in checkpoint.tensors}
         self.folded, self.types, self.folding, self.encoder = folded, types, folding, encoder
         self.messages = messages
-        self.folder = calibration.out
+        self.folder = Path()
         self._fisher: OutputFisher | None = None
 
-    def run(self, fingerprint: str) -> Finished:
+    def run(self, folder: Path, fingerprint: str) -> Finished:
         """Quantize every matrix of every layer whose rows are whole blocks.
 
         Args:
+            folder: of work.
             fingerprint: of all that decides the result; what another run has left is thrown away.
 
         Raises:
             UserError: the model, the text or the folder cannot be used.
             KeyboardInterrupt: interrupted; the same run goes on after the last finished layer.
         """
+        self.folder = folder
         model = LayeredModel(self.calibration, self.checkpoint)
         inputs = windows(self.calibration, model.context)
         key = hashlib.sha256(fingerprint.encode() + inputs.tobytes()).hexdigest()
@@ -181,6 +192,7 @@ class Sequential:
             for entry, (error, energy) in line["matrices"].items():
                 finished.files[entry] = self.folder / line["file"]
                 finished.errors[entry] = SquaredError(error, energy)
+            finished.unseen.update(line["unseen"])
         return finished
 
     def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int, key: str) -> None:
@@ -216,8 +228,9 @@ class Sequential:
                 save(matrices, self.folder / f"{file}.partial")
                 (self.folder / f"{file}.partial").replace(self.folder / file)
                 errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
+                line = {"file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices))}
                 with (self.folder / _JOURNAL).open("a") as journal:
-                    journal.write(json.dumps({"file": file, "matrices": errors}) + "\n")
+                    journal.write(json.dumps(line) + "\n")
                 finished.files |= dict.fromkeys(matrices, self.folder / file)
                 for folder in (original, quantized):
                     activation_path(folder, number).unlink()
@@ -236,7 +249,7 @@ class Sequential:
         stacks: dict[str, np.ndarray] = {}
         for group in passage:
             of = sums.pop(group.key)
-            readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_FLOATS)]
+            readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
             if not readers:
                 continue
             factor = hessian.factorize(of.hessian.mean(), self.options.damping) if of.hessian.tokens else None
@@ -252,6 +265,8 @@ class Sequential:
                 order = self._order(model, streams, reader)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
+                if factor is None:
+                    finished.unseen.add(reader.entry)
                 finished.errors[reader.entry] = SquaredError(
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
                     float(np.square(weights, dtype=np.float64).sum()),

@@ -198,13 +198,13 @@ def from_diagonal(diagonal: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]
     return rotate(blocks)
 
 
-def rotate_rows(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def rotate_rows(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """The Walsh-Hadamard transform of every 256 elements of the last axis, in float64.
 
     Statistics need no fixed order of operations; weights go through :mod:`gguf_itq3s.codec.transform`.
     """
     shape = x.shape
-    x = x.reshape(-1, BLOCK)
+    x = x.astype(np.float64).reshape(-1, BLOCK)
     h = 1
     while h < BLOCK:
         pairs = x.reshape(-1, 2, h)
