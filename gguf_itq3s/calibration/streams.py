@@ -86,7 +86,7 @@ class Streams:
 
     def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
         """The weights of a matrix in the original layer, as Transformers has them: (rows, columns)."""
-        return reader.rows(self._layers[0]).detach().float().cpu().numpy()
+        return reader.rows(self._layers[0]).detach().float().cpu().numpy().copy()
 
     def put(self, reader: Reader, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
@@ -99,6 +99,10 @@ class Streams:
         """The sums of every group of a passage, by its key."""
         import torch
 
+        with torch.no_grad():
+            return self._sums(passage)
+
+    def _sums(self, passage: Sequence[Group]) -> dict[str, Sums]:
         full = self._options.full
         result = {
             group.key: Sums(Moment(group.columns, full(group.columns)), Moment(group.columns, full(group.columns)))
@@ -121,7 +125,6 @@ class Streams:
                         product = (stream - stream_now).T @ now.reshape(now.shape[0], -1)
                         total = of.residual.get(reader.entry)
                         of.residual[reader.entry] = product.double() if total is None else total.add_(product)
-        torch.cuda.empty_cache()
         return result
 
     def step(self, batch: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -48,14 +48,14 @@ def pieces(text: str, size: int, rng: random.Random) -> list[str]:
     return found
 
 
-def files(endings: Iterable[str]) -> str:
-    """All files of the repository with these endings, one after the other."""
+def files(endings: Iterable[str], longest: int) -> str:
+    """The files of the repository with these endings, one after the other, as far as ``longest`` characters of each."""
     listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
     names = [
         name for name in listed.split("\0") if name.endswith(tuple(endings)) and not name.startswith("tests/data/")
     ]
     texts = [(ROOT / name).read_text(encoding="utf-8", errors="ignore") for name in sorted(names)]
-    return "\n\n".join(text[:40_000] for text in texts)
+    return "\n\n".join(text[:longest] for text in texts)
 
 
 def languages(folder: Path, rng: random.Random) -> str:
@@ -90,7 +90,7 @@ def main() -> int:
     novels = lzma.decompress(args.novels.read_bytes()).decode()
     spoken = "\n".join(line for line in novels.splitlines() if line[:1] in QUOTES and len(line) < 400)
     parts = pieces(novels, SIZES["prose"], rng) + pieces(spoken, SIZES["dialogue"], rng)
-    parts += pieces(files(CODE), SIZES["code"], rng) + pieces(files(MARKUP), SIZES["mark-up"], rng)
+    parts += pieces(files(CODE, 40_000), SIZES["code"], rng) + pieces(files(MARKUP, 12_000), SIZES["mark-up"], rng)
     parts += pieces(languages(args.fortunes, rng), SIZES["languages"], rng)
     rng.shuffle(parts)
     text = "\n\n".join(part.strip() for part in parts) + "\n"
