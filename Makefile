@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,12 @@ cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120
 
 hip-check: $(INSTALLED) ## compile the CUDA sources as HIP for gfx90a and gfx1100, without a GPU
 	$(PY) scripts/check/hip.py $(HIP_CHECK_ARGS)
+
+releases: $(INSTALLED) ## try the patches on the newest releases of llama-cpp-python
+	$(PY) scripts/check/releases.py
+
+mingw-check: $(INSTALLED) ## compile the patched CPU backend for Windows, without Windows
+	$(PY) scripts/check/mingw.py
 
 gpu-pack: build ## pack what scripts/check/gpu/gpu_check.sh needs on a machine with a GPU
 	$(PY) scripts/check/gpu/pack.py

@@ -1,6 +1,6 @@
 # Builds one target of ../CMakeLists.txt, or takes it from the cache:
 #
-#   cmake -DSETTINGS=FILE -DWANTED=llama|stock|TARGET -P build.cmake
+#   cmake -DSETTINGS=FILE -DWANTED=llama|rpc|stock|TARGET -P build.cmake
 #
 # TARGET is any program of llama.cpp's own build; it is put beside the tools of `llama`, which has to be built first.
 
@@ -44,6 +44,9 @@ if (WANTED STREQUAL "stock")
     set(binaries llama-simple)
     list(APPEND options "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
     list(APPEND options -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF)
+elseif (WANTED STREQUAL "rpc")
+    set(binaries llama-completion ggml-rpc-server)
+    list(APPEND options -DGGML_RPC=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF)
 else()
     if (WANTED STREQUAL "llama")
         set(binaries ${tools})
@@ -220,7 +223,7 @@ function(itq3s_build)
     endforeach()
     file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*"
         "${work}/bin/*${CMAKE_SHARED_MODULE_SUFFIX}")
-    if (NOT WANTED MATCHES "^(llama|stock)$")
+    if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
         # a single program finds those of the tools beside it
         itq3s_entry(unused base llama ${tools})
         file(GLOB there RELATIVE "${base}/bin" "${base}/bin/*")
@@ -251,7 +254,7 @@ endfunction()
 # Throw away the builds in the cache that have not been used for longest: all but `kept` of those whose name matches.
 function(itq3s_prune_cache kept)
     file(GLOB used "${GGUF_ITQ3S_CACHE}/build/*/used")
-    list(FILTER used ${ARGN} REGEX "/(llama|stock)-[0-9a-f]*/used$")
+    list(FILTER used ${ARGN} REGEX "/(llama|rpc|stock)-[0-9a-f]*/used$")
     set(stamped "")
     foreach (file IN LISTS used)
         file(TIMESTAMP "${file}" time "%s" UTC)
@@ -309,12 +312,12 @@ itq3s_prune_cache(${kept} INCLUDE)
 itq3s_prune_cache(${kept_programs} EXCLUDE)
 
 # publish
-if (NOT WANTED MATCHES "^(llama|stock)$")
+if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
     itq3s_copy_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
 else()
     set(to "${GGUF_ITQ3S_OUT}")
-    if (WANTED STREQUAL "stock")
-        set(to "${GGUF_ITQ3S_OUT}/stock")
+    if (NOT WANTED STREQUAL "llama")
+        set(to "${GGUF_ITQ3S_OUT}/${WANTED}")
     endif()
     set(published "")
     if (EXISTS "${to}/bin/build.txt")

@@ -24,8 +24,8 @@ def cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
         f"with open({str(calls)!r}, 'a') as file:\n"
-        f"    settings = [f'{{name}}={{os.environ.get(name)}}' for name in {SETTINGS!r}]\n"
-        f"    print(*sys.argv[1:], *settings, sep='|', file=file)\n"
+        f"    values = (f'{{name}}={{os.environ.get(name)}}' for name in {SETTINGS!r})\n"
+        "    print(*sys.argv[1:], *values, sep='|', file=file)\n"
         f"sys.exit(os.path.exists({str(tmp_path / 'fail')!r}))\n"
     )
     program.chmod(0o755)
