@@ -34,7 +34,18 @@ Speeds = dict[str, dict[int, list[float]]]
 def one_round(samples: Speeds, paths: Mapping[str, Path]) -> None:
     """One measurement of every type and number of columns, a number of columns after the other."""
     for columns in COLUMNS:
-        command = [*kernels.pin(), kernels.BIN / "llama-bench", "-o", "json", "-t", "1", "-n", "0", "-p", str(columns)]
+        command: list[str | Path] = [
+            *kernels.pin(),
+            kernels.BIN / "llama-bench",
+            "-o",
+            "json",
+            "-t",
+            "1",
+            "-n",
+            "0",
+            "-p",
+            str(columns),
+        ]
         command += ["-b", "512", "-ub", "512", "-r", str(REPEATS[columns])]
         for path in paths.values():
             command += ["-m", path]
