@@ -280,12 +280,13 @@ def _download(folder: Path, release: Release) -> Path:
 
 
 def _unpack(archive: Path, folder: Path, name: str = SOURCE) -> None:
-    """Unpack the vendored llama.cpp from the archive."""
+    """Unpack the vendored llama.cpp from the archive, and the Python files around it, for who wants to run them."""
     try:
         with tarfile.open(archive) as tar:
             if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
-            tar.extractall(folder, [m for m in tar if m.name.startswith(f"{name}/vendor/llama.cpp/")])
+            parts = tuple(f"{name}/{part}/" for part in ("vendor/llama.cpp", "llama_cpp"))
+            tar.extractall(folder, [m for m in tar if m.name.startswith(parts)])
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FetchError(f"{archive.name}: {error}; set LLAMA_CPP_DIR to a checkout of llama.cpp") from error
 

@@ -14,15 +14,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import pytest
 import sentencepiece
 import torch
 import transformers
 
+import upstream_files
 from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, NOVEL, SIZES, save_model
-from gguf_itq3s import upstream
 from gguf_itq3s.calibration.pipeline import calibrate
 
 transformers.utils.logging.disable_progress_bar()
@@ -119,18 +118,10 @@ def calibrated(
 def f16(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``f16(name)``: the F16 file that upstream's converter writes."""
     folder = tmp_path_factory.mktemp("upstream")
-    conversion = upstream.load_conversion()
 
     def make(name: str) -> Path:
         out = folder / f"{name}.gguf"
-        if not out.exists():
-            # The lines of convert_hf_to_gguf.py that do the work.
-            hparams = conversion.ModelBase.load_hparams(checkpoint(name), False)
-            architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
-            with torch.inference_mode():
-                reader = conversion.get_model_class(architecture)
-                reader(checkpoint(name), gguf.LlamaFileType.MOSTLY_F16, out).write()
-        return out
+        return out if out.exists() else upstream_files.write(checkpoint(name), out)
 
     return make
 

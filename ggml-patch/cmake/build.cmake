@@ -123,7 +123,7 @@ function(itq3s_entry out folder name)
     if (NOT WANTED STREQUAL "stock")
         itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch"
             "${ITQ3S_PATCH_DIR}/src/format/*" "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*"
-            "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+            "${ITQ3S_PATCH_DIR}/src/llama/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
         string(APPEND content "ggml-patch ${ours}\n")
     endif()
     string(SHA256 key "${content}")

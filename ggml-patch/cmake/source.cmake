@@ -4,6 +4,7 @@
 #   src/format/    ggml/src/
 #   src/cpu/       ggml/src/ggml-cpu/itq3s/
 #   src/cuda/      ggml/src/ggml-cuda/
+#   src/llama/     src/
 # Patches apply in the order of their numbers: the required ones (the type, the CPU backend, llama and its tools), then
 # the optional ones (faster paths, tests, other backends, mended faults of llama.cpp).
 
@@ -233,7 +234,7 @@ function(itq3s_prepare_source upstream id tree)
     # our files
     set(ours "")
     set(origins "")
-    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
+    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda llama:src)
         string(REPLACE ":" ";" part "${part}")
         list(GET part 0 from)
         list(GET part 1 to)

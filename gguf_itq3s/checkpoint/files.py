@@ -53,7 +53,7 @@ def check_output(out: Path, inputs: Iterable[Path | None], *, folder: bool = Fal
     if not out.exists():
         return
     if out.is_dir() and not folder:
-        raise UserError(out, "cannot be written: it is a folder", "give the name of a file")
+        raise UserError(out, "cannot be written: it is a folder", "give the name of a file, or the folder to --outfile")
     remedy = "choose another place for the output"
     for path in inputs:
         if path is None or not path.exists():

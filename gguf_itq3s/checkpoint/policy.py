@@ -8,6 +8,7 @@ cannot hold {-a, 0, a}.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +26,7 @@ FALLBACKS: Final[Mapping[Type, Type]] = {
     Type.IQ3_XXS: Type.IQ4_NL,
     Type.IQ3_S: Type.IQ4_NL,
     Type.IQ4_XS: Type.IQ4_NL,
+    Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,
     Type.Q4_K: Type.Q5_0,
     Type.Q5_K: Type.Q5_1,
@@ -38,6 +40,15 @@ NUMPY_TYPES: Final = frozenset(
         ITQ3_S,
     }
 )  # fmt: skip
+
+#: Types that a tensor may be given by name: all that are written without an importance matrix.
+GIVEN_TYPES: Final = tuple(
+    sorted(
+        NUMPY_TYPES | {Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.IQ3_S},
+        key=lambda qtype: qtype.name,
+    )
+)
+_FLOATS: Final = (Type.F32, Type.F16, Type.BF16, Type.Q8_0)
 
 #: Parts of names that are never quantized (small, or read in full precision).
 _KEPT: Final = (
@@ -104,6 +115,52 @@ class Choice:
     wanted: Type
 
 
+@dataclass(frozen=True)
+class Overrides:
+    """Types that are asked for by name, as llama-quantize takes them.
+
+    Attributes:
+        token_embedding: ``--token-embedding-type``.
+        output: ``--output-tensor-type``.
+        patterns: ``--tensor-type``: regular expressions, searched in the name; the first that is found counts.
+        leave_output: ``--leave-output-tensor``: the output matrix stays as it is stored.
+    """
+
+    token_embedding: Type | None = None
+    output: Type | None = None
+    patterns: Sequence[tuple[str, Type]] = ()
+    leave_output: bool = False
+
+    def pattern(self, name: str) -> Type | None:
+        """The type of the first pattern that is found in a name."""
+        return next((qtype for pattern, qtype in self.patterns if re.search(pattern, name)), None)
+
+    def given(self, name: str, *, tied: bool, quantized: bool, pure: bool) -> Type | None:
+        """The type that a tensor is given, None where the rules decide; the order is llama-quantize's.
+
+        Args:
+            name: GGUF name.
+            tied: whether the token embedding is the output matrix too.
+            quantized: whether the file's type is a quantized one; only then patterns count.
+            pure: whether the mix is left out, which knows of tied matrices.
+        """
+        found = self.pattern(name) if quantized else None
+        is_embedding = name in _TOKEN_EMBEDDINGS
+        if self.token_embedding and is_embedding and not (found and name != _TOKEN_EMBEDDINGS[0]):
+            return self.token_embedding
+        if self.output and name == "output.weight":
+            return self.output
+        if found is None and self.output and is_embedding and tied and quantized and not pure:
+            return self.output
+        return found
+
+    def touches(self, name: str, *, tied: bool, quantized: bool, pure: bool) -> bool:
+        """Whether they say anything of a tensor."""
+        return (self.leave_output and name == "output.weight") or (
+            self.given(name, tied=tied, quantized=quantized, pure=pure) is not None
+        )
+
+
 def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
     """Whether a tensor is one that llama-quantize quantizes: a matrix, or experts, called ``*weight``."""
     dims = len(shape)
@@ -166,21 +223,29 @@ def choose(
     *,
     pure: bool = False,
     writable: frozenset[Type] | None = None,
+    overrides: Overrides = Overrides(),
 ) -> Choice:
     """The type of one tensor.
 
     Args:
         name: GGUF name.
         shape: shape in numpy order, rows last.
-        stored: the type that the F16 file has it in: F16, or another where upstream's converter insists on it.
-        target: the type of the file; F16 leaves every tensor as it is stored.
+        stored: the type that upstream's file has it in: F16 (of an F16 file), or another where its converter insists
+            on it.
+        target: the type of the file; F16 leaves every tensor as it is stored, whatever that is.
         model: facts about the model.
         pure: every matrix to ``target``, embeddings and output included.
-        writable: the types that can be written, None for all; others become Q8_0.
+        writable: the types that can be written, None for all; others become Q8_0, but for those that are given.
+        overrides: types that are given by name. As in llama-quantize they count for what may be quantized.
     """
-    if target == Type.F16 or stored != Type.F16 or not may_quantize(name, shape, model.arch):
+    if not may_quantize(name, shape, model.arch) or (overrides.leave_output and name == "output.weight"):
         return Choice(stored, stored)
     columns = shape[-1]
+    given = overrides.given(name, tied=model.tied, quantized=target != Type.F16, pure=pure)
+    if given is not None and stored in _FLOATS:
+        return Choice(fit(given, columns), given)
+    if target == Type.F16 or stored != Type.F16:
+        return Choice(stored, stored)
     wanted = target if pure else mix(name, columns, target, model)
     chosen = fit(wanted, columns)
     if writable is not None and chosen not in writable:

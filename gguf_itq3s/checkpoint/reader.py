@@ -11,8 +11,9 @@ import json
 import logging
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..errors import UserError
 from . import bitnet, lazy, trust
 from .files import listed_file
 from .policy import Model
+from .request import Request
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"
 _BIN_INDEX: Final = "pytorch_model.bin.index.json"
@@ -101,6 +103,8 @@ class Checkpoint:
         model: what the type policy asks.
         writer: a GGUFWriter that holds the metadata, and no tensors yet.
         files: the weight files.
+        ftype: the file that upstream would write: as asked for, or what it guessed.
+        described: the model's name, its parts and its origin.
     """
 
     folder: Path
@@ -108,6 +112,8 @@ class Checkpoint:
     model: Model
     writer: gguf.GGUFWriter
     files: list[Path]
+    ftype: gguf.LlamaFileType
+    described: gguf.Metadata
 
     def first_rows(self, tensor: SourceTensor) -> list[np.ndarray] | None:
         """The first row of each matrix that a tensor may be made from, read alone.
@@ -164,7 +170,12 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ..
 
 
 def open_checkpoint(
-    folder: Path, *, model_name: str | None = None, verbose: bool = False, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    model_name: str | None = None,
+    verbose: bool = False,
+    trust_remote_code: bool = False,
+    request: Request = Request(),  # noqa: B008 (frozen)
 ) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
 
@@ -173,11 +184,15 @@ def open_checkpoint(
         model_name: ``general.name`` instead of the folder's or the model card's.
         verbose: let the libraries log.
         trust_remote_code: Python code of the folder may run.
+        request: what of it is wanted.
 
     Raises:
         UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
     _check_folder(folder)
+    request.check(folder)
+    if request.target_model_dir is not None:
+        _check_folder(request.target_model_dir)
     conversion = upstream.load_conversion()
     import torch
 
@@ -189,16 +204,19 @@ def open_checkpoint(
     with gate as transformers, torch.inference_mode(), _read_not_mapped():
         if not verbose:
             transformers.logging.set_verbosity_error()
-        model_class = _model_class(conversion, folder)
-        files = _check_weights(folder)
+        model_class = _model_class(conversion, folder, mmproj=request.mmproj)
+        files = [] if request.vocab_only else _check_weights(folder)
         _check_shapes(folder, files)
-        with _reading(folder):
-            reader = _reader_class(model_class)(
-                folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf"), model_name=model_name
+        with _reading(folder), request.set_on(model_class, folder):
+            reader = _working(
+                model_class(folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments())
             )
-            tensors = _collect(reader)
-            reader.prepare_metadata(vocab_only=False)
-    return _checkpoint(folder, reader, tensors, files)
+            reader.remote_hf_model_id = None if model_name else request.repository
+            tensors = [] if request.vocab_only else _collect(reader)
+            reader.prepare_metadata(vocab_only=request.vocab_only)
+    if request.quantized_by is not None:
+        reader.gguf_writer.add_quantized_by(request.quantized_by)
+    return _checkpoint(folder, reader, tensors, files, empty=request.vocab_only)
 
 
 def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:
@@ -232,18 +250,20 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         return dict(item for item in found if item is not None)
 
     with trust.transformers_for(folder, trust_remote_code), torch.inference_mode(), _reading(folder):
-        model_class: Any = _model_class(conversion, folder)
-        members = {"model_arch": model_class.model_arch, "index_tensors": index_tensors, "set_vocab": lambda _: None}
-        reader: Any = type(model_class.__name__, (model_class,), members)(
-            folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")
-        )
+        model_class = _model_class(conversion, folder)
+        # In the base class: some architectures do something of their own before they call it.
+        with trust.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
+            reader = _working(model_class(folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")))
+        reader.set_vocab = lambda: None
         tensors = _collect(reader)
         reader.prepare_metadata(vocab_only=False)
     return _checkpoint(folder, reader, tensors, [])
 
 
-def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path]) -> Checkpoint:
-    if not tensors:
+def _checkpoint(
+    folder: Path, reader: Any, tensors: list[SourceTensor], files: list[Path], *, empty: bool = False
+) -> Checkpoint:
+    if not tensors and not empty:
         raise UserError(folder, "holds no tensor that the architecture uses", "check that the download is complete")
     for tensor in tensors:
         if not tensor.shape or not tensor.size:
@@ -251,7 +271,8 @@ def _checkpoint(folder: Path, reader: Any, tensors: list[SourceTensor], files: l
             raise UserError(folder, what, "repair the checkpoint or download it again", tensor.label)
     writer = reader.gguf_writer
     writer.tensors = [{}]
-    return Checkpoint(folder, tensors, _model_facts(folder, writer, tensors), writer, files)
+    facts = model_facts(folder, writer, tensors)
+    return Checkpoint(folder, tensors, facts, writer, files, reader.ftype, reader.metadata)
 
 
 def download(repository: str, *, trust_remote_code: bool = False) -> Path:
@@ -375,18 +396,22 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _model_class(conversion: Any, folder: Path) -> type:
+def _model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> Any:
     """The class of the ``conversion`` package that reads the checkpoint's architecture."""
     config = folder / "config.json"
     with _reading(folder):
         hparams = conversion.ModelBase.load_hparams(folder, False)
     try:
-        architecture = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+        kind = conversion.ModelType.MMPROJ if mmproj else conversion.ModelType.TEXT
+        architecture = conversion.get_model_architecture(hparams, kind)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise UserError(config, "names no architecture", "add the model's class under 'architectures'") from error
     try:
-        return conversion.get_model_class(architecture)
+        return conversion.get_model_class(architecture, mmproj=mmproj)
     except (NotImplementedError, TypeError) as error:
+        if mmproj:
+            what, remedy = f"architecture {architecture} has no projector that can be read", "leave --mmproj out"
+            raise UserError(config, what, remedy) from error
         remedy = "the pinned llama.cpp cannot read it; set LLAMA_CPP_DIR to a newer checkout if that can"
         raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
 
@@ -480,33 +505,50 @@ def _reading(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise UserError(folder, f"cannot be read: {reason}", "check its config.json; --verbose shows more") from error
+        remedy = "check its config.json; --verbose shows more"
+        if isinstance(error, AssertionError) and "mtp" in (line := _failed_line(error)):
+            # Checkpoints that Transformers has saved lack these layers, whatever their config.json says.
+            reason, remedy = f"{line} fails: the layers for multi-token prediction are not there", "give --no-nextn"
+        raise UserError(folder, f"cannot be read: {reason}", remedy) from error
 
 
-def _reader_class(model_class: Any) -> Any:
-    """A subclass of a ``conversion`` class that explains tokenizer errors and reads packed BitNet weights."""
+def _failed_line(error: BaseException) -> str:
+    """The line of code that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
-    def set_vocab(self: Any) -> None:
+
+def _working(reader: Any) -> Any:
+    """The ``conversion`` object that does the work; it explains tokenizer errors and reads packed BitNet weights.
+
+    That of Mistral 3 hands all of it to one of another class, with a writer of its own.
+    """
+    while hasattr(reader, "impl"):
+        reader = reader.impl
+    own_set_vocab: Any = getattr(reader, "set_vocab", None)  # a projector has no tokenizer
+    own_dequant_model = reader.dequant_model
+
+    def set_vocab() -> None:
         try:
-            model_class.set_vocab(self)
+            own_set_vocab()
         except (UserError, KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
-            folder = self.dir_model
+            folder = reader.dir_model
             if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
                 what, remedy = "has no tokenizer", "add the model's tokenizer.model or tokenizer.json"
             else:
                 what, remedy = f"the tokenizer cannot be read: {error}", "take the tokenizer files of the model"
             raise UserError(folder, what, remedy) from error
 
-    def dequant_model(self: Any) -> None:
-        if bitnet.is_packed(self.hparams, self.model_tensors):
-            bitnet.unpack_all(self.hparams, self.model_tensors)
-            self.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
-        model_class.dequant_model(self)
+    def dequant_model() -> None:
+        if bitnet.is_packed(reader.hparams, reader.model_tensors):
+            bitnet.unpack_all(reader.hparams, reader.model_tensors)
+            reader.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
+        own_dequant_model()
 
-    members = {"model_arch": model_class.model_arch, "set_vocab": set_vocab, "dequant_model": dequant_model}
-    return type(model_class.__name__, (model_class,), members)
+    reader.set_vocab, reader.dequant_model = set_vocab, dequant_model
+    return reader
 
 
 @dataclass
@@ -515,6 +557,10 @@ class _HeldBack:
 
     data: Any
     qtype: Type
+
+    def __post_init__(self) -> None:
+        if self.shape[-1] % gguf.GGML_QUANT_SIZES[self.qtype][0]:
+            raise gguf.QuantError(f"rows of {self.shape[-1]} are not whole blocks")  # as quantize would
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -552,31 +598,15 @@ def _collect(reader: Any) -> list[SourceTensor]:
         tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))
 
     writer.add_tensor, reader.get_tensors = add_tensor, noted_tensors
-    with _conversion_held_back():
+    # The type that a tensor is to have is only noted.
+    with trust.replaced_in(gguf.quants, "quantize", _HeldBack):
         reader.prepare_tensors()
     return tensors
 
 
-@contextmanager
-def _conversion_held_back() -> Iterator[None]:
-    """Within, ``gguf.quants.quantize`` only notes the type it was asked for."""
-    quantize = gguf.quants.quantize
-    gguf.quants.quantize = _HeldBack
-    try:
-        yield
-    finally:
-        gguf.quants.quantize = quantize
-
-
-@contextmanager
-def _read_not_mapped() -> Iterator[None]:
+def _read_not_mapped() -> AbstractContextManager[None]:
     """Within, gguf-py reads safetensors instead of mapping them: mapped pages count as memory until the file closes."""
-    mapped = gguf.utility.LocalTensor.mmap_bytes
-    gguf.utility.LocalTensor.mmap_bytes = _read_bytes
-    try:
-        yield
-    finally:
-        gguf.utility.LocalTensor.mmap_bytes = mapped
+    return trust.replaced_in(gguf.utility.LocalTensor, "mmap_bytes", _read_bytes)
 
 
 def _read_bytes(tensor: Any) -> np.ndarray:
@@ -597,7 +627,13 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
         yield part
 
 
-def _model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+def model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTensor]) -> Model:
+    """What the type policy asks, from the metadata of a writer.
+
+    Raises:
+        UserError: a value is no number.
+    """
+
     def number(key: str, default: int) -> int:
         entry = writer.kv_data[0].get(f"{writer.arch}.{key}")
         value = default if entry is None else entry.value

@@ -33,7 +33,7 @@ _REMEDY: Final = "read that code, and give --trust-remote-code if it may run on 
 Function = Callable[..., Any]
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
+def add_argument(parser: argparse._ActionsContainer) -> None:
     """The option that every command with a checkpoint has."""
     parser.add_argument(
         "--trust-remote-code", action="store_true",
@@ -63,7 +63,7 @@ def transformers_for(folder: Path, trusted: bool) -> Iterator[Any]:
     with ExitStack() as stack:
         for name, replacement in _replacements(folder, trusted).items():
             stack.enter_context(_replaced("transformers", name, replacement))
-        stack.enter_context(_replaced_in(torch, "load", functools.partial(_load_weights, torch.load)))
+        stack.enter_context(replaced_in(torch, "load", functools.partial(_load_weights, torch.load)))
         yield transformers
 
 
@@ -162,7 +162,8 @@ def _modules(package: str) -> list[Any]:
 
 
 @contextmanager
-def _replaced_in(module: Any, name: str, replacement: Function) -> Iterator[None]:
+def replaced_in(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Within, an attribute of a module or class is another one."""
     before = getattr(module, name)
     setattr(module, name, replacement)
     try:

@@ -7,73 +7,205 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report
+from .. import report, upstream
+from ..calibration.options import FORMS, FULL_COLUMNS
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS, EFFORTS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
-from .options import OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
+from ..rounding import target
+from .options import OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
+from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
-DESCRIPTION: Final = "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0, TQ2_0 or F16 tensors."
+DESCRIPTION: Final = (
+    "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0 or TQ2_0 tensors, or as llama.cpp's own converter. "
+    "Options that convert_hf_to_gguf.py and llama-quantize have too mean the same here."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, on any parser."""
-    defaults = ConvertOptions(Path(), Path())
-    parser.add_argument("model", metavar="model_dir", help="Hugging Face folder, or hf:organisation/name to download")
-    parser.add_argument("out", metavar="out.gguf", type=Path, help="file to write; {ftype} becomes the output type")
+    defaults = ConvertOptions(Path())
     parser.add_argument(
-        "--outtype", choices=OUTTYPES, default=defaults.outtype, help="type of the matrices (default: %(default)s)"
+        "model", metavar="model_dir", nargs="?", help="Hugging Face folder, or hf:organisation/name to download"
     )
-    parser.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
     parser.add_argument(
-        "--token-embedding-type", choices=TENSOR_TYPES, help="of the token embedding, instead of the mix's"
+        "out", metavar="out.gguf", type=Path, nargs="?",
+        help="file to write; {ftype} becomes the type, {FTYPE} in capitals (default: a name by the GGUF naming "
+        "convention, in the model's folder)",
+    )  # fmt: skip
+    _add_output(parser.add_argument_group("output"))
+    _add_types(parser.add_argument_group("types of the tensors"), defaults)
+    _add_encoder(parser.add_argument_group("ITQ3_S and its statistics"), defaults)
+    _add_calibrate(parser.add_argument_group("calibrating while converting"), defaults)
+    _add_ternary(parser.add_argument_group("ternary models"), defaults)
+    _add_model(parser.add_argument_group("what is read of the model"))
+    _add_metadata(parser.add_argument_group("metadata"))
+    parser.add_argument(
+        "--print-supported-models", action="store_true", help="print the architectures that can be read, and end"
     )
-    parser.add_argument("--output-tensor-type", choices=TENSOR_TYPES, help="of the output matrix, instead of the mix's")
-    parser.add_argument(
+    parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
+    parser.set_defaults(run=run, needs_source=True, parser=parser)
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--outfile", type=Path, metavar="PATH", help="the same as out.gguf, or a folder for a file of the default name"
+    )
+    group.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
+    group.add_argument(
+        "--split-max-size", type=split_size, default=0, metavar="N[K|M|G]",
+        help="split into files of at most so many bytes of tensors",
+    )  # fmt: skip
+    group.add_argument(
+        "--split-max-tensors",
+        type=split_count,
+        default=0,
+        metavar="N",
+        help="split into files of at most so many tensors",
+    )
+    group.add_argument(
+        "--no-tensor-first-split", action="store_true", help="the first file of a split one has the metadata alone"
+    )
+
+
+def _add_types(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+    group.add_argument(
+        "--outtype", choices=OUTTYPES, default="",
+        help=f"type of the matrices (default: {defaults.outtype}); {', '.join(PLAIN_OUTTYPES)} write what "
+        "convert_hf_to_gguf.py writes",
+    )  # fmt: skip
+    group.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
+    for option, what in (("--token-embedding-type", "token embedding"), ("--output-tensor-type", "output matrix")):
+        group.add_argument(
+            option, type=str.lower, choices=TENSOR_TYPES, metavar="TYPE", help=f"of the {what}, instead of the mix's"
+        )
+    group.add_argument(
+        "--tensor-type", type=tensor_type, action="append", default=[], metavar="PATTERN=TYPE",
+        help="of tensors whose names the regular expression is found in; the first that fits counts; may be repeated. "
+        f"Types: {', '.join(TENSOR_TYPES)}",
+    )  # fmt: skip
+    group.add_argument(
+        "--tensor-type-file", type=Path, action="append", default=[], metavar="FILE",
+        help="with PATTERN=TYPE, separated by spaces or line breaks",
+    )  # fmt: skip
+    group.add_argument("--leave-output-tensor", action="store_true", help="output.weight is not quantized")
+
+
+def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+    group.add_argument(
         "--codec", choices=CODECS, default=defaults.codec,
-        help="of ITQ3_S; ternary is the literal code of the paper, for comparison (default: %(default)s)",
+        help="ternary is the literal code of the paper, for comparison (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--effort", choices=EFFORTS, default=defaults.effort,
-        help="of ITQ3_S: start scales the search tries (default: %(default)s)",
+        help="start scales the search tries (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
         help="multiply norm gains into the matrices that read them, exact (default: for ITQ3_S)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"
     )
-    parser.add_argument("--imatrix", type=Path, metavar="FILE", help="what llama-imatrix wrote (GGUF), for the same")
-    parser.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
-    parser.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
-    parser.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
-    parser.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
-    parser.add_argument(
+    group.add_argument(
+        "--imatrix", type=Path, metavar="FILE", help="what llama-imatrix wrote (GGUF or .dat), for the same"
+    )
+    for option, what in (("--include-weights", "only its entries"), ("--exclude-weights", "none of its entries")):
+        group.add_argument(
+            option, action="append", default=[], metavar="NAME",
+            help=f"use {what} with this in the name; may be repeated",
+        )  # fmt: skip
+    group.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
+    group.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
+    group.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
+    group.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
+    group.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=defaults.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
     )  # fmt: skip
-    parser.add_argument(
+
+
+def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+    group.add_argument(
+        "--calibrate", type=Path, nargs="*", metavar="TEXT",
+        help="quantize layer by layer, each on the inputs that the quantized layers before it give; files of text, "
+        "plain or .xz (default: a mix that comes along)",
+    )  # fmt: skip
+    group.add_argument(
+        "--fisher", action="store_true", help="make up for errors across rows too; needs a backward pass of the model"
+    )
+    group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
+    group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
+    group.add_argument(
+        "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {FULL_COLUMNS} columns, else block)"
+    )
+    group.add_argument(
+        "--target-damping", type=float, metavar="X", help=f"of the targets (default: {target.DAMPING:g})"
+    )
+    group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
+    group.add_argument(
+        "--batch", type=positive, default=defaults.batch, metavar="N", help="windows at a time (default: %(default)s)"
+    )
+
+
+def _add_ternary(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+    group.add_argument(
         "--ternary", choices=TERNARY_MODES, default=defaults.ternary,
         help="matrices that are ternary after a scale go to a ternary type without loss; force ternarizes the other "
         "matrices of the layers, as latent weights need (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--ternary-type", choices=TERNARY_TYPES, default=defaults.ternary_type, help="default: %(default)s"
     )
-    parser.add_argument(
+    group.add_argument(
         "--ternary-scale", choices=tuple(SCALES), default=defaults.ternary_scale,
         help="of --ternary force: mean|W| as in training, least error, or max|W| (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
-    parser.add_argument("--model-name", metavar="NAME", help="general.name in the file")
-    trust.add_argument(parser)
-    parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
-    parser.set_defaults(run=run, needs_source=True)
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    part = group.add_mutually_exclusive_group()
+    part.add_argument(
+        "--mmproj", action="store_true", help="the projector of a multimodal model alone; --outtype auto by default"
+    )
+    part.add_argument("--mtp", action="store_true", help="the layers that predict several tokens alone, for a draft")
+    part.add_argument(
+        "--no-nextn", "--no-mtp", dest="no_nextn", action="store_true", help="everything but these layers"
+    )
+    group.add_argument("--vocab-only", action="store_true", help="metadata and tokenizer alone")
+    group.add_argument(
+        "--prune-layers", type=layers, default=(), metavar="L0,L1,...", help="leave these layers out; use with care"
+    )
+    group.add_argument("--fuse-qkv", action="store_true", help="one matrix of each layer's q, k and v")
+    group.add_argument(
+        "--fuse-gate-up-exps", action="store_true", help="one matrix of each layer's gate and up experts"
+    )
+    group.add_argument("--fp8-as-q8", action="store_true", help="weights in 8-bit floats become Q8_0 in an F16 file")
+    group.add_argument(
+        "--sentence-transformers-dense-modules", action="store_true", help="the dense layers of an embedding model too"
+    )
+    group.add_argument(
+        "--target-model-dir", type=Path, metavar="DIR", help="the model that a draft model (EAGLE-3, DFlash) is for"
+    )
+    group.add_argument("--remote", action="store_true", help="model_dir is organisation/name on the hub, as after hf:")
+    group.add_argument("--no-lazy", action="store_true", help="compute all tensors before any is written")
+    trust.add_argument(group)
+
+
+def _add_metadata(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model-name", metavar="NAME", help="general.name in the file")
+    group.add_argument("--quantized-by", metavar="NAME", help="general.quantized_by in the file")
+    group.add_argument(
+        "--metadata", type=Path, metavar="FILE", help="JSON with keys such as general.author, over the model card's"
+    )
+    group.add_argument(
+        "--override-kv", type=override_kv, action="append", default=[], metavar="KEY=TYPE:VALUE",
+        help="metadata over the model's own; TYPE is int, float, bool or str; may be repeated",
+    )  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
@@ -83,23 +215,59 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    values = {key: value for key, value in vars(args).items() if key in ConvertOptions.__dataclass_fields__}
-    name = str(values["model"])
-    values["model"] = Path(name)
-    if name.startswith("hf:"):
-        values["model"] = download(name.removeprefix("hf:"), trust_remote_code=args.trust_remote_code)
-    values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
+    if args.print_supported_models:
+        print(supported_models())
+        return 0
+    if args.model is None:
+        args.parser.error("the following arguments are required: model_dir")
+    if args.out and args.outfile:
+        args.parser.error("argument --outfile: not allowed with out.gguf")
     started = time.monotonic()
-    done = convert(ConvertOptions(**values))
+    done = convert(_options(args))
     print(describe(done))
     verb = "would write" if args.dry_run else "wrote"
-    print(f"{verb} {values['out']}: {report.size(done.size)}, {time.monotonic() - started:.1f} s")
+    first, count = done.parts[0].path, len(done.parts)
+    more = f" and {count - 1} more" if count > 1 else ""
+    print(f"{verb} {first}{more}: {report.size(done.size)}, {time.monotonic() - started:.1f} s")
     return 0
 
 
+def _options(args: argparse.Namespace) -> ConvertOptions:
+    """What the arguments ask for; a model of the hub is downloaded."""
+    values = {key: value for key, value in vars(args).items() if key in ConvertOptions.__dataclass_fields__}
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    patterns = [*args.tensor_type]
+    for path in args.tensor_type_file:
+        patterns += tensor_type_file(path)
+    values["tensor_types"] = tuple(patterns)
+    if args.outfile and args.outfile.is_dir():
+        values["folder"] = args.outfile
+    elif args.outfile:
+        values["out"] = args.outfile
+    name = str(args.model)
+    if args.remote or name.startswith("hf:"):
+        repository = name.removeprefix("hf:")
+        values["repository"] = repository.partition("@")[0]
+        values["model"] = download(repository, trust_remote_code=args.trust_remote_code)
+    else:
+        values["model"] = Path(name)
+    return ConvertOptions(**values)
+
+
+def supported_models() -> str:
+    """The architectures that llama.cpp's converter reads, a list for text models and one for projectors."""
+    conversion = upstream.load_conversion()
+    lists = {"TEXT models:": conversion.TEXT_MODEL_MAP, "MMPROJ models:": conversion.MMPROJ_MODEL_MAP}
+    lines = [line for title, names in lists.items() for line in (title, *(f"  - {name}" for name in sorted(names)))]
+    return "\n".join(lines)
+
+
 def describe(done: Conversion) -> str:
-    """The tables of a conversion: every tensor of a dry run, then the types."""
-    parts = [f"{report.by_type(done.rows)}\nchecked: {done.check}"]
+    """The tables of a conversion: every tensor of a dry run, the files of a split one, then the types."""
+    parts = [f"{report.by_type(done.rows)}\nchecked: {done.check}"] if done.rows else []
+    if len(done.parts) > 1:
+        files = [[part.path.name, str(len(part.sizes)), report.size(part.size)] for part in done.parts]
+        parts.insert(0, report.table(["file", "tensors", "size"], files) + "\n")
     if done.shapes:
         lines = [
             [row.name, "x".join(map(str, reversed(shape))), row.type, report.size(row.bytes)]

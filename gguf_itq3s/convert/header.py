@@ -8,23 +8,43 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+import gguf
 import numpy as np
-from gguf import LlamaFileType
+from gguf import Keys, LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
-from ..checkpoint.fold import Folding
+from ..checkpoint.fold import NORMS_FOLDED, PLAN_VERSION, Folding
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError
+from ..rounding.imatrix import ImportanceMatrix
 from .options import NEUTRAL, TERNARY_TYPES, ConvertOptions
+from .output import padded
 from .ternary import Ternaries
 
 FORMAT_VERSION: Final = 1
+# The number of a part, and of all of them, is a uint16.
+_MOST_PARTS: Final = (1 << 16) - 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The heads of the output.
+
+    Attributes:
+        whole: GGUF header, metadata and tensor infos of the file that is not split.
+        parts: the same of each part, that alone where it is not split.
+        counts: how many tensors each part has.
+    """
+
+    whole: bytes
+    parts: tuple[bytes, ...]
+    counts: tuple[int, ...]
 
 
 def header(
@@ -34,43 +54,115 @@ def header(
     folding: Folding,
     ternaries: Ternaries,
     calibrated: float = 0.0,
-) -> bytes:
-    """GGUF header, metadata and tensor infos as bytes; ``calibrated``: the share of weights rounded with statistics.
+    statistics: object = None,
+) -> Head:
+    """The heads of the files.
+
+    Args:
+        checkpoint: its writer gets the metadata.
+        choices: the type of each tensor.
+        options: what was asked for.
+        folding: which norms are folded.
+        ternaries: which matrices are ternary.
+        calibrated: the share of weights rounded with statistics.
+        statistics: of these, an importance matrix is recorded.
 
     Raises:
-        UserError: the model's metadata do not fit GGUF's types.
+        UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
     """
     writer = checkpoint.writer
-    if options.outtype != "f16":  # what upstream wrote for an F16 file stands
+    if not options.plain and not options.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
-        writer.add_file_type(_file_type(checkpoint, choices, options))
+        writer.add_file_type(file_type(checkpoint, choices, options))
     if any(choice.type == ITQ3_S for choice in choices):
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", options.effort)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
-        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
+    if folding.norms or any(choice.type == ITQ3_S for choice in choices):
+        writer.add_bool(NORMS_FOLDED, bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
-    writer.tensors = [{}]
-    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+    if isinstance(statistics, ImportanceMatrix):
+        _add_importance(writer, statistics, options)
+    return render(checkpoint, choices, options)
+
+
+def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
+    """Correct the share of weights that are rounded with statistics, in metadata made before it was known."""
+    entries = checkpoint.writer.kv_data[0]
+    if "itq3s.calibrated_share" in entries:
+        entries["itq3s.calibrated"].value = calibrated > 0
+        entries["itq3s.calibrated_share"].value = calibrated
+
+
+def render(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> Head:
+    """The heads of the files, of the metadata that the checkpoint's writer has.
+
+    Raises:
+        UserError: as :func:`header`.
+    """
+    tensors = list(zip(checkpoint.tensors, choices, strict=True))
+    whole, _ = _render(checkpoint, tensors, replace(options, split_max_size=0, split_max_tensors=0,
+                                                    no_tensor_first_split=False))  # fmt: skip
+    if not options.splits:
+        return Head(whole[0], (whole[0],), (len(tensors),))
+    parts, counts = _render(checkpoint, tensors, options)
+    if len(parts) > 1:  # upstream fills up the head of a part without tensors
+        parts = [part.ljust(padded(len(part)), b"\0") if not n else part for part, n in zip(parts, counts, strict=True)]
+    return Head(whole[0], tuple(parts), tuple(counts))
+
+
+def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: ConvertOptions) -> None:
+    """What llama-quantize notes of an importance matrix, texts cut as it cuts them."""
+
+    def cut(text: str) -> str:
+        return text.encode()[:127].decode(errors="ignore")
+
+    writer.add_string("quantize.imatrix.file", cut(str(options.imatrix)))
+    if matrix.datasets:
+        writer.add_string("quantize.imatrix.dataset", cut(matrix.datasets[0]))
+    writer.add_uint32("quantize.imatrix.entries_count", len(matrix.moments))
+    if matrix.chunks > 0:
+        writer.add_uint32("quantize.imatrix.chunks_count", matrix.chunks)
+
+
+def _render(
+    checkpoint: Checkpoint, tensors: Sequence[tuple[SourceTensor, Choice]], options: ConvertOptions
+) -> tuple[list[bytes], list[int]]:
+    """Heads by upstream's writer, split as it splits, and the number of tensors in each."""
+    writer = checkpoint.writer
+    writer.split_max_tensors, writer.split_max_size = options.split_max_tensors, options.split_max_size
+    writer.tensors = [{}, {}] if options.no_tensor_first_split else [{}]
+    writer.state = WriterState.NO_FILE
+    for tensor, choice in tensors:
         size = tensor.bytes_in(choice.type)
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=choice.type)
-    buffer = io.BytesIO()
-    writer.fout, writer.state = [buffer], WriterState.EMPTY
+    counts = [len(part) for part in writer.tensors]
+    if len(counts) > _MOST_PARTS:
+        what = f"would be written in {len(counts)} parts, more than {_MOST_PARTS}"
+        raise UserError(checkpoint.folder, what, "raise --split-max-size or --split-max-tensors")
+    buffers = [io.BytesIO() for _ in counts]
+    writer.fout, writer.state = buffers, WriterState.EMPTY
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-    except (struct.error, ValueError, TypeError, OverflowError) as error:
+    except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
         what = f"gives metadata that no GGUF file can hold: {error}"
-        raise UserError(checkpoint.folder / "config.json", what, "take the config.json of the model") from error
-    return buffer.getvalue()
+        remedy = "take the config.json and the model card of the model"
+        raise UserError(checkpoint.folder / "config.json", what, remedy) from error
+    del writer.kv_data[1:]
+    for key in (Keys.Split.LLM_KV_SPLIT_NO, Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT):
+        writer.remove_key(key)
+    return [buffer.getvalue() for buffer in buffers], counts
 
 
-def _file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> int:
+def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> LlamaFileType:
     """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be."""
+    if options.plain or options.vocab_only:
+        return checkpoint.ftype
     weights: Counter[str] = Counter()
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         weights[choice.type.name.lower()] += tensor.size
@@ -79,14 +171,19 @@ def _file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: Conve
     return LlamaFileType[f"MOSTLY_{name.upper()}"]
 
 
-def fingerprint(head: bytes, options: ConvertOptions, checkpoint: Checkpoint) -> str:
+def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:
     """Equal for two runs that would write the same bytes."""
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
-    how["folds"] = str(options.folds)
-    how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files])
+    how["folds"] = str(PLAN_VERSION if options.folds else 0)
+    files = [*checkpoint.files]
+    if options.sentence_transformers_dense_modules:
+        files += sorted(options.model.glob("*/model.safetensors"))
+    if options.target_model_dir:
+        files += sorted(options.target_model_dir.glob("*.safetensors"))
+    how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     if options.calibration:
         how["calibration"] = (options.calibration / "manifest.json").read_text()
     if options.imatrix:
         how["imatrix"] = hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
-    return hashlib.sha256(head + json.dumps(how, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(b"".join(head.parts) + json.dumps(how, sort_keys=True).encode()).hexdigest()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +14,8 @@ from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from ..calibration import store
+from ..calibration.options import CalibrationOptions
+from ..calibration.text import BUNDLED
 from ..checkpoint import fold, loadable, policy
 from ..checkpoint.files import check_output
 from ..checkpoint.fold import Folding
@@ -22,14 +25,17 @@ from ..codec import native
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
-from ..rounding import hessian, imatrix, ldlq
+from ..rounding import hessian, imatrix, ldlq, target
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
-from . import ternary
+from . import overrides, prune, ternary
 from .encode import Encoder, SquaredError
-from .header import fingerprint, header
-from .options import TERNARY_TYPES, ConvertOptions
-from .output import OutputFile
+from .header import file_type, fingerprint, header, render, set_share
+from .metadata import check_metadata
+from .naming import is_template, output_path, part_paths
+from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
+from .output import Output, Part, check_place
+from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
 
 
@@ -39,14 +45,16 @@ class Conversion:
 
     Attributes:
         rows: one for every tensor of the file.
-        size: bytes of the file.
+        size: bytes of all its parts.
         check: how it was found out that llama.cpp can load the file, a sentence.
+        parts: the files, one unless it is split.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
     """
 
     rows: list[TensorRow]
     size: int
     check: str
+    parts: Sequence[Part]
     shapes: Sequence[tuple[int, ...]] = ()
 
 
@@ -65,39 +73,111 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
     messages = messages or sys.stderr
-    check_output(options.out, (options.model, options.calibration, options.imatrix))
+    _check(options)
+    _check_output(options, options.out if options.out and not is_template(options.out) else None)
     encoder = _encoder(options, messages)
     checkpoint = open_checkpoint(
         options.model, model_name=options.model_name, verbose=options.verbose,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code, request=options.request,
     )  # fmt: skip
+    checkpoint = overrides.apply(checkpoint, options.override_kv)
+    checkpoint, names = prune.prune(checkpoint, options.prune_layers)
     ternaries = _find_ternaries(checkpoint, options, messages)
-    _check(options)
+    plain = checkpoint
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
     folding = _folding(checkpoint, options, ternaries, messages)
-    factors = _factors(checkpoint, options, folding)
+    statistics = _statistics(checkpoint, options, names)
+    factors = _factors(checkpoint, options, folding, statistics, names)
     checkpoint = replace(checkpoint, tensors=fold.apply(checkpoint.tensors, folding, str(checkpoint.folder)))
     choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
-    head = header(checkpoint, choices, options, folding, ternaries, _calibrated_share(checkpoint, choices, factors))
+    out = output_path(options, checkpoint.described, file_type(checkpoint, choices, options))
+    sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+    share = _calibrated_share(checkpoint, choices, factors) if sequential is None else 1.0
+    head = header(checkpoint, choices, options, folding, ternaries, share, statistics)
     sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
         for tensor, choice, size in zip(checkpoint.tensors, choices, sizes, strict=True)
     ]
-    output = OutputFile(options.out, head, sizes, fingerprint(head, options, checkpoint))
-    check = _check_loadable(checkpoint, head, output.size)
+    left = iter(sizes)
+    parts = [
+        Part(path, part, tuple(islice(left, count)))
+        for path, part, count in zip(part_paths(out, len(head.parts)), head.parts, head.counts, strict=True)
+    ]
+    for part in parts:
+        _check_output(options, part.path)
+    check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
+    finished = None
+    if sequential is not None and not options.dry_run:
+        finished = sequential.run(out.with_name(f"{out.name}.calibrating"), fingerprint(head, options, checkpoint))
+        set_share(checkpoint, _finished_share(checkpoint, choices, finished))
+        head = render(checkpoint, choices, options)
+        parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
+    output = Output(parts, fingerprint(head, options, checkpoint))
     if options.dry_run:
-        return Conversion(rows, output.size, check, [tensor.shape for tensor in checkpoint.tensors])
+        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors])
     with output:
-        rows = _write(output, checkpoint, rows, choices, encoder, factors, messages)
-    return Conversion(rows, output.size, check)
+        rows = _write(output, checkpoint, rows, choices, encoder, factors, messages, finished)
+    if finished is not None:
+        finished.remove()
+    return Conversion(rows, output.size, check, parts)
 
 
-def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int) -> str:
+def _sequential(
+    plain: Checkpoint,
+    checkpoint: Checkpoint,
+    choices: list[Choice],
+    options: ConvertOptions,
+    folding: Folding,
+    encoder: Encoder,
+    messages: TextIO,
+) -> Sequential | None:
+    """What quantizes layer by layer, if that is asked for; ``plain`` is not folded."""
+    if options.calibrate is None:
+        return None
+    if checkpoint.model.arch not in fold.ARCHITECTURES:
+        what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
+        raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+    calibration = CalibrationOptions(
+        options.model, options.calibrate or [BUNDLED], Path(), tokens=options.tokens, context=options.context,
+        hessian=options.hessian, device=options.device, batch=options.batch,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    rounding = SequentialOptions(
+        damping=hessian.DAMPING if options.damping is None else options.damping,
+        target_damping=target.DAMPING if options.target_damping is None else options.target_damping,
+        fisher=options.fisher,
+    )
+    folded = {tensor.name: tensor for tensor in checkpoint.tensors}
+    types = {tensor.name: choice.type for tensor, choice in zip(checkpoint.tensors, choices, strict=True)}
+    return Sequential(calibration, rounding, plain, folded, types, folding, encoder, messages)
+
+
+def _finished_share(checkpoint: Checkpoint, choices: list[Choice], finished: Finished) -> float:
+    """The share of the weights in ITQ3_S that were rounded layer by layer, with statistics."""
+    pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if c.type == ITQ3_S]
+    total = sum(tensor.size for tensor, _ in pairs)
+    return sum(tensor.size * finished.share(tensor.name) for tensor, _ in pairs) / total if total else 0.0
+
+
+def _check_output(options: ConvertOptions, out: Path | None) -> None:
+    """Refuse an output that is an input or cannot be written; without a name, its folder is looked at."""
+    if out is not None:
+        check_output(out, (options.model, options.calibration, options.imatrix, options.metadata))
+    if options.dry_run:
+        return
+    folder = options.out.parent if options.out else options.folder or (Path() if options.repository else options.model)
+    if out is not None or folder != options.model or folder.is_dir():  # that it is not there is said by the reader
+        check_place(out or folder / ".gguf")
+
+
+def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int, options: ConvertOptions) -> str:
     """Refuse a checkpoint that llama.cpp could not load once it is converted; returns which check was made."""
+    if options.mmproj or options.mtp or options.vocab_only or options.target_model_dir:
+        return "not loaded: it is only a part of a model"
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
     tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
     try:
@@ -111,6 +191,26 @@ def _check_loadable(checkpoint: Checkpoint, head: bytes, size: int) -> str:
 
 def _check(options: ConvertOptions) -> None:
     """Refuse options that contradict each other."""
+    if (options.mmproj or options.vocab_only) and not options.plain:
+        what = "a vocabulary has no tensors" if options.vocab_only else "a projector is small, its rows seldom fit"
+        remedy = f"leave --outtype out, or take one of {', '.join(PLAIN_OUTTYPES)}"
+        raise UserError(options.model, f"cannot be written as {options.outtype}: {what}", remedy)
+    by_quantize = {"--tensor-type": options.tensor_types, "--leave-output-tensor": options.leave_output_tensor}
+    if options.plain and (given := [name for name, value in by_quantize.items() if value]):
+        what = f"{given[0]} is for quantized files, and {options.outtype} is what llama.cpp's converter writes"
+        raise UserError(options.model, what, f"leave {given[0]} out, or take --outtype itq3_s")
+    if options.fp8_as_q8 and options.outtype not in ("f16", "bf16", "auto"):
+        remedy = "take --outtype auto, f16 or bf16, or leave it out"
+        raise UserError(options.model, f"--fp8-as-q8 has no meaning for {options.outtype}", remedy)
+    if options.vocab_only and (options.splits or options.mmproj or options.mtp or options.prune_layers):
+        raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
+    filters = bool(options.include_weights), bool(options.exclude_weights)
+    if all(filters) or (any(filters) and not options.imatrix):
+        what = "--include-weights and --exclude-weights are for an importance matrix"
+        raise UserError(options.imatrix or options.model, what, "give one of them, beside --imatrix")
+    if options.metadata:
+        check_metadata(options.metadata)
+    _check_calibrate(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
     if options.statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
@@ -119,6 +219,24 @@ def _check(options: ConvertOptions) -> None:
     if options.folds and options.outtype in TERNARY_TYPES:
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
+
+
+def _check_calibrate(options: ConvertOptions) -> None:
+    """Refuse what does not go with quantizing layer by layer."""
+    if options.calibrate is None:
+        if options.fisher:
+            raise UserError(options.model, "--fisher is for --calibrate", "give --calibrate, or leave it out")
+        return
+    others = {
+        "--calibration": options.calibration, "--imatrix": options.imatrix, "--prune-layers": options.prune_layers,
+        "--fuse-qkv": options.fuse_qkv, "--fuse-gate-up-exps": options.fuse_gate_up_exps, "--mtp": options.mtp,
+        "--mmproj": options.mmproj, "--vocab-only": options.vocab_only,
+    }  # fmt: skip
+    if given := [name for name, value in others.items() if value]:
+        raise UserError(options.model, f"{given[0]} does not go with --calibrate", "give one of them")
+    if options.outtype != "itq3_s" or options.codec != "trellis":
+        what = "--calibrate is for the trellis code of ITQ3_S"
+        raise UserError(options.model, what, "leave it out, or leave --outtype and --codec as they are by default")
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
@@ -147,36 +265,51 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
 
 
 def _find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
-    """The matrices that are, or are to be made, ternary; none in an F16 file, which holds them as they are."""
+    """The matrices that are, or are to be made, ternary; none in a file as upstream writes it."""
     name = options.outtype if options.outtype in TERNARY_TYPES else options.ternary_type
-    mode = "off" if options.outtype == "f16" else options.ternary
+    mode = "off" if options.plain else options.ternary
     qtype = GGMLQuantizationType[name.upper()]
-    return ternary.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=options.own_types)
+    given = {tensor.name for tensor in checkpoint.tensors if _is_given(tensor, checkpoint, options)}
+    return ternary.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=given)
+
+
+def _is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    return options.overrides.touches(
+        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=options.pure
+    )
 
 
 def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternaries, messages: TextIO) -> Folding:
     """Which norms are folded; those that are left alone are said."""
     if not options.folds:
         return Folding()
-    floats = {tensor.name for tensor in checkpoint.tensors if tensor.stored.name in ("F32", "F16", "BF16")}
-    # With its norm folded, a ternary matrix would have more than three values.
-    foldable = [tensor.name for tensor in checkpoint.tensors if tensor.name not in ternaries.norms]
-    folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
-    if folding.left_alone:
-        lines = "\n".join(f"  {line}" for line in folding.left_alone)
-        print(f"note: norms that are not folded:\n{lines}", file=messages)
+    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
+    if folding.note:
+        print(folding.note, file=messages)
     return folding
 
 
-def _factors(checkpoint: Checkpoint, options: ConvertOptions, folding: Folding) -> HessianFactors | None:
-    """The factors of the Hessians, where statistics are given; ``checkpoint`` is not folded yet."""
-    source: Statistics
+def _statistics(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
+    """What is known of the inputs of the matrices, by the names that the checkpoint had before ``names``."""
     if options.calibration:
-        source = store.open_calibration(options.calibration, checkpoint.files)
-    elif options.imatrix:
-        source = imatrix.read(options.imatrix)
-    else:
+        return store.open_calibration(options.calibration, checkpoint.files)
+    if options.imatrix:
+        shapes = {names.get(tensor.name, tensor.name): tensor.shape for tensor in checkpoint.tensors}
+        return imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
+    return None
+
+
+def _factors(
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    folding: Folding,
+    statistics: Statistics | None,
+    names: Mapping[str, str],
+) -> HessianFactors | None:
+    """The factors of the Hessians, where statistics are given; ``checkpoint`` is not folded yet."""
+    if statistics is None:
         return None
+    source = prune.RenamedStatistics(statistics, names) if names else statistics
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
     if not any(source.known(name) for name in by_name):
         raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
@@ -203,21 +336,18 @@ def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: He
 
 
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
-    target = GGMLQuantizationType[options.outtype.upper()]
+    given = options.overrides
     choices = [
         policy.choose(
-            tensor.name, tensor.shape, tensor.stored, target, checkpoint.model,
-            pure=options.pure, writable=encoder.writable,
+            tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
+            pure=options.pure, writable=encoder.writable, overrides=given,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
-    for number, tensor in enumerate(checkpoint.tensors):
-        if name := options.own_types.get(tensor.name):
-            wanted = GGMLQuantizationType[name.upper()]
-            if encoder.writable is not None and wanted not in encoder.writable:
-                remedy = f"run {native.build_command()}"
-                raise UserError(options.model, f"{wanted.name} needs the built library", remedy, tensor.label)
-            choices[number] = Choice(policy.fit(wanted, tensor.shape[-1]), wanted)
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        if encoder.writable is not None and choice.type not in encoder.writable and tensor.stored != choice.type:
+            what = f"{choice.type.name} needs the built library"
+            raise UserError(options.model, what, f"run {native.build_command()}", tensor.label)
     return choices
 
 
@@ -228,7 +358,7 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
         fitted = policy.fit(choice.wanted, tensor.shape[-1])
         if fitted != choice.wanted:
             odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
-        if encoder.writable is not None and fitted not in encoder.writable:
+        if encoder.writable is not None and fitted not in encoder.writable and fitted != choice.type:
             unwritable.add(f"{fitted.name} -> {choice.type.name}")
     if odd:
         lines = "\n".join(odd)
@@ -255,27 +385,28 @@ def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: Hessia
 
 
 def _write(
-    output: OutputFile,
+    output: Output,
     checkpoint: Checkpoint,
     rows: list[TensorRow],
     choices: list[Choice],
     encoder: Encoder,
     factors: HessianFactors | None,
     messages: TextIO,
+    finished: Finished | None,
 ) -> list[TensorRow]:
     """Write every tensor that is not there yet; returns the rows with their errors."""
     done = len(output.records)
     if done:
         print(f"continuing after {done} of {len(rows)} tensors", file=messages)
     total = sum(row.weights for row in rows)
-    finished = sum(row.weights for row in rows[:done])
+    written = sum(row.weights for row in rows[:done])
     progress = tqdm(
-        total=total, initial=finished, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
+        total=total, initial=written, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
     )  # fmt: skip
     with progress as bar:
         for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
             bar.set_postfix_str(tensor.name, refresh=False)
-            writer = _TensorWriter(tensor, choice, encoder, factors, checkpoint.folder, bar)
+            writer = _TensorWriter(tensor, choice, encoder, factors, checkpoint.folder, bar, finished)
             output.write(writer.pieces(), writer.record)
     return [replace(row, error=record["error"]) for row, record in zip(rows, output.records, strict=True)]
 
@@ -290,6 +421,7 @@ class _TensorWriter:
     factors: HessianFactors | None
     folder: Path
     bar: Any
+    finished: Finished | None = None
     error: SquaredError = SquaredError()  # noqa: RUF009 (frozen)
 
     def factor(self, number: int) -> Factor | None:
@@ -302,6 +434,12 @@ class _TensorWriter:
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes in order."""
         left = self.tensor.size
+        if self.finished is not None and self.finished.known(self.tensor.name):
+            for data, error in self.finished.pieces(self.tensor.name):
+                yield data
+                self.error += error
+            self.bar.update(left)
+            return
         try:
             for piece in self.encoder.encode(self.tensor.load(), self.tensor.size, self.choice.type, self.factor):
                 yield piece.data
@@ -312,6 +450,9 @@ class _TensorWriter:
         except ValueError as problem:
             remedy = "repair the checkpoint or download it again"
             raise UserError(self.folder, str(problem), remedy, self.tensor.label) from problem
+        except OSError as problem:
+            what = f"cannot be read: {problem.strerror or problem}"
+            raise UserError(self.folder, what, "check the disk of the model", self.tensor.label) from problem
 
     def record(self) -> dict[str, Any]:
         """What the journal keeps."""

@@ -18,6 +18,7 @@ from ..codec.blocks import unpack
 from ..codec.trellis import LEVELS
 from ..codec.types import ITQ3_S
 from ..errors import UserError
+from .reader import open_gguf
 
 # Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.
 _SCALE_OFFSETS: Final = {
@@ -34,20 +35,6 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _TRITS: Final = (-1, 0, 1)
 
 Blocks = np.ndarray
-
-
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """A reader of a GGUF file.
-
-    Raises:
-        UserError: there is no such file, or it is not a complete GGUF file.
-    """
-    if not path.is_file():
-        raise UserError(path, "no such file", "give a GGUF file")
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # gguf-py checks little of what it reads
-        raise UserError(path, f"is not a complete GGUF file ({error})", "write or download it again") from error
 
 
 def _itq3_s_counts(blocks: Blocks) -> np.ndarray:
@@ -138,8 +125,10 @@ def _not_finite(tensor: gguf.ReaderTensor) -> int | None:
 def inspect_file(path: Path) -> dict[str, Any]:
     """Facts about a file: ``file``, ``bytes``, ``metadata`` (``itq3s.*``, architecture and file type), ``tensors``.
 
+    Of a split file, any part stands for the whole.
+
     Raises:
-        UserError: as :func:`open_gguf`.
+        UserError: as :func:`gguf_itq3s.inspect.reader.open_gguf`.
     """
     reader = open_gguf(path)
     names = [
@@ -152,9 +141,14 @@ def inspect_file(path: Path) -> dict[str, Any]:
     except (ValueError, IndexError, TypeError) as error:
         raise UserError(path, f"has metadata that cannot be read ({error})", "write or download it again") from error
     return {
-        "file": str(path), "bytes": path.stat().st_size, "metadata": metadata,
+        "file": str(path), "parts": [part.name for part in reader.paths], "bytes": reader.size, "metadata": metadata,
         "tensors": [inspect_tensor(tensor) for tensor in reader.tensors],
     }  # fmt: skip
+
+
+def _in_parts(facts: dict[str, Any]) -> str:
+    count = len(facts["parts"])
+    return f" in {count} files, {facts['parts'][0]} the first" if count > 1 else ""
 
 
 def _shares(levels: dict[str, float] | None) -> str:
@@ -169,7 +163,7 @@ def _complaint(tensor: dict[str, Any]) -> str:
 def text(facts: dict[str, Any]) -> str:
     """The facts as tables; shares of levels in percent, from the lowest level up."""
     lines = [
-        f"{facts['file']}: {report.size(facts['bytes'])}",
+        f"{facts['file']}: {report.size(facts['bytes'])}{_in_parts(facts)}",
         *(f"{k} = {v}" for k, v in facts["metadata"].items()),
         *(_complaint(t) for t in facts["tensors"] if t["not_finite"]),
         "",
@@ -193,7 +187,7 @@ def text(facts: dict[str, Any]) -> str:
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``inspect``."""
     parser = subparsers.add_parser("inspect", help="types, bits, scales and levels of a GGUF file", description=__doc__)
-    parser.add_argument("file", type=Path, help="GGUF file")
+    parser.add_argument("file", type=Path, help="GGUF file, or any part of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

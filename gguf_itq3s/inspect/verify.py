@@ -20,7 +20,7 @@ from ..checkpoint import loadable, trust
 from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
-from .contents import open_gguf
+from .reader import open_gguf
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22
@@ -73,7 +73,7 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
     with the folded checkpoint.
 
     Args:
-        path: GGUF file.
+        path: GGUF file, or any part of a split one.
         source: Hugging Face folder or GGUF file.
         trust_remote_code: Python code of the folder may run.
 
@@ -125,7 +125,7 @@ def check_loadable(path: Path) -> str:
     if (tokens := reader.fields.get("tokenizer.ggml.tokens")) is not None:
         metadata["tokenizer.ggml.tokens"] = list(tokens.data)  # where they are: only their number is asked
     try:
-        return loadable.check_file(path, {t.name: _shape(t) for t in reader.tensors}, metadata)
+        return loadable.check_file(reader.paths[0], {t.name: _shape(t) for t in reader.tensors}, metadata)
     except loadable.NotLoadableError as problem:
         raise loadable.user_error(problem, path, "convert the checkpoint again") from problem
 
@@ -168,7 +168,7 @@ def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``verify``."""
     parser = subparsers.add_parser("verify", help="error of a GGUF file against its checkpoint", description=__doc__)
-    parser.add_argument("file", type=Path, help="GGUF file")
+    parser.add_argument("file", type=Path, help="GGUF file, or any part of a split one")
     parser.add_argument(
         "--against", type=Path, required=True, metavar="MODEL", help="Hugging Face folder, or F16 GGUF file"
     )

@@ -7,8 +7,10 @@ in the basis that is not rotated. Taken for the whole of it, the rotated Hessian
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import gguf
@@ -21,6 +23,9 @@ from .factors import GainOf, tensor_entry
 
 _SUMS: Final = ".in_sum2"
 _COUNTS: Final = ".counts"
+_REMEDY: Final = "give a file that llama-imatrix wrote"
+# Bytes of the name of a tensor, or of a text file.
+_LONGEST_NAME: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,30 @@ class ImportanceMatrix:
     Attributes:
         path: the file.
         moments: matrix -> float64 (experts, n), experts 1 for a plain matrix; a row of an expert without data is NaN.
+        datasets: names of the texts it was made of.
+        chunks: how many chunks of them were run, 0 where the file does not say.
     """
 
     path: Path
     moments: dict[str, npt.NDArray[np.float64]]
+    datasets: tuple[str, ...] = ()
+    chunks: int = 0
+
+    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> ImportanceMatrix:
+        """Without the entries that have one of ``exclude`` in their names, or, if it is given, none of ``include``.
+
+        Raises:
+            UserError: no entry is left.
+        """
+        moments = {
+            name: rows
+            for name, rows in self.moments.items()
+            if not any(part in name for part in exclude) and (not include or any(part in name for part in include))
+        }
+        if not moments:
+            what = "has no entry that --include-weights and --exclude-weights leave"
+            raise UserError(self.path, what, "change these options")
+        return replace(self, moments=moments)
 
     def known(self, name: str) -> bool:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
@@ -93,19 +118,50 @@ def _without_gain(moments: npt.NDArray[np.float64], gain: npt.NDArray[np.float32
     return np.where(np.isnan(result), np.nanmean(result) if (square > 0).any() else 1.0, result)
 
 
-def read(path: Path) -> ImportanceMatrix:
-    """Read an importance matrix in llama-imatrix's GGUF form.
+def read(path: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> ImportanceMatrix:
+    """Read an importance matrix of llama-imatrix, in its GGUF form or the older one (``.dat``).
+
+    Args:
+        path: the file.
+        shapes: of the model's tensors, rows last. The older form does not tell experts apart.
 
     Raises:
         UserError: no such file, another format, or values that are not finite, negative, or all the same.
     """
-    remedy = "give a file that llama-imatrix wrote (GGUF, its default)"
     if not path.is_file():
-        raise UserError(path, "is not there", remedy)
+        raise UserError(path, "is not there", _REMEDY)
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+        matrix = _read_gguf(path) if is_gguf else _read_legacy(path, shapes)
+    except OSError as error:
+        raise UserError(path, f"cannot be read: {error.strerror or error}", _REMEDY) from error
+    for name, rows in matrix.moments.items():
+        if not _uneven(rows).any():
+            raise UserError(path, "has the same value for every column, or none", _REMEDY, name)
+    if not matrix.moments:
+        raise UserError(path, "holds no importance matrix", _REMEDY)
+    return matrix
+
+
+def _means(
+    path: Path, name: str, sums: npt.NDArray[np.float64], seen: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Sums (experts, n) over counts (experts, 1); NaN where nothing was counted."""
+    if not np.isfinite(sums).all() or (sums < 0).any():
+        raise UserError(path, "has sums that are not finite, negative or without a count", _REMEDY, name)
+    if not np.isfinite(seen).all() or (seen < 0).any():
+        raise UserError(path, "has counts that are not finite or negative", _REMEDY, name)
+    return np.divide(sums, seen, out=np.full_like(sums, np.nan), where=seen > 0)
+
+
+def _read_gguf(path: Path) -> ImportanceMatrix:
     try:
         reader = gguf.GGUFReader(path)
+        datasets = _contents(reader, "imatrix.datasets")
+        chunks = _contents(reader, "imatrix.chunk_count")
     except Exception as error:  # gguf-py checks little of what it reads
-        raise UserError(path, f"is not a GGUF file: {error}", remedy) from error
+        raise UserError(path, f"is not a GGUF file: {error}", _REMEDY) from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     moments: dict[str, npt.NDArray[np.float64]] = {}
     for name, tensor in tensors.items():
@@ -113,16 +169,58 @@ def read(path: Path) -> ImportanceMatrix:
             continue
         matrix = name.removesuffix(_SUMS)
         if (counts := tensors.get(matrix + _COUNTS)) is None:
-            raise UserError(path, "has sums without counts", remedy, matrix)
+            raise UserError(path, "has sums without counts", _REMEDY, matrix)
         sums = np.atleast_2d(np.asarray(tensor.data, dtype=np.float64))
         seen = np.asarray(counts.data, dtype=np.float64).reshape(-1, 1)
-        if sums.shape[0] != seen.size or not np.isfinite(sums).all() or (sums < 0).any():
-            raise UserError(path, "has sums that are not finite, negative or without a count", remedy, matrix)
-        if not np.isfinite(seen).all() or (seen < 0).any():
-            raise UserError(path, "has counts that are not finite or negative", remedy, matrix)
-        moments[matrix] = np.divide(sums, seen, out=np.full_like(sums, np.nan), where=seen > 0)
-        if not _uneven(moments[matrix]).any():
-            raise UserError(path, "has the same value for every column, or none", remedy, matrix)
-    if not moments:
-        raise UserError(path, "holds no importance matrix", remedy)
-    return ImportanceMatrix(path, moments)
+        if sums.shape[0] != seen.size:
+            raise UserError(path, "has sums that are not finite, negative or without a count", _REMEDY, matrix)
+        moments[matrix] = _means(path, matrix, sums, seen)
+    names = tuple(str(name) for name in datasets) if isinstance(datasets, list) else ()
+    return ImportanceMatrix(path, moments, names, chunks if isinstance(chunks, int) and 0 < chunks < 1 << 31 else 0)
+
+
+def _contents(reader: gguf.GGUFReader, key: str) -> object:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def _read_legacy(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> ImportanceMatrix:
+    """The form before GGUF: for each matrix its name, a number of calls, and means times that number.
+
+    Every number is held against what is left of the file before it is believed.
+    """
+    left = path.stat().st_size
+    with path.open("rb") as file:
+
+        def take(size: int, most: int) -> bytes:
+            nonlocal left
+            if not 0 <= size <= min(left, most):
+                raise _damaged(path)
+            left -= size
+            return file.read(size)
+
+        def number() -> int:
+            return int.from_bytes(take(4, 4), "little", signed=True)
+
+        moments: dict[str, npt.NDArray[np.float64]] = {}
+        entries = number()
+        if entries < 1:
+            raise _damaged(path)
+        for _ in range(entries):
+            name = take(number(), _LONGEST_NAME).decode(errors="replace")
+            calls, values = number(), number()
+            if values < 1 or name in moments or not name.isprintable():
+                raise _damaged(path)
+            data = np.frombuffer(take(4 * values, left), dtype="<f4").astype(np.float64)
+            columns = shapes[name][-1] if name in shapes and values % shapes[name][-1] == 0 else values
+            rows = data.reshape(-1, columns)
+            # Without calls, the values are the means.
+            seen = np.full((rows.shape[0], 1), float(calls) if calls else 1.0)
+            moments[name] = _means(path, name, rows, seen)
+        chunks = number() if left else 0
+        dataset = take(number(), _LONGEST_NAME).decode(errors="replace") if left else ""
+    return ImportanceMatrix(path, moments, (dataset,) if dataset else (), max(0, chunks))
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(path, "is not a GGUF file, and not a whole importance matrix of the older form", _REMEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import tqdm
 
 # No thread of its own: the tests of this folder fork.
 tqdm.tqdm.monitor_interval = 0
+# Its default lock is one that processes share: a child that is killed while it holds it would stop the others.
+tqdm.tqdm.set_lock(threading.RLock())
 
 #: Kills of each kind where --rounds is not given: what continuous integration has time for.
 ROUNDS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import resource
 import shutil
 import tarfile
@@ -63,20 +64,34 @@ def short_of_room(way: str, folder: Path, size: int) -> Iterator[Callable[[Calla
         yield lambda work: work
 
 
+@pytest.mark.parametrize("split", ["", "--split-max-tensors=6"], ids=["one file", "split"])
 @pytest.mark.parametrize("way", ["disk", "limit"])
 @pytest.mark.parametrize("size", [8192, 300_000, 1_200_000])
 def test_a_disk_that_fills_up_during_a_conversion(
-    size: int, way: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    record: Record,
+    size: int, way: str, split: str, checkpoint: Callable[[str], Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, record: Record,
 ) -> None:  # fmt: skip
+    """What is finished is kept, and with room the same command goes on from it; no file has a final name before."""
     unseen(monkeypatch)
-    out = tmp_path / "disk" / "x.gguf"
+    log, out = tmp_path / "log", tmp_path / "disk" / "x.gguf"
+    words = ["--outtype", "f32", *([split] if split else [])]  # 5.2 MB
+    assert child(command("convert", checkpoint("llama"), tmp_path / "whole" / "x.gguf", *words), log).code == 1
+    (tmp_path / "whole").mkdir()
+    assert child(command("convert", checkpoint("llama"), tmp_path / "whole" / "x.gguf", *words), log).code == 0
     with short_of_room(way, out.parent, size) as through:
-        run = command("convert", checkpoint("llama"), out, "--outtype", "f16")  # 2.6 MB
-        said = one_line(child(through(run), tmp_path / "log"))
-        assert str(out) in said and "cannot be written: " in said
-        assert list(out.parent.iterdir()) == []
-    record(f"conversions onto a full disk ({way})", tried=1, one_line=1, left_behind=0)
+        for _ in range(2):  # again on the same full disk: what is kept stays
+            said = one_line(child(through(command("convert", checkpoint("llama"), out, *words)), log))
+            assert "cannot be written: " in said and str(out.with_suffix("")) in said
+            assert not list(out.parent.glob("*.gguf"))
+            kept = re.search(r"; (\d+) of 21 tensors are kept, the same command continues after them$", said)
+            assert bool(kept) == bool(list(out.parent.iterdir()))
+        shutil.copytree(out.parent, tmp_path / "left")
+    outcome = child(command("convert", checkpoint("llama"), tmp_path / "left" / "x.gguf", *words), log)
+    assert outcome.code == 0
+    assert (f"continuing after {kept[1]} of 21 tensors" if kept else "\n") in outcome.said
+    assert content(tmp_path / "left") == content(tmp_path / "whole")
+    what = f"conversions onto a full disk ({way})"
+    record(what, tried=1, one_line=1, resumed=int(bool(kept)), other_bytes_after_resuming=0)
 
 
 @pytest.mark.parametrize(

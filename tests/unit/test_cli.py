@@ -158,8 +158,12 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         r"llama: blk\.0\.attn_q\.weight \(model\.layers\.0\.self_attn\.q_proj\.weight\): 1 of its .* infinite; ",
     ),
     "NaN in a norm": (
+        lambda f: edit_tensor(f, "model.layers.0.input_layernorm.weight", float("nan")),
+        r"llama: blk\.0\.attn_norm\.weight \(model\..*layernorm\.weight\): 1 of its weights is NaN or infinite; ",
+    ),
+    "NaN in the last norm": (
         lambda f: edit_tensor(f, "model.norm.weight", float("nan")),
-        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN or infinite; ",
+        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN; ",
     ),
 }  # fmt: skip
 
@@ -256,7 +260,11 @@ def test_output_that_cannot_grow(checkpoint: Callable[[str], Path], tmp_path: Pa
     assert done.returncode == 1
     line = one_error(done.stderr)
     assert line.startswith(f"error: {tmp_path / 'out.gguf'}: cannot be written: ")
-    assert list(tmp_path.iterdir()) == []
+    kept = re.search(r"; (\d+) of 21 tensors are kept, the same command continues after them$", line)
+    assert kept and sorted(path.suffix for path in tmp_path.iterdir()) == [".journal", ".partial"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and f"continuing after {kept[1]} of 21 tensors" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def test_a_file_that_is_there_survives_a_failed_conversion(llama_copy: Path, tmp_path: Path) -> None:

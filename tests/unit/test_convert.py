@@ -37,7 +37,7 @@ from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.encode import Encoder, Piece
 from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.output import OutputFile
+from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
@@ -212,7 +212,7 @@ def test_hub_names_are_taken_from_the_cache(checkpoint: Make, tmp_path: Path, mo
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "ITQ3_S.gguf" in done.stdout
+    assert "itq3_s.gguf" in done.stdout
     missing = [*command[:4], "hf:someone/other", *command[5:]]
     done = subprocess.run(missing, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
@@ -451,7 +451,7 @@ def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other process renames its partial file between this one's opening and locking of it."""
-    out, lock = tmp_path / "out.gguf", OutputFile._lock
+    out, lock = tmp_path / "out.gguf", Output._lock
     renames = [lambda: (tmp_path / "out.gguf.partial").replace(out)]
     (tmp_path / "out.gguf.partial").write_bytes(b"whole")
 
@@ -460,8 +460,8 @@ def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(
             renames.pop()()
         return lock(file)
 
-    monkeypatch.setattr(OutputFile, "_lock", staticmethod(late))
-    with pytest.raises(RuntimeError, match="stopped"), OutputFile(out, b"GGUF", [], "print"):
+    monkeypatch.setattr(Output, "_lock", staticmethod(late))
+    with pytest.raises(RuntimeError, match="stopped"), Output([Part(out, b"GGUF", ())], "print"):
         assert (out.read_bytes(), (tmp_path / "out.gguf.partial").exists()) == (b"whole", True)
         raise RuntimeError("stopped")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.gguf", b"whole")]

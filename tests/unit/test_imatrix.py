@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -133,3 +136,123 @@ def test_the_share_counts_the_experts_of_a_stack(tmp_path: Path) -> None:
     assert (read.share("e.weight"), read.share("a.weight")) == (0.5, 0.0)
     assert read.diagonal("e.weight", 256, 0) is not None
     assert read.diagonal("e.weight", 256, 3) is None
+
+
+# ------------------------------------------------------------------------------------------------------ the older form
+
+
+def legacy(path: Path, entries: dict[str, tuple[int, np.ndarray]], tail: bytes | None = None) -> Path:
+    """A file as llama-imatrix wrote it before GGUF: means times calls."""
+    parts = [struct.pack("<i", len(entries))]
+    for name, (calls, means) in entries.items():
+        values = (means.ravel() * max(calls, 1)).astype("<f4").tobytes()
+        parts += [struct.pack("<i", len(name)), name.encode(), struct.pack("<ii", calls, means.size), values]
+    if tail is None:
+        tail = struct.pack("<ii", 7, 8) + b"text.txt"
+    path.write_bytes(b"".join(parts) + tail)
+    return path
+
+
+def test_the_older_form_is_read(tmp_path: Path) -> None:
+    plain, experts = np.arange(1.0, 257), np.random.default_rng(0).random((3, 512))
+    path = legacy(tmp_path / "i.dat", {"a.weight": (10, plain), "e.weight": (4, experts), "n.weight": (0, plain)})
+    read = imatrix.read(path, {"a.weight": (64, 256), "e.weight": (3, 64, 512)})
+    assert (read.datasets, read.chunks) == (("text.txt",), 7)
+    for name, columns, number, expected in (
+        ("a.weight", 256, None, plain), ("e.weight", 512, 2, experts[2]), ("n.weight", 256, None, plain),
+    ):  # fmt: skip
+        found = read.diagonal(name, columns, number)
+        assert found is not None
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert read.moments["e.weight"].shape == (3, 512)
+    with pytest.raises(UserError, match="1 x 1536 values for a matrix of 512 columns"):
+        imatrix.read(path).diagonal("e.weight", 512, 1)
+    bare = imatrix.read(legacy(tmp_path / "bare.dat", {"a.weight": (10, plain)}, b""))
+    assert (bare.datasets, bare.chunks) == ((), 0)
+
+
+def damaged_legacy(path: Path) -> dict[str, bytes]:
+    """Files that are none, by what is wrong with them."""
+    row = np.arange(1.0, 257)
+    data = legacy(path, {"a.weight": (10, row)}).read_bytes()
+    huge = struct.pack("<i", 0x7FFFFFFF)
+    nan = np.where(row == 9, np.nan, row)
+    return {
+        "empty": b"", "short": b"no", "no entry": struct.pack("<i", 0), "negative entries": struct.pack("<i", -1),
+        "many entries": huge + data[4:], "long name": data[:4] + huge + data[8:],
+        "negative name": data[:4] + b"\xff" * 4,
+        "many values": data[:20] + huge + data[24:], "negative values": data[:20] + struct.pack("<i", -5) + data[24:],
+        "torn": data[:500], "long dataset": data[:-12] + huge + data[-8:], "half a tail": data[:-10],
+        "twice": legacy(path, {"a.weight": (1, row), "b.weight": (1, row)}).read_bytes().replace(b"b.w", b"a.w"),
+        "NaN": legacy(path, {"a.weight": (10, nan)}).read_bytes(),
+        "negative": legacy(path, {"a.weight": (10, -row)}).read_bytes(),
+        "negative calls": data[:16] + struct.pack("<i", -3) + data[20:],
+        "the same": legacy(path, {"a.weight": (10, np.ones(256))}).read_bytes(),
+        "a line break": data.replace(b"a.weight", b"a\nweight"),
+    }  # fmt: skip
+
+
+def test_damage_to_the_older_form_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "i.dat"
+    for kind, data in damaged_legacy(path).items():
+        path.write_bytes(data)
+        with pytest.raises(UserError) as caught:
+            imatrix.read(path)
+        said = str(caught.value)
+        assert said.startswith(f"{path}: ") and said.endswith("; give a file that llama-imatrix wrote"), kind
+        assert "\n" not in said, kind
+
+
+def test_chance_bytes_take_neither_time_nor_memory(tmp_path: Path) -> None:
+    """Every prefix and many changed bytes: a result or one line, never anything else."""
+    path = tmp_path / "i.dat"
+    whole = bytearray(
+        legacy(path, {"a.weight": (10, np.arange(1.0, 65)), "b.weight": (3, np.arange(2.0, 66))}).read_bytes()
+    )
+    chance, read = np.random.default_rng(1), 0
+    for number in range(600):
+        data = whole.copy()
+        if number % 3 == 0:
+            del data[int(chance.integers(len(data))) :]
+        for place in chance.integers(0, 40, 2):
+            if place < len(data):
+                data[place] = int(chance.integers(256))
+        path.write_bytes(data)
+        with contextlib.suppress(UserError):
+            read += bool(imatrix.read(path).moments)
+    assert read > 10
+
+
+def test_entries_are_left_out_by_name(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    row = np.arange(1.0, 257)[None]
+    path = write(
+        tmp_path / "i.gguf", {f"blk.{n}.{part}.weight": row for n in range(2) for part in ("attn_q", "ffn_up")}
+    )
+    read = imatrix.read(path)
+    assert list(read.filtered(("attn",), ()).moments) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
+    assert list(read.filtered((), ("blk.0", "ffn")).moments) == ["blk.1.attn_q.weight"]
+    with pytest.raises(UserError, match="has no entry that --include-weights and --exclude-weights leave"):
+        read.filtered(("nothing",), ())
+    options = {"include_weights": ("attn",), "exclude_weights": ("ffn",)}
+    for names in (("include_weights", "exclude_weights"), ("include_weights",), ("exclude_weights",)):
+        given = {name: options[name] for name in names}
+        both: dict[str, Any] = {**given, **({"imatrix": path} if len(names) == 2 else {})}
+        with pytest.raises(UserError, match="give one of them, beside --imatrix"):
+            convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", **both))
+
+
+def test_what_is_noted_of_an_importance_matrix(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """The keys of llama-quantize, with its types; texts are cut after 127 bytes."""
+    row = np.arange(1.0, 257)
+    folder = tmp_path / ("n" * 120)
+    folder.mkdir()
+    path = legacy(folder / "i.dat", {"blk.0.attn_q.weight": (10, row), "blk.0.ffn_up.weight": (1, row)})
+    for include, count in (((), 2), (("ffn",), 1)):
+        out = tmp_path / "x.gguf"
+        convert(ConvertOptions(uneven("llama"), out, imatrix=path, effort="fast", include_weights=include))
+        fields = gguf.GGUFReader(out).fields
+        found = {key: (field.types[0].name, field.contents()) for key, field in fields.items() if "imatrix" in key}
+        assert found == {
+            "quantize.imatrix.file": ("STRING", str(path)[:127]), "quantize.imatrix.dataset": ("STRING", "text.txt"),
+            "quantize.imatrix.entries_count": ("UINT32", count), "quantize.imatrix.chunks_count": ("UINT32", 7),
+        }  # fmt: skip

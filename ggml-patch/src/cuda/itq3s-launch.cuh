@@ -9,6 +9,10 @@
 struct ggml_backend_cuda_context;
 struct ggml_tensor;
 
+static inline bool ggml_cuda_itq3_s_is_ours(const ggml_type type) {
+    return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
+}
+
 bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
                                         int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
                                         cudaStream_t stream);

@@ -4,20 +4,16 @@
 #include <algorithm>
 #include <cstdlib>
 
-static bool is_one_of_ours(const ggml_type type) {
-    return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
-}
-
 bool ggml_cuda_itq3_s_prefers_cublas(const ggml_type type, const int64_t ncols) {
     static const int64_t from = [] {
         const char * text = getenv("GGML_CUDA_ITQ3S_CUBLAS_COLUMNS");
         return text ? strtoll(text, nullptr, 10) : 0;
     }();
-    return is_one_of_ours(type) && from > 0 && ncols >= from;
+    return ggml_cuda_itq3_s_is_ours(type) && from > 0 && ncols >= from;
 }
 
 int64_t ggml_cuda_itq3_s_mma_max_columns(const ggml_type type) {
-    if (!is_one_of_ours(type)) {
+    if (!ggml_cuda_itq3_s_is_ours(type)) {
         return 0;
     }
     const int cc = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
@@ -47,29 +43,15 @@ static int choose_log2_warps_k(const int64_t nrows, const int64_t nunits, const 
     return best;
 }
 
-// A product as the kernel wants it; strides of x in bytes, of y in bytes, of dst in elements.
+// A product, its shape but for how it is shared among warps and CUDA blocks.
 struct itq3_s_mma_args {
-    const void *    vx;
-    const void *    vy;
-    const int32_t * ids;
-    float *         dst;
-    int64_t         nblocks;
-    int64_t         nrows;
-    int64_t         ncols;
-    int64_t         ncols_y;
-    int64_t         nchannels_x;
-    int64_t         nchannels_dst;
-    int64_t         nsamples_x;
-    int64_t         nsamples_dst;
-    int64_t         stride_row_x;
-    int64_t         stride_channel_x;
-    int64_t         stride_sample_x;
-    int64_t         stride_channel_y;
-    int64_t         stride_sample_y;
-    int64_t         stride_col_dst;
-    int64_t         stride_channel_dst;
-    int64_t         stride_sample_dst;
-    int64_t         ids_stride;
+    const void *     vx;
+    const void *     vy;
+    const int32_t *  ids;
+    float *          dst;
+    int64_t          nchannels_dst;
+    int64_t          nsamples_dst;
+    itq3_s_mma_shape shape;
 };
 
 template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
@@ -97,27 +79,12 @@ static void launch(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_
     const int64_t products = args.nchannels_dst * args.nsamples_dst;
     const int64_t room     = std::max<int64_t>(1, per_sm * device.nsm / products);
 
-    itq3_s_mma_shape shape = {};
-    shape.nblocks          = args.nblocks;
-    shape.nrows            = args.nrows;
-    shape.ncols            = args.ncols;
-    shape.ncols_y          = args.ncols_y;
-    shape.log2_warps_k  = choose_log2_warps_k(args.nrows, (args.nblocks + ITQ3_S_MMA_UNIT - 1) / ITQ3_S_MMA_UNIT, room);
-    shape.stages        = stages;
-    const int rows      = ITQ3_S_MMA_ROWS * ITQ3_S_MMA_WARPS >> shape.log2_warps_k;
-    shape.tiles         = (args.nrows + rows - 1) / rows;
-    shape.ids_stride    = args.ids_stride;
-    shape.nchannels_y   = args.ids ? init_fastdiv_values(args.ncols_y) : make_uint3(0, 0, 0);
-    shape.channel_ratio = args.ids ? make_uint3(0, 0, 0) : init_fastdiv_values(args.nchannels_dst / args.nchannels_x);
-    shape.sample_ratio  = args.ids ? make_uint3(0, 0, 0) : init_fastdiv_values(args.nsamples_dst / args.nsamples_x);
-    shape.stride_row_x  = args.stride_row_x;
-    shape.stride_channel_x   = args.stride_channel_x;
-    shape.stride_sample_x    = args.stride_sample_x;
-    shape.stride_channel_y   = args.stride_channel_y;
-    shape.stride_sample_y    = args.stride_sample_y;
-    shape.stride_col_dst     = args.stride_col_dst;
-    shape.stride_channel_dst = args.stride_channel_dst;
-    shape.stride_sample_dst  = args.stride_sample_dst;
+    itq3_s_mma_shape shape = args.shape;
+    shape.log2_warps_k =
+        choose_log2_warps_k(shape.nrows, (shape.nblocks + ITQ3_S_MMA_UNIT - 1) / ITQ3_S_MMA_UNIT, room);
+    shape.stages   = stages;
+    const int rows = ITQ3_S_MMA_ROWS * ITQ3_S_MMA_WARPS >> shape.log2_warps_k;
+    shape.tiles    = (shape.nrows + rows - 1) / rows;
 
     // As many CUDA blocks as the card holds at a time, each with the same number of tiles but for the last.
     const int64_t tiles_a_block = (shape.tiles + room - 1) / room;
@@ -133,9 +100,10 @@ static void launch(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_
 template <ggml_type type, int ngroups, bool has_fusion>
 static void switch_aligned(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
-    bool aligned = args.nblocks % ITQ3_S_MMA_UNIT == 0;
-    for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate, args.stride_row_x,
-                                 args.stride_channel_x, args.stride_sample_x }) {
+    const itq3_s_mma_shape & shape   = args.shape;
+    bool                     aligned = shape.nblocks % ITQ3_S_MMA_UNIT == 0;
+    for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,
+                                 (int64_t) shape.stride_row_x, shape.stride_channel_x, shape.stride_sample_x }) {
         aligned = aligned && bytes % itq3_s_mma_ring<type>::copy_bytes == 0;
     }
     if (aligned) {
@@ -149,13 +117,13 @@ template <ggml_type type>
 static void switch_columns(const itq3_s_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
     if (fusion.gate || fusion.x_bias || fusion.gate_bias) {
-        GGML_ASSERT(args.ncols == 1);
+        GGML_ASSERT(args.shape.ncols == 1);
         switch_aligned<type, 1, true>(args, fusion, stream);
-    } else if (args.ncols <= 8) {
+    } else if (args.shape.ncols <= 8) {
         switch_aligned<type, 1, false>(args, fusion, stream);
-    } else if (args.ncols <= 16) {
+    } else if (args.shape.ncols <= 16) {
         switch_aligned<type, 2, false>(args, fusion, stream);
-    } else if (args.ncols <= 32) {
+    } else if (args.shape.ncols <= 32) {
         switch_aligned<type, 4, false>(args, fusion, stream);
     } else {
         switch_aligned<type, 8, false>(args, fusion, stream);
@@ -179,37 +147,40 @@ bool ggml_cuda_itq3_s_mul_mat_vec_q(const void * vx, const ggml_type type_x, con
     const int64_t bs   = ggml_type_size(type_x);
     const int64_t q8_1 = sizeof(block_q8_1);
 
-    itq3_s_mma_args args    = {};
-    args.vx                 = vx;
-    args.vy                 = vy;
-    args.ids                = ids;
-    args.dst                = dst;
-    args.nblocks            = ncols_x / QK_K;
-    args.nrows              = nrows_x;
-    args.nchannels_x        = nchannels_x;
-    args.nchannels_dst      = nchannels_dst;
-    args.nsamples_x         = nsamples_x;
-    args.stride_row_x       = stride_row_x * bs;
-    args.stride_channel_x   = stride_channel_x * bs;
-    args.stride_sample_x    = stride_sample_x * bs;
-    args.stride_channel_dst = stride_channel_dst;
-    args.ids_stride         = ids_stride;
+    itq3_s_mma_args args = {};
+    args.vx              = vx;
+    args.vy              = vy;
+    args.ids             = ids;
+    args.dst             = dst;
+    args.nchannels_dst   = nchannels_dst;
+
+    itq3_s_mma_shape & shape = args.shape;
+    shape.nblocks            = ncols_x / QK_K;
+    shape.nrows              = nrows_x;
+    shape.stride_row_x       = stride_row_x * bs;
+    shape.stride_channel_x   = stride_channel_x * bs;
+    shape.stride_sample_x    = stride_sample_x * bs;
+    shape.stride_channel_dst = stride_channel_dst;
     if (ids) {
         // Every token chooses its experts: a product with one column for each of its choices. The activations of a token
         // lie together.
-        args.ncols             = 1;
-        args.ncols_y           = nchannels_y;
-        args.nsamples_dst      = ncols_dst;
-        args.stride_sample_y   = stride_col_y * q8_1;
-        args.stride_sample_dst = stride_col_dst;
+        args.nsamples_dst       = ncols_dst;
+        shape.ncols             = 1;
+        shape.ncols_y           = nchannels_y;
+        shape.ids_stride        = ids_stride;
+        shape.nchannels_y       = init_fastdiv_values(nchannels_y);
+        shape.stride_sample_y   = stride_col_y * q8_1;
+        shape.stride_sample_dst = stride_col_dst;
     } else {
-        args.ncols             = ncols_dst;
-        args.ncols_y           = ncols_dst;
-        args.nsamples_dst      = nsamples_dst;
-        args.stride_channel_y  = stride_channel_y * q8_1;
-        args.stride_sample_y   = stride_sample_y * q8_1;
-        args.stride_col_dst    = stride_col_dst;
-        args.stride_sample_dst = stride_sample_dst;
+        args.nsamples_dst       = nsamples_dst;
+        shape.ncols             = ncols_dst;
+        shape.ncols_y           = ncols_dst;
+        shape.channel_ratio     = init_fastdiv_values(nchannels_dst / nchannels_x);
+        shape.sample_ratio      = init_fastdiv_values(nsamples_dst / nsamples_x);
+        shape.stride_channel_y  = stride_channel_y * q8_1;
+        shape.stride_sample_y   = stride_sample_y * q8_1;
+        shape.stride_col_dst    = stride_col_dst;
+        shape.stride_sample_dst = stride_sample_dst;
     }
 
     switch (type_x) {

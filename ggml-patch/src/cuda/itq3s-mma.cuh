@@ -21,19 +21,19 @@
 #define ITQ3_S_MMA_MAX_STAGES  4
 #define ITQ3_S_MMA_MAX_COLUMNS 64
 
-// d = c + a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
+// d += a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
 static __device__ __forceinline__ void itq3_s_mma(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0,
-                                                  const uint32_t b1, const int (&c)[4]) {
+                                                  const uint32_t b1) {
 #if defined(ITQ3_S_EMULATE)
-    emulate::mma_s8(d, a, b0, b1, c);
+    emulate::mma_s8(d, a, b0, b1, d);
 #elif defined(TURING_MMA_AVAILABLE) && __CUDA_ARCH__ >= GGML_CUDA_CC_AMPERE
     asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-    GGML_UNUSED_VARS(d, a, b0, b1, c);
+    GGML_UNUSED_VARS(d, a, b0, b1);
     NO_DEVICE_CODE;
 #endif
 }
@@ -87,9 +87,12 @@ static constexpr __host__ __device__ int itq3_s_log2(const int n) {
     return n == 1 ? 0 : 1 + itq3_s_log2(n / 2);
 }
 
+// Buffers for the sums of a tile: two while they are small, so that one barrier a tile is enough.
+static constexpr __host__ __device__ int itq3_s_mma_sum_buffers(const int ngroups) {
+    return ngroups <= 2 ? 2 : 1;
+}
 static constexpr __host__ __device__ int itq3_s_mma_sum_words(const int ngroups, const bool has_fusion) {
-    // Two buffers while they are small, so that one barrier a tile is enough.
-    return ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * 8 * ngroups * (ngroups <= 2 ? 2 : 1) * (has_fusion ? 2 : 1);
+    return ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * 8 * ngroups * itq3_s_mma_sum_buffers(ngroups) * (has_fusion ? 2 : 1);
 }
 template <ggml_type type>
 static constexpr __host__ __device__ size_t itq3_s_mma_shared_bytes(const int stages, const int ngroups,
@@ -167,9 +170,9 @@ static __device__ __forceinline__ void itq3_s_mma_block(const uint32_t * row0, c
         for (int n = 0; n < ngroups; ++n) {
             const uint32_t b0 = s % 2 == 0 ? b[n].x : b[n].z;
             const uint32_t b1 = s % 2 == 0 ? b[n].y : b[n].w;
-            itq3_s_mma(acc[n], a[0], b0, b1, acc[n]);
+            itq3_s_mma(acc[n], a[0], b0, b1);
             if constexpr (two_tables) {
-                itq3_s_mma(acc[n], a[1], b0, b1, acc[n]);
+                itq3_s_mma(acc[n], a[1], b0, b1);
             }
             if (s % 2 == 1 && s < 7) {
                 b[n] = *((const uint4 *) (y + (n < ngroups / 2 ? n * (8 * QK_K) : at_y[n]) + (s + 1) / 2 * 64));

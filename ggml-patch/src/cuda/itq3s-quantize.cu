@@ -20,14 +20,10 @@ static_assert(sizeof(block_itq3_s) == 4 * ITQ3_S_WORDS, "another block than in g
 static_assert(ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs == sizeof(block_itq3_s),
               "another block than in ggml-itq3s.h");
 
-static bool is_one_of_ours(const ggml_type type) {
-    return type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
-}
-
 bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_type type_src0, const int64_t ne00,
                                         const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
                                         const int64_t ne1, const int64_t ne2, const int64_t ne3, cudaStream_t stream) {
-    if (!is_one_of_ours(type_src0)) {
+    if (!ggml_cuda_itq3_s_is_ours(type_src0)) {
         return false;
     }
     GGML_ASSERT(ne00 % ITQ3_S_BLOCK == 0);
@@ -90,7 +86,7 @@ bool ggml_cuda_itq3_s_quantize_mmq_q8_1(const float * x, const int32_t * ids, vo
                                         const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
                                         const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3,
                                         cudaStream_t stream) {
-    if (!is_one_of_ours(type_src0)) {
+    if (!ggml_cuda_itq3_s_is_ours(type_src0)) {
         return false;
     }
     return quantize_mmq<false>(type_src0, ne00, ne0, ne1, ne2 * ne3, stream, x, ids, vy, ne00, s01, s02, s03, ne0,
@@ -101,7 +97,7 @@ bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t *
                                                 const ggml_type type_src0, const int64_t ne00,
                                                 const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
                                                 const int64_t nrows_dst, const int n_expert_used, cudaStream_t stream) {
-    if (!is_one_of_ours(type_src0)) {
+    if (!ggml_cuda_itq3_s_is_ours(type_src0)) {
         return false;
     }
     return quantize_mmq<true>(type_src0, ne00, ne0, n_tokens, 1, stream, x, ids_src1_inv, vy, ne00,

@@ -48,42 +48,65 @@ static __device__ __forceinline__ void itq3_s_rotate(float (&v)[ITQ3_S_VALUES], 
     }
 }
 
-// Symmetric 8 bit quantization of chunks of 32 values, which four neighbouring lanes hold.
-//   q: the quantized values, d: the chunk's scale, sum: the sum of the chunk's quantized values.
-static __device__ __forceinline__ void itq3_s_quantize_chunk(const float (&v)[ITQ3_S_VALUES],
-                                                             int8_t (&q)[ITQ3_S_VALUES], float & d, int & sum) {
+// Lanes that share a scale, as the bits in which their numbers differ: the four of a chunk of 32 values, all; those of a
+// half block as its 128 bytes lie in the tiles of MMQ: the chunks of one parity in decoded order, or one after the other.
+static constexpr int                        itq3_s_lanes_of_chunk = 3;
+static constexpr int                        itq3_s_lanes_of_block = 31;
+template <bool rotate> static constexpr int itq3_s_lanes_of_half  = rotate ? 27 : 15;
+
+// Symmetric 8 bit quantization of the values of these lanes; returns their scale.
+template <int lanes>
+static __device__ __forceinline__ float itq3_s_quantize_lanes(const float (&v)[ITQ3_S_VALUES],
+                                                              int8_t (&q)[ITQ3_S_VALUES]) {
     float amax = 0.0f;
 #pragma unroll
     for (int r = 0; r < ITQ3_S_VALUES; ++r) {
         amax = fmaxf(amax, fabsf(v[r]));
     }
-    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1, ITQ3_S_LANES));
-    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2, ITQ3_S_LANES));
-
-    d   = amax / 127.0f;
-    sum = 0;
+#pragma unroll
+    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
+        if (lanes & mask) {
+            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
+        }
+    }
+    const float d = amax / 127.0f;
 #pragma unroll
     for (int r = 0; r < ITQ3_S_VALUES; ++r) {
         q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
-        sum += q[r];
     }
-    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1, ITQ3_S_LANES);
-    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2, ITQ3_S_LANES);
+    return d;
 }
 
-// Block ib of the row at x, rotated if the product wants it so, in 8 bits as above. Values from ne00 on are zero.
+// Sum of the quantized values of these lanes.
+template <int lanes> static __device__ __forceinline__ int itq3_s_sum_lanes(const int8_t (&q)[ITQ3_S_VALUES]) {
+    int sum = 0;
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        sum += q[r];
+    }
+#pragma unroll
+    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
+        if (lanes & mask) {
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, mask, ITQ3_S_LANES);
+        }
+    }
+    return sum;
+}
+
+// Block ib of the row at x, rotated if the product wants it so. Values from ne00 on are zero.
 template <bool rotate>
-static __device__ __forceinline__ void itq3_s_quantize_block(const float * x, const int64_t ib, const int64_t ne00,
-                                                             const int lane, int8_t (&q)[ITQ3_S_VALUES], float & d,
-                                                             int & sum) {
-    float v[ITQ3_S_VALUES] = { 0.0f };
+static __device__ __forceinline__ void itq3_s_load_block(const float * x, const int64_t ib, const int64_t ne00,
+                                                         const int lane, float (&v)[ITQ3_S_VALUES]) {
+#pragma unroll
+    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
+        v[r] = 0.0f;
+    }
     if (ib * ITQ3_S_BLOCK < ne00) {
         itq3_s_load_values(x + ib * ITQ3_S_BLOCK, lane, v);
     }
     if constexpr (rotate) {
         itq3_s_rotate(v, lane);
     }
-    itq3_s_quantize_chunk(v, q, d, sum);
 }
 
 // A lane's bytes to their places in the 128 bytes of its group, in decoded and in natural order.
@@ -125,10 +148,11 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     const int64_t i2 = blockIdx.z - i3 * ne2.z;
 
     ggml_cuda_pdl_sync();
+    float  v[ITQ3_S_VALUES];
     int8_t q[ITQ3_S_VALUES];
-    float  d;
-    int    sum;
-    itq3_s_quantize_block<rotate>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, q, d, sum);
+    itq3_s_load_block<rotate>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, v);
+    const float d   = itq3_s_quantize_lanes<itq3_s_lanes_of_chunk>(v, q);
+    const int   sum = itq3_s_sum_lanes<itq3_s_lanes_of_chunk>(q);
 
     const int      chunk = lane / 4;
     const int      group = rotate ? chunk % 2 : chunk / 4;
@@ -141,32 +165,6 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     }
     if (lane % 4 == 0) {
         y->ds[slot] = { __float2half(d), (int16_t) sum };
-    }
-}
-
-// For the product on tensor cores (itq3s-mma.cuh): one scale and sum for the 256 values of a block, which lane holds all
-// of after this.
-static __device__ __forceinline__ void itq3_s_quantize_256(const float (&v)[ITQ3_S_VALUES], int8_t (&q)[ITQ3_S_VALUES],
-                                                           float & d, int & sum) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        amax = fmaxf(amax, fabsf(v[r]));
-    }
-#pragma unroll
-    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
-    }
-    d   = amax / 127.0f;
-    sum = 0;
-#pragma unroll
-    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
-        sum += q[r];
-    }
-#pragma unroll
-    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, mask, ITQ3_S_LANES);
     }
 }
 
@@ -206,44 +204,18 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     const int i2 = blockIdx.z - i3 * ne2.z;
 
     ggml_cuda_pdl_sync();
-    float v[ITQ3_S_VALUES];
-    itq3_s_load_values(x + i3 * s03 + i2 * s02 + i1 * s01 + (int64_t) ib * ITQ3_S_BLOCK, lane, v);
-    if constexpr (type == GGML_TYPE_ITQ3_S) {
-        itq3_s_rotate(v, lane);
-    }
+    float  v[ITQ3_S_VALUES];
     int8_t q[ITQ3_S_VALUES];
-    float  d;
-    int    sum;
-    itq3_s_quantize_256(v, q, d, sum);
+    itq3_s_load_block<type == GGML_TYPE_ITQ3_S>(x + i3 * s03 + i2 * s02 + i1 * s01, ib,
+                                                (int64_t) nblocks * ITQ3_S_BLOCK, lane, v);
+    const float d   = itq3_s_quantize_lanes<itq3_s_lanes_of_block>(v, q);
+    const int   sum = itq3_s_sum_lanes<itq3_s_lanes_of_block>(q);
 
     const int ncols = gridDim.y;
     int8_t *  y     = (int8_t *) vy + blockIdx.z * stride_channel_y;
     itq3_s_store_fragments<type>(y + ((int64_t) ib * ncols + i1) * ITQ3_S_BLOCK, lane, q);
     if (lane == 0) {
         ((float2 *) (y + (int64_t) nblocks * ncols * ITQ3_S_BLOCK))[ib * ncols + i1] = make_float2(d, (float) sum);
-    }
-}
-
-// 8 bit quantization of half a block with one scale: 128 values that 16 lanes hold. Halves are as their 128 bytes lie in
-// the tiles of MMQ: the chunks of one parity in decoded order (rotate), or one after the other.
-template <bool rotate>
-static __device__ __forceinline__ void itq3_s_quantize_half(const float (&v)[ITQ3_S_VALUES], int8_t (&q)[ITQ3_S_VALUES],
-                                                            float & d) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        amax = fmaxf(amax, fabsf(v[r]));
-    }
-#pragma unroll
-    for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
-        if (mask != (rotate ? 4 : 16)) {
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
-        }
-    }
-    d = amax / 127.0f;
-#pragma unroll
-    for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
     }
 }
 
@@ -270,16 +242,10 @@ quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__
         row               = i01 * s01 + (blockIdx.z % ne2) * s02 + (blockIdx.z / ne2) * s03;
     }
 
-    float v[ITQ3_S_VALUES] = { 0.0f };
-    if (ib * ITQ3_S_BLOCK < ne00) {
-        itq3_s_load_values(x + row + ib * ITQ3_S_BLOCK, lane, v);
-    }
-    if constexpr (rotate) {
-        itq3_s_rotate(v, lane);
-    }
+    float  v[ITQ3_S_VALUES];
     int8_t q[ITQ3_S_VALUES];
-    float  d;
-    itq3_s_quantize_half<rotate>(v, q, d);
+    itq3_s_load_block<rotate>(x + row, ib, ne00, lane, v);
+    const float d = itq3_s_quantize_lanes<itq3_s_lanes_of_half<rotate>>(v, q);
 
     const int half_block = rotate ? lane / 4 % 2 : lane / 16;
     const int nwrite     = scatter ? n_expert_used : 1;
@@ -295,14 +261,11 @@ quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__
         block_q8_1_mmq * y = (block_q8_1_mmq *) vy + (blockIdx.z * (ne0 / QK8_1_MMQ) + 2 * ib + half_block) * ne1 + i1;
         if constexpr (rotate) {
             itq3_s_store_decoded(y->qs, lane, q);
-            if (lane % 4 == 0) {
-                y->d4[lane / 8] = d;
-            }
         } else {
             itq3_s_store_natural(y->qs, lane, q);
-            if (lane % 4 == 0) {
-                y->d4[lane % 16 / 4] = d;
-            }
+        }
+        if (lane % 4 == 0) {
+            y->d4[rotate ? lane / 8 : lane % 16 / 4] = d;
         }
     }
     GGML_UNUSED_VARS(n_expert_used, s01, s03);

@@ -150,17 +150,11 @@ static inline float zero_point_term(const block_itq3_s * x, const block_q8_K * y
 
 // Scales of n <= ITQ3_S_SUM_BLOCKS blocks; returns whether one has a zero-point. Only the literal ternary code has any.
 static inline int block_scales(const block_itq3_s * x, const block_q8_K * y, int n, struct itq3_s_block_scales * s) {
-    const __m128 unit = _mm_set1_ps(0.03125f);
-    int          has_min;
-    if (n == ITQ3_S_SUM_BLOCKS) {
-        s->d0   = _mm_mul_ps(itq3_s_load_scales(&x[0].d, &x[1].d, &x[2].d, &x[3].d), unit);
-        s->d1   = _mm_setr_ps(y[0].d, y[1].d, y[2].d, y[3].d);
-        has_min = (x[0].z | x[1].z | x[2].z | x[3].z) & 0x7FFF;
-    } else {
-        const uint16_t zero = 0;
-        s->d0 = _mm_mul_ps(itq3_s_load_scales(&x[0].d, n > 1 ? &x[1].d : &zero, n > 2 ? &x[2].d : &zero, &zero), unit);
-        s->d1 = _mm_setr_ps(y[0].d, n > 1 ? y[1].d : 0.0f, n > 2 ? y[2].d : 0.0f, 0.0f);
-        has_min = (x[0].z | (n > 1 ? x[1].z : 0) | (n > 2 ? x[2].z : 0)) & 0x7FFF;
+    ITQ3_S_LOAD_SCALES(x, y, n, s);
+    s->d0       = _mm_mul_ps(s->d0, _mm_set1_ps(0.03125f));
+    int has_min = 0;
+    for (int i = 0; i < n; ++i) {
+        has_min |= x[i].z & 0x7FFF;
     }
     if (has_min) {
         float z[ITQ3_S_SUM_BLOCKS]    = { 0.0f };
@@ -214,23 +208,14 @@ static inline __m512i product(const struct itq3_s_tables * tables, const block_i
 // In the order of the tiled product.
 static float dot_ordered(const struct itq3_s_tables * tables, const block_itq3_s * x, const block_q8_K * y, int nb) {
     __m128 sum = _mm_setzero_ps();
-    int    i   = 0;
-    for (; i + ITQ3_S_SUM_BLOCKS <= nb; i += ITQ3_S_SUM_BLOCKS) {
-        __m512i acc[ITQ3_S_SUM_BLOCKS];
+    for (int i = 0; i < nb; i += ITQ3_S_SUM_BLOCKS) {
+        const int m = nb - i < ITQ3_S_SUM_BLOCKS ? nb - i : ITQ3_S_SUM_BLOCKS;
+        __m512i   acc[ITQ3_S_SUM_BLOCKS];
         for (int b = 0; b < ITQ3_S_SUM_BLOCKS; ++b) {
-            acc[b] = product(tables, &x[i + b], &y[i + b]);
+            acc[b] = b < m ? product(tables, &x[i + b], &y[i + b]) : _mm512_setzero_si512();
         }
         struct itq3_s_block_scales scales;
-        const int                  has_min = block_scales(x + i, y + i, ITQ3_S_SUM_BLOCKS, &scales);
-        sum                                = itq3_s_add_blocks(sum, itq3_s_sum_4x16(acc), &scales, has_min);
-    }
-    if (i < nb) {
-        __m512i acc[ITQ3_S_SUM_BLOCKS];
-        for (int b = 0; b < ITQ3_S_SUM_BLOCKS; ++b) {
-            acc[b] = i + b < nb ? product(tables, &x[i + b], &y[i + b]) : _mm512_setzero_si512();
-        }
-        struct itq3_s_block_scales scales;
-        const int                  has_min = block_scales(x + i, y + i, nb - i, &scales);
+        const int                  has_min = block_scales(x + i, y + i, m, &scales);
         sum                                = itq3_s_add_blocks(sum, itq3_s_sum_4x16(acc), &scales, has_min);
     }
     return _mm_cvtss_f32(sum);

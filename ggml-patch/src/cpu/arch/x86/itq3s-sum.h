@@ -74,4 +74,14 @@ static inline __m128 itq3_s_load_scales(const uint16_t * a, const uint16_t * b, 
 #    endif
 }
 
+// d0 and d1 of the first n > 0 of four blocks x of weights and y of activations.
+#    define ITQ3_S_LOAD_SCALES(x, y, n, scales)                                                                    \
+        do {                                                                                                       \
+            static const uint16_t none = 0;                                                                        \
+            (scales)->d0 = itq3_s_load_scales(&(x)[0].d, (n) > 1 ? &(x)[1].d : &none, (n) > 2 ? &(x)[2].d : &none, \
+                                              (n) > 3 ? &(x)[3].d : &none);                                        \
+            (scales)->d1 = _mm_setr_ps((y)[0].d, (n) > 1 ? (y)[1].d : 0.0f, (n) > 2 ? (y)[2].d : 0.0f,             \
+                                       (n) > 3 ? (y)[3].d : 0.0f);                                                 \
+        } while (0)
+
 #endif  // __AVX2__

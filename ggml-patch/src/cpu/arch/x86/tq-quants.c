@@ -132,28 +132,24 @@ static inline acc_t tq1_0_product(const block_tq1_0 * x, const block_q8_K * y) {
 
 #    endif  // AVX2
 
-// The scales of the first n of four blocks.
-#    define TQ_SCALES(x, y, n)                                                                          \
-        { .d0 = itq3_s_load_scales(&(x)[0].d, (n) > 1 ? &(x)[1].d : &zero, (n) > 2 ? &(x)[2].d : &zero, \
-                                   (n) > 3 ? &(x)[3].d : &zero),                                        \
-          .d1 =                                                                                         \
-              _mm_setr_ps((y)[0].d, (n) > 1 ? (y)[1].d : 0.0f, (n) > 2 ? (y)[2].d : 0.0f, (n) > 3 ? (y)[3].d : 0.0f) }
+typedef float tq_dot_t(const void * x, const block_q8_K * y, int nb);
 
-#    define TQ_DOT_ORDERED(name, block_t, product)                             \
-        static float name(const block_t * x, const block_q8_K * y, int nb) {   \
-            const uint16_t zero = 0;                                           \
-            __m128         sum  = _mm_setzero_ps();                            \
-            for (; nb > 0; nb -= ITQ3_S_SUM_BLOCKS) {                          \
-                const struct itq3_s_block_scales scales = TQ_SCALES(x, y, nb); \
-                acc_t                            acc[ITQ3_S_SUM_BLOCKS];       \
-                for (int b = 0; b < ITQ3_S_SUM_BLOCKS; ++b) {                  \
-                    acc[b] = b < nb ? product(&x[b], &y[b]) : acc_zero();      \
-                }                                                              \
-                sum = itq3_s_add_blocks(sum, sums(acc), &scales, 0);           \
-                x += ITQ3_S_SUM_BLOCKS;                                        \
-                y += ITQ3_S_SUM_BLOCKS;                                        \
-            }                                                                  \
-            return _mm_cvtss_f32(sum);                                         \
+#    define TQ_DOT_ORDERED(name, block_t, product)                         \
+        static float name(const void * vx, const block_q8_K * y, int nb) { \
+            const block_t * x   = (const block_t *) vx;                    \
+            __m128          sum = _mm_setzero_ps();                        \
+            for (; nb > 0; nb -= ITQ3_S_SUM_BLOCKS) {                      \
+                struct itq3_s_block_scales scales;                         \
+                acc_t                      acc[ITQ3_S_SUM_BLOCKS];         \
+                ITQ3_S_LOAD_SCALES(x, y, nb, &scales);                     \
+                for (int b = 0; b < ITQ3_S_SUM_BLOCKS; ++b) {              \
+                    acc[b] = b < nb ? product(&x[b], &y[b]) : acc_zero();  \
+                }                                                          \
+                sum = itq3_s_add_blocks(sum, sums(acc), &scales, 0);       \
+                x += ITQ3_S_SUM_BLOCKS;                                    \
+                y += ITQ3_S_SUM_BLOCKS;                                    \
+            }                                                              \
+            return _mm_cvtss_f32(sum);                                     \
         }
 
 TQ_DOT_ORDERED(tq2_0_dot_ordered, block_tq2_0, tq2_0_product)
@@ -161,8 +157,9 @@ TQ_DOT_ORDERED(tq1_0_dot_ordered, block_tq1_0, tq1_0_product)
 
 #    if defined(GGML_TQ_AVX512)
 #        define TQ_DOT(name, block_t, product)                                                                          \
-            static float name(const block_t * x, const block_q8_K * y, int nb) {                                        \
-                __m512 sum = _mm512_setzero_ps();                                                                       \
+            static float name(const void * vx, const block_q8_K * y, int nb) {                                          \
+                const block_t * x   = (const block_t *) vx;                                                             \
+                __m512          sum = _mm512_setzero_ps();                                                              \
                 for (int i = 0; i < nb; ++i) {                                                                          \
                     const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;                                             \
                     sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(product(&x[i], &y[i])), sum); \
@@ -172,36 +169,31 @@ TQ_DOT_ORDERED(tq1_0_dot_ordered, block_tq1_0, tq1_0_product)
 
 TQ_DOT(tq2_0_dot, block_tq2_0, tq2_0_product)
 TQ_DOT(tq1_0_dot, block_tq1_0, tq1_0_product)
+#    else
+static tq_dot_t * const tq2_0_dot = NULL;  // upstream's
+static tq_dot_t * const tq1_0_dot = NULL;
 #    endif
+
+static inline bool vec_dot(int n, float * s, const void * x, const void * y, tq_dot_t * dot, tq_dot_t * ordered) {
+    assert(n % QK_K == 0);
+    if (itq3_s_deterministic()) {
+        dot = ordered;
+    }
+    if (!dot) {
+        return false;
+    }
+    *s = dot(x, (const block_q8_K *) y, n / QK_K);
+    return true;
+}
 
 bool ggml_vec_dot_tq2_0_q8_K_x86(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
                                  const void * GGML_RESTRICT vy) {
-    assert(n % QK_K == 0);
-    if (itq3_s_deterministic()) {
-        *s = tq2_0_dot_ordered((const block_tq2_0 *) vx, (const block_q8_K *) vy, n / QK_K);
-        return true;
-    }
-#    if defined(GGML_TQ_AVX512)
-    *s = tq2_0_dot((const block_tq2_0 *) vx, (const block_q8_K *) vy, n / QK_K);
-    return true;
-#    else
-    return false;
-#    endif
+    return vec_dot(n, s, vx, vy, tq2_0_dot, tq2_0_dot_ordered);
 }
 
 bool ggml_vec_dot_tq1_0_q8_K_x86(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
                                  const void * GGML_RESTRICT vy) {
-    assert(n % QK_K == 0);
-    if (itq3_s_deterministic()) {
-        *s = tq1_0_dot_ordered((const block_tq1_0 *) vx, (const block_q8_K *) vy, n / QK_K);
-        return true;
-    }
-#    if defined(GGML_TQ_AVX512)
-    *s = tq1_0_dot((const block_tq1_0 *) vx, (const block_q8_K *) vy, n / QK_K);
-    return true;
-#    else
-    return false;
-#    endif
+    return vec_dot(n, s, vx, vy, tq1_0_dot, tq1_0_dot_ordered);
 }
 
 #endif

@@ -1,0 +1,146 @@
+"""The inputs of a layer's matrices, handed over while the layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from .groups import Group
+from .layers import LayeredModel
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a module was called with.
+
+    Attributes:
+        module: the module.
+        groups: whose input it is.
+        raw: (tokens, n) as it came.
+        plain: without the gain of a norm that can be folded.
+        chosen: of stacked experts, (tokens, k) the experts of each token; else None.
+    """
+
+    module: Any
+    groups: Sequence[Group]
+    raw: torch.Tensor
+    plain: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+    def rows(self, group: Group, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """The input of one group, (tokens, columns); of an expert, the tokens that ``chosen`` sends to it.
+
+        Args:
+            group: one of the groups.
+            chosen: the routing to go by; None for that of this call.
+        """
+        import torch
+
+        if group.expert is None:
+            return self.plain
+        chosen = self.chosen if chosen is None else chosen
+        assert chosen is not None
+        tokens = torch.where((chosen == group.expert).any(-1))[0]
+        if not group.inner:
+            return self.plain[tokens]
+        gates, ups = (self.raw[tokens] @ self.module.gate_up_proj[group.expert].T).chunk(2, dim=-1)
+        return self.module.act_fn(gates) * ups
+
+
+class Watch:
+    """Hooks on the modules of one layer; a context manager.
+
+    Args:
+        model: the model, for its tensors.
+        number: of the layer.
+        layer: its modules.
+        groups: the groups to watch.
+        receive: called before each module that has one of them as its input.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        number: int,
+        layer: torch.nn.Module,
+        groups: Sequence[Group],
+        receive: Callable[[Seen], None],
+    ) -> None:
+        self._model, self._receive = model, receive
+        self._handles: list[Any] = []
+        self._plain: dict[str, torch.Tensor] = {}  # norm -> its last output without the gain
+        norms = {group.norm for group in groups}
+        for name, path in model.layout.modules(number, layer).items():
+            if name in norms:
+                self._handles.append(layer.get_submodule(path).register_forward_hook(self._normalised(name)))
+        by_path: dict[str, list[Group]] = {}
+        for group in groups:
+            by_path.setdefault(group.path, []).append(group)
+        for path, members in by_path.items():
+            hook = self._routed(members) if members[0].expert is not None else self._called(members)
+            self._handles.append(layer.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _normalised(self, name: str) -> Callable[..., None]:
+        import torch
+
+        effective = torch.from_numpy(self._model.gain(name))
+        checked = False
+
+        def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            nonlocal checked
+            x = args[0].float()
+            epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
+            plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+            if not checked and not torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
+                what = "is not an RMSNorm with the gain that the checkpoint has"
+                raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)", name)
+            checked = True
+            self._plain[name] = plain.reshape(-1, plain.shape[-1])
+
+        return hook
+
+    def _called(self, groups: Sequence[Group]) -> Callable[..., None]:
+        import torch
+
+        (group,) = groups
+        single = group.readers[0].expert is not None  # of an expert that is a module, its rows alone are not known
+        factor = None
+        if group.norm is not None and single:
+            # The gain is divided out again; a channel with gain 0 counts as never seen.
+            gain = torch.from_numpy(self._model.gain(group.norm))
+            factor = torch.where(gain == 0, 0.0, 1 / torch.where(gain == 0, 1.0, gain))
+
+        def hook(module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            states = args[0] if args else keywords["input"]
+            raw = states.reshape(-1, states.shape[-1])
+            if group.norm is None:
+                plain = raw
+            else:
+                plain = self._plain[group.norm] if factor is None else raw * factor.to(raw)
+            self._receive(Seen(module, groups, raw, plain))
+
+        return hook
+
+    def _routed(self, groups: Sequence[Group]) -> Callable[..., None]:
+        """Experts that transformers keeps as stacked parameters: (hidden, chosen experts, weights) come in."""
+        norm = next((group.norm for group in groups if not group.inner), None)
+
+        def hook(module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            states = args[0] if args else keywords["hidden_states"]
+            raw = states.reshape(-1, states.shape[-1])
+            chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
+            self._receive(Seen(module, groups, raw, raw if norm is None else self._plain[norm], chosen))
+
+        return hook

@@ -1,0 +1,84 @@
+"""The name of the output: given, from a template, or by the GGUF naming convention, as upstream makes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import gguf
+from gguf import LlamaFileType
+from gguf.gguf_writer import SHARD_NAME_FORMAT
+
+from ..errors import UserError
+from .options import ConvertOptions
+
+# Characters of a default name, so that the number of a part and the end of a partial file's name fit behind it.
+_LONGEST: Final = 200
+
+
+def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaFileType) -> Path:
+    """The file to write.
+
+    Args:
+        options: its ``out`` and ``folder``.
+        described: the model's name and its parts.
+        ftype: ``general.file_type``.
+
+    Raises:
+        UserError: the template has a field that is not known.
+    """
+    kind = ftype.name.partition("_")[2]
+    if options.out is not None:
+        return filled(options.out, kind)
+    if options.folder is None and options.repository is not None:
+        return filled(Path(_file_name(options.repository, "-{ftype}.gguf")), kind)
+    return (options.folder or options.model) / default_name(options, described, kind)
+
+
+def is_template(path: Path) -> bool:
+    """Whether the name of a file depends on the type that it will have."""
+    return "{" in path.name or "}" in path.name
+
+
+def filled(path: Path, kind: str) -> Path:
+    """A path whose name may hold upstream's fields: ``{ftype}``, ``{outtype}``, ``{}``, or ``{FTYPE}``, ``{OUTTYPE}``.
+
+    Args:
+        path: the template.
+        kind: the type, as ``Q8_0``.
+
+    Raises:
+        UserError: there is another field in it.
+    """
+    try:
+        name = gguf.fill_templated_filename(path.name, kind)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        remedy = "use {ftype}, {FTYPE}, {outtype} or {OUTTYPE} alone"
+        raise UserError(path, f"has a field in its name that is not known ({error})", remedy) from error
+    return path.with_name(name)
+
+
+def default_name(options: ConvertOptions, described: gguf.Metadata, kind: str) -> str:
+    """The name of a file by the GGUF naming convention; a model card's words cannot lead out of the folder."""
+    parts = (described.name, described.basename, described.finetune, described.version)
+    words = [None if part is None else str(part) for part in parts]
+    label = None if described.size_label is None else str(described.size_label)
+    if options.vocab_only:
+        return _file_name(gguf.naming_convention(*words, None, None, "vocab"))
+    if options.mmproj or options.mtp:
+        prefix = "mmproj-" if options.mmproj else "mtp-"
+        return _file_name(prefix + gguf.naming_convention(*words, None, kind))
+    return _file_name(gguf.naming_convention(*words, label, kind))
+
+
+def _file_name(stem: str, end: str = ".gguf") -> str:
+    # A slash is a separator here or elsewhere, a leading dot hides a file, and braces would be fields.
+    return re.sub(r"[/\\{}\x00-\x1f\x7f:]", "-", stem).lstrip(".")[:_LONGEST] + end
+
+
+def part_paths(path: Path, count: int) -> list[Path]:
+    """The names of the parts of a split file; one part keeps the name."""
+    if count == 1:
+        return [path]
+    return [path.with_name(SHARD_NAME_FORMAT.format(path.stem, number + 1, count)) for number in range(count)]

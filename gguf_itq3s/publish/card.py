@@ -1,0 +1,151 @@
+"""The model card of a folder of GGUF files: front matter for the hub, and what a reader has to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import ModelCardData
+
+from .. import report
+from ..errors import UserError
+from ..evaluate.command import results_table
+from .folder import CARD, Content, Model
+
+#: In every card that this module has written; others are not replaced.
+MARK: Final = "<!-- written by gguf-itq3s publish -->"
+#: Tokens of context that the table of sizes counts a cache for.
+CONTEXT: Final = 8192
+
+
+def front_matter(content: Content, base_model: str | None) -> ModelCardData:
+    """What the hub reads: licence, languages, the model it was made from."""
+    first = content.models[0].metadata
+    tags = [str(tag) for tag in first.get("general.tags") or []]
+    own = any(model.own for model in content.models)
+    more: dict[str, Any] = {"base_model_relation": "quantized"} if base_model else {}
+    if by := first.get("general.quantized_by"):
+        more["quantized_by"] = by
+    return ModelCardData(
+        base_model=base_model,
+        language=first.get("general.languages"),
+        library_name="gguf",
+        license=first.get("general.license"),
+        license_name=first.get("general.license.name"),
+        license_link=first.get("general.license.link"),
+        pipeline_tag=next((tag for tag in tags if tag.startswith("text-")), "text-generation"),
+        tags=list(dict.fromkeys(["gguf", "quantized", *(["itq3_s"] if own else []), *tags])),
+        **more,
+    )
+
+
+def origin(model: Model) -> str | None:
+    """The hub's name of the model that a file was converted from, as its metadata say; None where they do not."""
+    repository = model.metadata.get("general.source.huggingface.repository")
+    urls = (model.metadata.get(key) for key in ("general.source.repo_url", "general.repo_url"))
+    found = repository or next((url for url in urls if url), None)
+    name = str(found or "").removeprefix("https://huggingface.co/").strip("/")
+    return name if name.count("/") == 1 and ":" not in name else None
+
+
+def text(content: Content, repository: str | None, base_model: str | None) -> str:
+    """The whole card.
+
+    Args:
+        content: of the folder.
+        repository: ``organisation/name`` that the files go to, for the commands.
+        base_model: the hub's name of the model that they were made from.
+    """
+    first = content.models[0].metadata
+    title = str(first.get("general.name") or content.models[0].files[0].stem)
+    made = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    parts = [f"---\n{front_matter(content, base_model)}\n---\n\n{MARK}\n\n# {title}, GGUF\n"]
+    parts.append(f"Files for llama.cpp{made}.\n\n{_table(content)}")
+    parts.append(_needs(content))
+    parts.append(_running(content, repository))
+    parts.append(_measured(content))
+    return "\n".join(part for part in parts if part)
+
+
+def _table(content: Content) -> str:
+    header = ["file", "type", "bits/weight", "size", f"with {CONTEXT} tokens of context", "PPL", "mean KLD"]
+    rows = []
+    for model in content.models:
+        row, memory = content.measured(model), model.needs(CONTEXT)
+        rows.append([
+            model.name if len(model.files) == 1 else f"{model.name} and {len(model.files) - 1} more",
+            model.type, f"{8 * model.size / model.weights:.3f}", report.size(model.size),
+            "-" if memory is None else report.size(memory),
+            "-" if row is None else f"{row['perplexity']:.2f}", "-" if row is None else f"{row['mean_kld']:.5f}",
+        ])  # fmt: skip
+    return report.markdown(header, rows, left=2)
+
+
+def _needs(content: Content) -> str:
+    own = [model for model in content.models if model.own]
+    others = [model for model in content.models if not model.own]
+    lines = ["## What it needs\n"]
+    if own:
+        which = "These files hold" if not others else f"{', '.join(f'`{model.name}`' for model in own)}: holds"
+        lines.append(
+            f"{which} tensors of the type ITQ3_S, 3.125 bits a weight, which llama.cpp knows with the patch of "
+            "gguf-itq3s; without it, llama.cpp refuses them with an error. This builds one, and says where its tools "
+            "are:\n\n```\npip install gguf-itq3s\ngguf-itq3s build\n```\n"
+        )
+        if any(model.metadata.get("itq3s.norms_folded") for model in own):
+            lines.append(
+                "Their norm gains are multiplied into the matrices. A LoRA adapter for them is made with "
+                "`gguf-itq3s convert-lora`; llama.cpp refuses one that was made otherwise.\n"
+            )
+    if others:
+        lines.append(f"Any llama.cpp of the same age reads {', '.join(f'`{model.name}`' for model in others)}.\n")
+    return "\n".join(lines)
+
+
+def _running(content: Content, repository: str | None) -> str:
+    first = content.models[0]
+    fetch = ""
+    if repository:
+        names = " ".join(file.name for file in first.files)
+        fetch = f"hf download {repository} {names} --local-dir .\n"
+    run = f"llama-cli -m {first.name}\nllama-server -m {first.name} --port 8080"
+    return f"## How to run it\n\n```\n{fetch}{run}\n```\n"
+
+
+def _measured(content: Content) -> str:
+    if not content.results:
+        return ""
+    picture = f"\n![KL divergence against bits per weight]({content.picture.name})\n" if content.picture else ""
+    return (
+        f"## How much is lost\n\nAgainst the F16 file, windows of {content.context} tokens, by `gguf-itq3s eval`: mean "
+        "KL divergence is the main figure. Types and mixes of llama.cpp stand beside.\n"
+        f"{picture}\n{results_table([dict(row) for row in content.results])}"
+    )
+
+
+def write(folder: Path, card: str, *, force: bool = False) -> Path:
+    """Put the card into its folder.
+
+    Args:
+        folder: of the GGUF files.
+        card: its text.
+        force: replace a card that somebody has written.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UserError: there is a card that this module did not write, or the folder cannot be written.
+    """
+    path = folder / CARD
+    if path.exists() and not force:
+        old = path.read_text(encoding="utf-8", errors="replace")
+        if MARK not in old:
+            raise UserError(path, "is not one that publish has written", "move it away, or give --force")
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(card, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(path, f"cannot be written: {error.strerror or error}", "choose a folder that can be") from error
+    return path

@@ -1,0 +1,77 @@
+"""``gguf-itq3s publish``: a model card for a folder of GGUF files, and its upload to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from .. import report
+from ..errors import UserError
+from . import card, folder, hub
+
+DESCRIPTION: Final = (
+    "Write a model card for the GGUF files of a folder: sizes, what was measured of them (eval.json and eval_kld.png "
+    "of gguf-itq3s eval --out FOLDER), how to run them, what they need. With --repo, list what would be uploaded to "
+    "the Hugging Face hub; with --upload too, upload it."
+)
+_REPOSITORY: Final = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``publish``."""
+    parser = subparsers.add_parser("publish", help="model card and upload of a folder", description=DESCRIPTION)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with the GGUF files")
+    parser.add_argument("--repo", type=_repository, metavar="ORG/NAME", help="of the hub")
+    parser.add_argument("--upload", action="store_true", help="upload; without it nothing leaves this machine")
+    parser.add_argument("--private", action="store_true", help="a repository that is made for it is private")
+    parser.add_argument(
+        "--base-model", type=_repository, metavar="ORG/NAME", help="the model of the hub that the files are made from"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a README.md that publish did not write")
+    parser.set_defaults(run=run)
+
+
+def _repository(argument: str) -> str:
+    if not _REPOSITORY.fullmatch(argument):
+        raise argparse.ArgumentTypeError(f"{argument!r} is not of the form organisation/name")
+    return argument
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        UserError: the folder holds no model, has a card of its own, or the hub refuses.
+    """
+    if args.upload and not args.repo:
+        raise UserError(args.folder, "is to be uploaded nowhere", "give --repo organisation/name")
+    content = folder.read(args.folder)
+    base_model = args.base_model or card.origin(content.models[0])
+    path = card.write(args.folder, card.text(content, args.repo, base_model), force=args.force)
+    print(f"wrote {path}")
+    for what, option in _unknown(content, base_model):
+        print(f"note: {what} is not known from the files; {option}", file=sys.stderr)
+    if args.repo is None:
+        return 0
+    files = [path, *content.files]
+    rows = [[file.name, report.size(file.stat().st_size)] for file in files]
+    print(report.table([f"to {args.repo}", "size"], rows))
+    if not args.upload:
+        print("nothing was uploaded; the same command with --upload does it")
+        return 0
+    print(f"uploaded: {hub.upload(args.folder, [file.name for file in files], args.repo, private=args.private)}")
+    return 0
+
+
+def _unknown(content: folder.Content, base_model: str | None) -> list[tuple[str, str]]:
+    notes = []
+    if base_model is None:
+        notes.append(("the model they are made from", "--base-model says it"))
+    if not content.models[0].metadata.get("general.license"):
+        notes.append(("the licence", "convert with the model's README.md, or with --metadata"))
+    if not content.results:
+        notes.append(("how good they are", f"gguf-itq3s eval MODEL_DIR --out FOLDER leaves {folder.RESULTS} there"))
+    return notes

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""What becomes of each architecture: random models through this converter and llama.cpp's own, as a Markdown table.
+
+    scripts/tables/architectures.py                                print it
+    scripts/tables/architectures.py --update docs/architectures.md put it between the marks in the file
+    scripts/tables/architectures.py --only Qwen3ForCausalLM        only these
+
+Every model gets the same SentencePiece tokenizer, in both converters: which tokenizer belongs to a model is found out
+by code of llama.cpp's that is not touched here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import io
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import gguf_itq3s  # noqa: F401  (before anything imports gguf)
+
+# isort: split
+import gguf
+import sentencepiece
+import torch
+import transformers
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from gguf_itq3s import report, upstream
+from gguf_itq3s.checkpoint import fold, loadable, trust
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError, report_errors
+from scripts.tables.random_models import MODELS, WITHOUT_MTP, make
+
+TEXT: Final = Path(__file__).resolve().parents[2] / "tests" / "data" / "novel.txt"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one model.
+
+    Attributes:
+        name: class of the model in Transformers.
+        arch: ``general.architecture``; empty where the model cannot be converted.
+        upstream: what llama.cpp's converter says, empty where it converts the model.
+        ours: what this one says, likewise.
+        same: whether both F16 files are the same, byte for byte.
+        share: of the weights that become ITQ3_S in a file of that type.
+        folded: whether norms are folded in it.
+        loads: whether llama.cpp's loader takes its tensors and metadata.
+    """
+
+    name: str
+    arch: str = ""
+    upstream: str = ""
+    ours: str = ""
+    same: bool = False
+    share: float = 0.0
+    folded: bool = False
+    loads: bool = False
+
+
+def train_tokenizer(folder: Path) -> Path:
+    """A SentencePiece tokenizer of 512 pieces in Llama's style."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(TEXT), model_writer=model, model_type="bpe", vocab_size=512, byte_fallback=True,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextmanager
+def _one_tokenizer(model_class: Any) -> Iterator[None]:
+    """Within, an architecture takes the SentencePiece tokenizer whatever its own is."""
+
+    def set_vocab(reader: Any) -> None:
+        reader._set_vocab_sentencepiece()
+        if model_class.__module__.endswith(".bert"):  # as its own does
+            reader.gguf_writer.add_token_type_count(reader.hparams.get("type_vocab_size", 1))
+
+    with trust.replaced_in(model_class, "set_vocab", set_vocab):
+        yield
+
+
+def compare(name: str, folder: Path, tokenizer: Path) -> Row:
+    """Convert a model by both converters.
+
+    Args:
+        name: a key of :data:`MODELS`.
+        folder: an empty one, for the model and its files.
+        tokenizer: what :func:`train_tokenizer` returns.
+    """
+    conversion = upstream.load_conversion()
+    model = make(name, folder / "model", tokenizer)
+    hparams = conversion.ModelBase.load_hparams(model, False)
+    model_class: Any = conversion.get_model_class(conversion.get_model_architecture(hparams, conversion.ModelType.TEXT))
+    no_nextn = name in WITHOUT_MTP
+    theirs, ours, small = folder / "theirs.gguf", folder / "ours.gguf", folder / "small.gguf"
+    with _one_tokenizer(model_class):
+        try:
+            with torch.inference_mode(), trust.replaced_in(model_class, "no_mtp", no_nextn):
+                model_class(model, gguf.LlamaFileType.MOSTLY_F16, theirs).write()
+            said = ""
+        except Exception as error:  # whatever the code of an architecture raises
+            said = f"{type(error).__name__}: {error}".strip(": ")
+        try:
+            convert(ConvertOptions(model, ours, outtype="f16", no_nextn=no_nextn), messages=io.StringIO())
+            done = convert(ConvertOptions(model, small, dry_run=True, no_nextn=no_nextn), messages=io.StringIO())
+        except UserError as error:
+            return Row(name, upstream=said, ours=f"{error.tensor}: {error.what}" if error.tensor else error.what)
+    reader = gguf.GGUFReader(ours)
+    arch = reader.fields["general.architecture"].contents()
+    weights = sum(row.weights for row in done.rows)
+    share = sum(row.weights for row in done.rows if row.type == "ITQ3_S") / weights
+    same = not said and filecmp.cmp(theirs, ours, shallow=False)
+    return Row(name, arch, said, "", same, share, arch in fold.ARCHITECTURES, done.check == loadable.BY_LOADER)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table of what is converted, and a second one of what is not."""
+    good = [row for row in rows if row.arch]
+    lines = [
+        f"{len(good)} architectures of Transformers {transformers.__version__} by random models of two layers; "
+        f"{sum(row.same for row in good)} F16 files equal those of llama.cpp's converter byte for byte.\n",
+        report.markdown(
+            ["model class", "architecture", "F16 as upstream's", "weights in ITQ3_S", "norms folded", "loads"],
+            [
+                [
+                    row.name + " (`--no-nextn`)" * (row.name in WITHOUT_MTP),
+                    row.arch,
+                    "equal" if row.same else f"upstream: {row.upstream or 'another file'}",
+                    f"{row.share:.1%}",
+                    "yes" if row.folded else "no",
+                    "yes" if row.loads else "not asked",
+                ]
+                for row in good
+            ],
+        ),
+    ]  # fmt: skip
+    if bad := [row for row in rows if not row.arch]:
+        lines.append("\nNot converted, as Transformers of this version writes their config.json:\n")
+        found = [
+            [row.name, row.ours, row.upstream or "converts it, to a file that llama.cpp does not load"] for row in bad
+        ]
+        lines.append(report.markdown(["model class", "this converter says", "llama.cpp's converter"], found))
+    return "\n".join(lines) + "\n"
+
+
+@report_errors
+def main() -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", type=Path, metavar="FILE", help="put the table between the marks in this file")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="CLASS")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = train_tokenizer(Path(scratch) / "tokenizer")
+        for name in tqdm(args.only, unit=" models"):
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                rows.append(compare(name, Path(folder), tokenizer))
+    if args.update is None:
+        print(table(rows), end="")
+    else:
+        report.replace_section(args.update, "architectures", table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

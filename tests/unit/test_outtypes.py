@@ -1,0 +1,286 @@
+"""Files as upstream's converter writes them: the same bytes for its types, its parts and its options."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
+from safetensors.torch import load_file, save_file
+
+import upstream_files
+from checkpoints import SIZES, save_model
+from gguf_files import metadata, tensors, types
+from gguf_itq3s import upstream
+from gguf_itq3s.cli import convert_main
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError
+
+Make = Callable[[str], Path]
+FTYPES = {
+    "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0, "auto": LlamaFileType.GUESSED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("native", [None, False], ids=["default", "numpy"])
+@pytest.mark.parametrize("outtype", FTYPES)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "uneven"])
+def test_bytes_are_upstreams(
+    name: str, outtype: str, native: bool | None, checkpoint: Make, uneven: Make, tmp_path: Path
+) -> None:
+    """Of weights in bfloat16 and in float16."""
+    model = uneven("llama") if name == "uneven" else checkpoint(name)
+    theirs = upstream_files.write(model, tmp_path / "theirs.gguf", FTYPES[outtype])
+    convert(ConvertOptions(model, tmp_path / "ours.gguf", outtype=outtype, native=native, threads=2))
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+
+
+def test_q8_0_leaves_rows_that_are_no_whole_blocks_in_f16(tokenizer: Path, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "intermediate_size": 304})
+    folder = save_model(transformers.LlamaForCausalLM(config).float(), tmp_path / "model", tokenizer)
+    theirs = upstream_files.write(folder, tmp_path / "theirs.gguf", FTYPES["q8_0"])
+    convert(ConvertOptions(folder, tmp_path / "ours.gguf", outtype="q8_0"))
+    assert types(theirs)["blk.0.ffn_down.weight"] == Type.F16
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+
+
+def test_auto_takes_the_type_of_the_first_matrix(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
+    for model, kind in ((checkpoint("llama"), "bf16"), (uneven("llama"), "f16")):
+        (part,) = convert(ConvertOptions(model, tmp_path / "{ftype}.gguf", outtype="auto")).parts
+        assert part.path == tmp_path / f"{kind}.gguf" and part.path.exists()
+
+
+# ------------------------------------------------------------------------------------------------ parts of a model
+
+
+def test_vocab_only(checkpoint: Make, llama_copy: Path, tmp_path: Path) -> None:
+    theirs = upstream_files.write(checkpoint("llama"), tmp_path / "v.gguf", FTYPES["auto"], vocab_only=True)
+    (llama_copy / "model.safetensors").unlink()  # not needed
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="a vocabulary has no tensors"):
+        convert(ConvertOptions(llama_copy, vocab_only=True, outtype="itq3_s"))
+    (part,) = convert(ConvertOptions(checkpoint("llama"), folder=tmp_path / "out", vocab_only=True)).parts
+    assert part.path.name.endswith("-vocab.gguf")
+    assert part.path.read_bytes() == theirs.read_bytes()
+    assert convert_main([str(llama_copy), str(tmp_path / "none.gguf"), "--vocab-only"]) == 0
+    assert not tensors(tmp_path / "none.gguf")
+    ours, whole = metadata(tmp_path / "none.gguf"), metadata(theirs)
+    assert ours["tokenizer.ggml.tokens"] == whole["tokenizer.ggml.tokens"] and len(ours) == len(whole)
+
+
+@pytest.fixture
+def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small tokenizer is none of those that upstream knows by their hash."""
+    conversion = upstream.load_conversion()
+    monkeypatch.setattr(conversion.base.TextModel, "get_vocab_base_pre", lambda *_: "default")
+
+
+@pytest.fixture(scope="session")
+def nextn(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """A Qwen 3.5 of two layers and one more that predicts several tokens."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 64, "mtp_num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**SIZES, **kinds})).bfloat16()
+    folder = save_model(model, tmp_path_factory.mktemp("nextn") / "nextn", tokenizer)
+    weights = load_file(folder / "model.safetensors")
+    layer = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+    extra = {name.replace("model.layers.1.", "mtp.layers.0."): tensor.clone() for name, tensor in layer.items()}
+    extra |= {f"mtp.{name}.weight": torch.ones(256).bfloat16()
+              for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}  # fmt: skip
+    extra["mtp.fc.weight"] = torch.randn(256, 512).bfloat16()
+    save_file({**weights, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("option,flag,count", [("--mtp", "mtp_only", 1), ("--no-nextn", "no_mtp", 2), ("", "", 3)])
+def test_layers_that_predict_several_tokens(
+    option: str, flag: str, count: int, nextn: Path, tmp_path: Path, any_tokenizer: None
+) -> None:
+    theirs = upstream_files.write(nextn, tmp_path / "theirs.gguf", flags=(flag,) if flag else ())
+    words = [option] if option else []
+    assert convert_main([str(nextn), str(tmp_path / "ours.gguf"), "--outtype", "f16", *words]) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    layers = {name.split(".")[1] for name in tensors(theirs) if name.startswith("blk.")}
+    assert len(layers) == count
+    assert convert_main([str(nextn), str(tmp_path / "coded.gguf"), "--effort", "fast", *words]) == 0
+    assert list(tensors(tmp_path / "coded.gguf")) == list(tensors(theirs))
+
+
+def test_layers_that_an_architecture_cannot_part(checkpoint: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    for option in ("--mtp", "--no-nextn"):
+        assert convert_main([str(checkpoint("llama")), option, "--dry-run"]) == 1
+        assert f"is of an architecture that {option} is not for; leave {option} out" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="session")
+def multimodal(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """A Gemma 3 with a vision tower."""
+    text = {**SIZES, "head_dim": 64, "tie_word_embeddings": True}
+    vision = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 56, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).bfloat16()
+    folder = save_model(model, tmp_path_factory.mktemp("gemma") / "Tiny-Gemma", tokenizer)
+    weights = load_file(folder / "model.safetensors")  # on the hub, the tower has one more part in its names
+    weights = {
+        re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", n): t for n, t in weights.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    preprocessor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": 4}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return folder
+
+
+@pytest.mark.parametrize("outtype", FTYPES)
+def test_projector(outtype: str, multimodal: Path, tmp_path: Path) -> None:
+    theirs = upstream_files.write(multimodal, tmp_path / "theirs.gguf", FTYPES[outtype], mmproj=True)
+    convert(ConvertOptions(multimodal, tmp_path / "ours.gguf", mmproj=True, outtype=outtype))
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    assert metadata(theirs)["general.architecture"] == "clip" and len(tensors(theirs)) > 20
+
+
+def test_projector_beside_the_model(multimodal: Path, checkpoint: Make, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "theirs").mkdir()
+    model = Path(shutil.copytree(multimodal, tmp_path / "Tiny-Gemma"))
+    theirs = upstream_files.write(multimodal, tmp_path / "theirs", FTYPES["auto"], mmproj=True)
+    assert convert_main([str(model), "--mmproj"]) == 0
+    assert [path.name for path in model.glob("*.gguf")] == [theirs.name] == ["mmproj-Tiny-Gemma-BF16.gguf"]
+    assert (model / theirs.name).read_bytes() == theirs.read_bytes()
+    for words, expected in (
+        ([str(model), "--mmproj", "--outtype", "itq3_s"], "cannot be written as itq3_s: a projector is small"),
+        ([str(checkpoint("llama")), "--mmproj"], "architecture LlamaForCausalLM has no projector that can be read; "),
+    ):
+        assert convert_main([*words, "--dry-run"]) == 1
+        assert expected in capfd.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- other options
+
+
+@pytest.mark.parametrize(
+    "option,argument",
+    [("--no-lazy", "eager"), ("--fuse-qkv", "fuse_qkv")],
+)
+def test_options_of_upstreams_classes(option: str, argument: str, checkpoint: Make, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {argument: True}
+    for name in ("ernie-moe", "qwen2"):
+        theirs = upstream_files.write(checkpoint(name), tmp_path / "theirs.gguf", **arguments)
+        assert convert_main([str(checkpoint(name)), str(tmp_path / "ours.gguf"), "--outtype", "f16", option]) == 0
+        assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    if option == "--fuse-qkv":
+        assert "blk.0.attn_qkv.weight" in tensors(theirs)
+
+
+def test_fused_experts(tokenizer: Path, tmp_path: Path, any_tokenizer: None) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
+    config = transformers.Qwen3NextConfig(**{**SIZES, **experts}, layer_types=["linear_attention", "full_attention"])
+    model = save_model(transformers.Qwen3NextForCausalLM(config).bfloat16(), tmp_path / "model", tokenizer)
+    theirs = upstream_files.write(model, tmp_path / "theirs.gguf", flags=("no_mtp",), fuse_gate_up_exps=True)
+    words = [str(model), str(tmp_path / "ours.gguf"), "--outtype", "f16", "--no-nextn", "--fuse-gate-up-exps"]
+    assert convert_main(words) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    assert "blk.1.ffn_gate_up_exps.weight" in tensors(theirs)
+
+
+def test_fp8_as_q8(checkpoint: Make, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(llama_copy / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = torch.full((2, 2), 0.5)
+    save_file(weights, llama_copy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((llama_copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [256, 256]}
+    (llama_copy / "config.json").write_text(json.dumps(config))
+    theirs = upstream_files.write(llama_copy, tmp_path / "theirs.gguf", FTYPES["bf16"], fp8_as_q8=True)
+    words = [str(llama_copy), str(tmp_path / "ours.gguf"), "--fp8-as-q8"]
+    assert convert_main([*words, "--outtype", "bf16"]) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    assert types(theirs)["blk.0.attn_q.weight"] == Type.Q8_0
+    assert convert_main(words) == 1
+    assert "--fp8-as-q8 has no meaning for itq3_s; " in capfd.readouterr().err
+
+
+def test_dense_modules_of_sentence_transformers(
+    tokenizer: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.Gemma3TextConfig(**{**SIZES, "head_dim": 64, "tie_word_embeddings": True})
+    model = save_model(transformers.Gemma3TextModel(config).bfloat16(), tmp_path / "model", tokenizer)
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+    for number, shape in ((2, (512, 256)), (3, (256, 512))):
+        path = f"{number}_Dense"
+        (model / path).mkdir()
+        save_file({"linear.weight": torch.randn(shape)}, model / path / "model.safetensors")
+        (model / path / "config.json").write_text(json.dumps({"in_features": shape[1], "out_features": shape[0]}))
+        modules.append({"type": "sentence_transformers.models.Dense", "path": path})
+    (model / "modules.json").write_text(json.dumps(modules))
+    theirs = upstream_files.write(model, tmp_path / "theirs.gguf", sentence_transformers_dense_modules=True)
+    assert {"dense_2.weight", "dense_3.weight"} <= set(tensors(theirs))
+    words = [str(model), str(tmp_path / "ours.gguf"), "--sentence-transformers-dense-modules"]
+    assert convert_main([*words, "--outtype", "f16"]) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    for bad in ("../outside", 7):
+        (model / "modules.json").write_text(json.dumps([{"type": "Dense", "path": bad}]))
+        assert convert_main(words) == 1
+        assert f"error: {model / 'modules.json'}: names " in capfd.readouterr().err
+
+
+def test_supported_models_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert_main(["--print-supported-models"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    conversion = upstream.load_conversion()
+    count = len(conversion.TEXT_MODEL_MAP) + len(conversion.MMPROJ_MODEL_MAP)
+    assert len(said) == count + 2 and "  - LlamaForCausalLM" in said and "MMPROJ models:" in said
+
+
+def test_a_draft_for_a_target_model(checkpoint: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """EAGLE-3: the tokenizer and some sizes are the target's."""
+    shapes = {
+        "fc": (256, 768), "norm": (256,), "lm_head": (128, 256), "midlayer.self_attn.q_proj": (256, 512),
+        "midlayer.self_attn.k_proj": (128, 512), "midlayer.self_attn.v_proj": (128, 512),
+        "midlayer.self_attn.o_proj": (256, 256), "midlayer.mlp.gate_proj": (512, 256),
+        "midlayer.mlp.up_proj": (512, 256), "midlayer.mlp.down_proj": (256, 512), "midlayer.hidden_norm": (256,),
+        "midlayer.input_layernorm": (256,), "midlayer.post_attention_layernorm": (256,),
+    }  # fmt: skip
+    weights = {f"{name}.weight": torch.randn(shape).half() for name, shape in shapes.items()}
+    (draft := tmp_path / "draft").mkdir()
+    save_file({**weights, "d2t": torch.arange(128)}, draft / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 512, "draft_vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
+    }  # fmt: skip
+    (draft / "config.json").write_text(json.dumps(config))
+    target = checkpoint("llama")
+    theirs = upstream_files.write(draft, tmp_path / "theirs.gguf", target_model_dir=target)
+    words = [str(draft), str(tmp_path / "ours.gguf"), "--outtype", "f16"]
+    assert convert_main([*words, "--target-model-dir", str(target)]) == 0
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    for more, expected in (
+        ([], "requires --target-model-dir"),
+        (["--target-model-dir", str(tmp_path / "none")], f"error: {tmp_path / 'none'}: no such folder"),
+    ):
+        capfd.readouterr()
+        assert convert_main([*words, *more]) == 1
+        assert expected in capfd.readouterr().err
+
+
+def test_writer_of_gguf_py_is_left_as_it_was(checkpoint: Make, tmp_path: Path) -> None:
+    """The classes' flags are theirs again once a file is read."""
+    conversion = upstream.load_conversion()
+    with pytest.raises(UserError):
+        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", mtp=True, outtype="f16"))
+    assert not conversion.ModelBase.mtp_only and not conversion.ModelBase.no_mtp
+    assert gguf.quants.quantize.__module__ == "gguf.quants"
