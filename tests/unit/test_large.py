@@ -26,10 +26,15 @@ def test_the_whole_is_the_layers_and_the_vocabulary() -> None:
     file = shape.layer * 100 // 256 + small * 1024 * 310 // 256
     results = {
         "shape": asdict(shape), "processors": 2, "vocabulary": small, "tokens": 2048, "q6_k_seconds_a_row": word,
-        "idle": {"seconds": start, "memory": 1},
-        "plain": {"seconds": start + words + shape.layer * rate, "memory": 3 << 30},
-        "calibrated": {"seconds": start + words + 100.0, "memory": 4 << 30},
-        "calibrations": [{"seconds": start + 30.0 + n * 2048 * 0.01, "memory": 5 << 30} for n in (1, 2)],
+        "idle": {"processor": start, "memory": 1},
+        "plain": {"processor": start + words + shape.layer * rate, "memory": 3 << 30},
+        "calibrated": {
+            "none": {"processor": start + words + 5.0, "memory": 2 << 30},
+            "attn_q": {"processor": start + words + 5.0 + 7.0 + 10.0, "memory": 4 << 30},
+            "ffn_down": {"processor": start + words + 5.0 + 20.0, "memory": 3 << 30},
+        },
+        "factor_seconds": 7.0,
+        "calibrations": [{"processor": start + 30.0 + n * 2048 * 0.01, "memory": 5 << 30} for n in (1, 2)],
         "files": {"plain": file, "statistics": 1 << 30},
     }  # fmt: skip
     plain, collected, calibrated = cells(large.table(results))
@@ -38,7 +43,10 @@ def test_the_whole_is_the_layers_and_the_vocabulary() -> None:
     assert plain[4] == calibrated[4] == report.size(10 * shape.layer * 100 // 256 + 64000 * 1024 * 310 // 256)
     assert collected[2:4] == [large.hours(10 * (30.0 + 262144 * 0.01)), "5.00 GiB"]
     assert collected[4] == "10.00 GiB, while it runs 2.00 GiB more"
-    assert calibrated[2:4] == [large.hours(10 * 100.0 + 64000 * (word + 1024 * rate)), "4.00 GiB"]
+    # Reading, ffn_down, three factors, and what is as wide as the model at attn_q's rate.
+    layer = 5.0 + 20.0 + 3 * 7.0 + 10.0 * (shape.layer - 1024 * 2048) / 1024**2
+    assert calibrated[1] == f"{layer:.0f} s"
+    assert calibrated[2:4] == [large.hours(10 * layer + 64000 * (word + 1024 * rate)), "4.00 GiB"]
 
 
 def test_hours() -> None:
