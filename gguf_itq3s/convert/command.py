@@ -11,12 +11,12 @@ from .. import report, upstream
 from ..calibration.options import FORMS, FULL_COLUMNS
 from ..checkpoint import trust
 from ..checkpoint.reader import download
-from ..codec.blocks import CODECS, EFFORTS
+from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
 from ..rounding import target
-from .options import OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
+from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
@@ -102,7 +102,7 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     )  # fmt: skip
     group.add_argument(
         "--effort", choices=EFFORTS, default=defaults.effort,
-        help="start scales the search tries (default: %(default)s)",
+        help="start scales the search tries; best looks further too where statistics are given (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,

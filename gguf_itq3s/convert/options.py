@@ -12,12 +12,15 @@ from gguf import LlamaFileType
 from ..calibration.options import CalibrationOptions
 from ..checkpoint.policy import GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
+from ..codec import blocks
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
 PLAIN_OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0", "auto")
 OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *PLAIN_OUTTYPES)
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
+#: Of ITQ3_S: those of the codec, and the widest calibrated search.
+EFFORTS: Final = (*blocks.EFFORTS, "best")
 TERNARY_MODES: Final = ("auto", "force", "off")
 TERNARY_TYPES: Final = ("tq2_0", "tq1_0")
 
@@ -42,7 +45,7 @@ class ConvertOptions:
         outtype: one of :data:`OUTTYPES`; empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
         pure: every matrix in that type, embeddings and output too.
         codec: of ITQ3_S, ``trellis`` or ``ternary``.
-        effort: of ITQ3_S, ``fast`` or ``default``.
+        effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
         threads: threads that quantize.
         native: quantize with the built C library (True), in numpy (False), or with what is there (None).
         ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
@@ -150,6 +153,11 @@ class ConvertOptions:
     def folds(self) -> bool:
         """Whether norms are folded."""
         return self.outtype == "itq3_s" if self.fold_norms is None else self.fold_norms
+
+    @property
+    def codec_effort(self) -> str:
+        """The effort of the codec."""
+        return "default" if self.effort == "best" else self.effort
 
     @property
     def splits(self) -> bool:

@@ -240,9 +240,10 @@ def _check_calibrate(options: ConvertOptions) -> None:
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
-    changed = {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    changed = dict(ldlq.WIDEST) if options.effort == "best" else {}
+    changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
     try:
-        search = ldlq.Search(effort=options.effort, **changed)
+        search = ldlq.Search(effort=options.codec_effort, **changed)
         if options.damping is not None and not options.damping > 0:
             raise ValueError(f"damping {options.damping}: it must be more than 0")
     except ValueError as error:
@@ -260,7 +261,12 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     if options.native and library is None:
         raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
-        options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
+        options.codec_effort,
+        options.codec,
+        max(1, options.threads),
+        search,
+        library,
+        native=options.native is not False,
     )
 
 
