@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
 from tqdm import tqdm
 
+from .. import report
 from ..calibration.activations import activation_path, activations
 from ..calibration.backward import OutputFisher
 from ..calibration.groups import Group, Reader
@@ -33,7 +34,7 @@ from ..calibration.text import windows
 from ..checkpoint.fold import Folding
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..errors import output_error
+from ..errors import UserError, output_error
 from ..rounding import fisher, hessian, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
@@ -154,8 +155,9 @@ class Sequential:
         model = LayeredModel(self.calibration, self.checkpoint)
         inputs = windows(self.calibration, model.context)
         key = hashlib.sha256(fingerprint.encode() + inputs.tobytes()).hexdigest()
+        finished = self._resume(key)
         try:
-            finished = self._resume(key)
+            self._check_room(model, inputs)
             if self.options.fisher:
                 self._fisher = OutputFisher(
                     self.folder / "fisher", full=self.options.fisher_rows, block=self.options.fisher_block
@@ -163,6 +165,10 @@ class Sequential:
                 self._fisher.collect(model, inputs, self.calibration.batch, key, self.messages)
             done = len(set(finished.files.values()))
             self._layers(model, inputs, finished, done, key)
+        except UserError:
+            if not finished.files:
+                finished.remove()
+            raise
         except OSError as error:
             raise output_error(self.folder, error) from error
         except KeyboardInterrupt:
@@ -170,6 +176,37 @@ class Sequential:
         for stream in _STREAMS:
             shutil.rmtree(self.folder / stream, ignore_errors=True)
         return finished
+
+    def _check_room(self, model: LayeredModel, inputs: np.ndarray) -> None:
+        """Say what memory and disk it takes, and find a disk that is too small before the work."""
+        by_layer: dict[str, int] = {}
+        widest = most_rows = fisher_bytes = encoded = 0
+        for name, tensor in self.folded.items():
+            if len(tensor.shape) < 2 or not name.startswith("blk."):
+                continue
+            rows, columns = tensor.shape[-2:]
+            layer = name.split(".")[1]
+            by_layer[layer] = by_layer.get(layer, 0) + tensor.size
+            widest = max(widest, columns if self.calibration.full(columns) else 0)
+            most_rows = max(most_rows, rows * columns)
+            block = rows if rows <= self.options.fisher_rows else self.options.fisher_block
+            fisher_bytes += 4 * rows * block
+            encoded += tensor.bytes_in(self.types[name])
+        # Two copies of a layer in float32; sums, their damped copy and the solver's in float64; a matrix in float64.
+        memory = 8 * max(by_layer.values(), default=0) + 8 * 5 * widest**2 + 8 * 3 * most_rows
+        stream = 4 * inputs.size * model.hidden
+        disk = 4 * stream + encoded
+        if self.options.fisher:
+            disk += (model.layers + 3) * stream + fisher_bytes
+        text = f"{inputs.size} tokens through {model.layers} layers"
+        print(
+            f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk",
+            file=self.messages,
+        )
+        present = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        if (free := shutil.disk_usage(self.folder).free + present) < disk:
+            what = f"needs {report.size(disk)} while it calibrates, {report.size(free)} are free"
+            raise UserError(self.folder, what, "free some space, give less --tokens, or choose another folder")
 
     def _resume(self, key: str) -> Finished:
         """What an earlier run of the same kind has finished."""
@@ -180,18 +217,24 @@ class Sequential:
         except (OSError, ValueError):
             lines = []
         if not lines or lines[0] != {"run": key}:
+            if not lines and self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+                what = "is in the way, and is not what an interrupted conversion has left"
+                raise UserError(self.folder, what, "move it away, or choose another name for the output")
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            for stream in _STREAMS:
-                (self.folder / stream).mkdir()
-            journal.write_text(json.dumps({"run": key}) + "\n")
+            try:
+                self.folder.mkdir(parents=True)
+                for stream in _STREAMS:
+                    (self.folder / stream).mkdir()
+                journal.write_text(json.dumps({"run": key}) + "\n")
+            except OSError as error:
+                raise output_error(self.folder, error) from error
             return finished
         for line in lines[1:]:
             if not (self.folder / line["file"]).is_file():
                 break
-            for entry, (error, energy) in line["matrices"].items():
+            for entry, (squared, energy) in line["matrices"].items():
                 finished.files[entry] = self.folder / line["file"]
-                finished.errors[entry] = SquaredError(error, energy)
+                finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
         return finished
 
