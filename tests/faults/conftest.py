@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import tqdm
 
-# No thread of its own: the tests of this folder fork.
+# No thread of its own: the tests of this folder fork. And no lock that processes share: a child that is killed while it
+# holds it would leave all others waiting.
 tqdm.tqdm.monitor_interval = 0
+tqdm.tqdm.set_lock(threading.RLock())
 
 #: Kills of each kind where --rounds is not given: what continuous integration has time for.
 ROUNDS = 6
