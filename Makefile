@@ -6,6 +6,8 @@ BUILD := build
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Extra arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
+# More programs of llama.cpp for make build, such as "llama-mtmd-cli llama-tts".
+TARGETS ?= $(ITQ3S_TARGETS)
 PYTEST_ARGS ?=
 EVAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
@@ -20,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +36,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 
 setup: $(INSTALLED) ## create .venv and install the package
 
-build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin
-	cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(PY)
+build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin; TARGETS="..." adds programs
+	ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
+		-DPython3_EXECUTABLE=$(CURDIR)/$(PY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
 
 demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it
@@ -52,6 +55,7 @@ eval: build ## compare all types on the bundled model and its twins: KL divergen
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
 	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)
+	$(PY) scripts/bench/columns.py $(BENCH_ARGS)
 
 test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
 	$(PY) scripts/check/arm.py
@@ -61,6 +65,12 @@ cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120
 
 hip-check: $(INSTALLED) ## compile the CUDA sources as HIP for gfx90a and gfx1100, without a GPU
 	$(PY) scripts/check/hip.py $(HIP_CHECK_ARGS)
+
+releases: $(INSTALLED) ## try the patches on the newest releases of llama-cpp-python
+	$(PY) scripts/check/releases.py
+
+mingw-check: $(INSTALLED) ## compile the patched CPU backend for Windows, without Windows
+	$(PY) scripts/check/mingw.py
 
 gpu-pack: build ## pack what scripts/check/gpu/gpu_check.sh needs on a machine with a GPU
 	$(PY) scripts/check/gpu/pack.py

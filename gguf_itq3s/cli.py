@@ -7,17 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import __version__, upstream
+from . import __version__, build, upstream
+from .adapters import command as adapters
 from .calibration import command as calibrate
 from .convert import command as convert
 from .errors import report_errors
 from .evaluate import command as evaluate
 from .inspect import contents, plan, ternary, verify
+from .metadata import command as metadata
 from .publish import command as publish
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, publish)
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, adapters, metadata, build, publish)
 
 
 @report_errors

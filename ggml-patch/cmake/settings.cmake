@@ -26,11 +26,13 @@ macro(itq3s_settings)
         find_program(ITQ3S_DEFAULT_PYTHON NAMES python3 python REQUIRED)
     endif()
     itq3s_setting(GGML_OPTIONS "")
+    itq3s_setting(ITQ3S_TARGETS "")
     itq3s_setting(LLAMA_CPP_DIR "")
+    itq3s_setting(ITQ3S_SOURCE "")
     itq3s_setting(GGUF_ITQ3S_CACHE "${ITQ3S_CACHE_HOME}/gguf-itq3s")
     itq3s_setting(Python3_EXECUTABLE "${ITQ3S_DEFAULT_PYTHON}")
     itq3s_setting(GGUF_ITQ3S_OUT "${ITQ3S_REPOSITORY}/build")
-    foreach (path LLAMA_CPP_DIR GGUF_ITQ3S_CACHE GGUF_ITQ3S_OUT)
+    foreach (path LLAMA_CPP_DIR ITQ3S_SOURCE GGUF_ITQ3S_CACHE GGUF_ITQ3S_OUT)
         if (NOT "${${path}}" STREQUAL "")
             get_filename_component(${path} "${${path}}" ABSOLUTE BASE_DIR "${ITQ3S_REPOSITORY}")
         endif()
@@ -41,9 +43,10 @@ endmacro()
 function(itq3s_write_settings file)
     set(text "")
     foreach (name
-            GGML_OPTIONS LLAMA_CPP_DIR GGUF_ITQ3S_CACHE Python3_EXECUTABLE GGUF_ITQ3S_OUT
+            GGML_OPTIONS LLAMA_CPP_DIR ITQ3S_SOURCE GGUF_ITQ3S_CACHE Python3_EXECUTABLE GGUF_ITQ3S_OUT
             CMAKE_BUILD_TYPE CMAKE_TOOLCHAIN_FILE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS CMAKE_CXX_FLAGS
-            CMAKE_C_COMPILER_VERSION CMAKE_CXX_COMPILER_VERSION CMAKE_SHARED_LIBRARY_SUFFIX CMAKE_EXECUTABLE_SUFFIX)
+            CMAKE_C_COMPILER_VERSION CMAKE_CXX_COMPILER_VERSION CMAKE_SHARED_LIBRARY_SUFFIX
+            CMAKE_SHARED_MODULE_SUFFIX CMAKE_EXECUTABLE_SUFFIX)
         string(APPEND text "set(${name} [==[${${name}}]==])\n")
     endforeach()
     file(CONFIGURE OUTPUT "${file}" CONTENT "${text}" @ONLY)

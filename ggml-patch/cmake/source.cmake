@@ -4,7 +4,9 @@
 #   src/format/    ggml/src/
 #   src/cpu/       ggml/src/ggml-cpu/itq3s/
 #   src/cuda/      ggml/src/ggml-cuda/
-# Patches apply in the order of their numbers: the type, the CPU backend, llama and its tools, tests, the CUDA backend.
+#   src/llama/     src/
+# Patches apply in the order of their numbers: the required ones (the type, the CPU backend, llama and its tools), then
+# the optional ones (faster paths, tests, other backends, mended faults of llama.cpp).
 
 # What of llama.cpp its build reads.
 set(ITQ3S_UPSTREAM_PARTS
@@ -12,12 +14,16 @@ set(ITQ3S_UPSTREAM_PARTS
 
 # Set `folder` to the pinned source, fetched if need be, and `id` to the name of its release.
 function(itq3s_fetch folder id)
-    execute_process(
-        COMMAND ${CMAKE_COMMAND} -E env "GGUF_ITQ3S_CACHE=${GGUF_ITQ3S_CACHE}" --unset=LLAMA_CPP_DIR
-                "${Python3_EXECUTABLE}" "${ITQ3S_REPOSITORY}/scripts/fetch_llama_cpp.py"
-        OUTPUT_VARIABLE source OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
-    if (failed)
-        itq3s_fail("the source of llama.cpp could not be fetched; the reason stands above")
+    if ("${ITQ3S_SOURCE}" STREQUAL "")
+        execute_process(
+            COMMAND ${CMAKE_COMMAND} -E env "GGUF_ITQ3S_CACHE=${GGUF_ITQ3S_CACHE}" --unset=LLAMA_CPP_DIR
+                    "${Python3_EXECUTABLE}" "${ITQ3S_REPOSITORY}/scripts/fetch_llama_cpp.py"
+            OUTPUT_VARIABLE source OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+        if (failed)
+            itq3s_fail("the source of llama.cpp could not be fetched; the reason stands above")
+        endif()
+    else()
+        set(source "${ITQ3S_SOURCE}")  # whoever calls has fetched and compared it
     endif()
     get_filename_component(release "${source}/../.." ABSOLUTE)
     get_filename_component(release "${release}" NAME)
@@ -60,50 +66,117 @@ function(itq3s_hash_source out folder)
     set(${out} "${sha256}" PARENT_SCOPE)
 endfunction()
 
-# Set `required` and `optional` to the patches, in the order in which they are applied.
+# Set `required` and `optional` to the patches, in the order in which they are applied. A folder in patches/optional is
+# one patch in several files.
 function(itq3s_find_patches required optional)
     file(GLOB found "${ITQ3S_PATCH_DIR}/patches/*.patch")
     list(SORT found)
     set(${required} "${found}" PARENT_SCOPE)
-    file(GLOB found "${ITQ3S_PATCH_DIR}/patches/optional/*.patch")
+    file(GLOB found LIST_DIRECTORIES true "${ITQ3S_PATCH_DIR}/patches/optional/[0-9]*")
     list(SORT found)
     set(${optional} "${found}" PARENT_SCOPE)
 endfunction()
 
-# Apply every patch to the copies of the files it touches in `stage`. One in patches/optional that does not apply is left
-# out as a whole, with a warning that ends in its first line: what is missing without it.
-function(itq3s_apply_patches stage)
+# Set `out` to the files of a patch, in the order in which they are applied.
+function(itq3s_patch_files out patch)
+    if (IS_DIRECTORY "${patch}")
+        file(GLOB patch "${patch}/*.patch")
+        list(SORT patch)
+    endif()
+    set(${out} "${patch}" PARENT_SCOPE)
+endfunction()
+
+# Set `out` to what the head of a patch, before its first diff, says after "NAME:".
+function(itq3s_patch_head out patch name)
+    itq3s_patch_files(files "${patch}")
+    list(GET files 0 file)
+    file(READ "${file}" head)
+    string(REGEX REPLACE "(^|\n)(diff --git|---) .*" "\n" head "${head}")
+    set(values "")
+    string(REGEX MATCHALL "\n${name}: [^\n]*" lines "\n${head}")
+    foreach (line IN LISTS lines)
+        string(REGEX REPLACE "^\n${name}: " "" line "${line}")
+        list(APPEND values "${line}")
+    endforeach()
+    set(${out} "${values}" PARENT_SCOPE)
+endfunction()
+
+# Apply a patch in `folder`; `failed` is set to what went wrong.
+function(itq3s_apply_patch failed folder patch)
     find_program(ITQ3S_GIT git)
     find_program(ITQ3S_PATCH patch)
-    itq3s_find_patches(required optional)
-    get_filename_component(ceiling "${stage}/.." REALPATH)
+    set(${failed} "" PARENT_SCOPE)
+    get_filename_component(ceiling "${folder}/.." REALPATH)
     set(ENV{GIT_CEILING_DIRECTORIES} "${ceiling}")  # the repository around the build folder is none of git's business
-    foreach (patch IN LISTS required optional)
+    itq3s_patch_files(files "${patch}")
+    foreach (file IN LISTS files)
         if (ITQ3S_GIT)
-            set(command "${ITQ3S_GIT}" apply --whitespace=nowarn -p1 "${patch}")
-            set(check --check)
+            set(command "${ITQ3S_GIT}" apply --whitespace=nowarn -p1 "${file}")
         elseif (ITQ3S_PATCH)
-            set(command "${ITQ3S_PATCH}" --batch --forward --no-backup-if-mismatch -p1 -i "${patch}")
-            set(check --dry-run)
+            # git's way: lines may have moved, but context has to be there
+            set(command "${ITQ3S_PATCH}" --batch --forward --fuzz=0 --no-backup-if-mismatch -p1 -i "${file}")
         else()
             itq3s_fail("applying the patches needs git or patch; neither is on PATH")
         endif()
-        file(RELATIVE_PATH name "${ITQ3S_REPOSITORY}" "${patch}")
-        if (patch IN_LIST optional)
-            execute_process(COMMAND ${command} ${check} WORKING_DIRECTORY "${stage}"
-                OUTPUT_QUIET ERROR_QUIET RESULT_VARIABLE failed)
-            if (failed)
-                file(STRINGS "${patch}" reason LIMIT_COUNT 1)
-                message(NOTICE "warning: ${name} does not apply to this llama.cpp and is left out. ${reason}")
-                continue()
-            endif()
-        endif()
-        execute_process(COMMAND ${command} WORKING_DIRECTORY "${stage}"
-            OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE failed)
-        if (failed)
-            itq3s_fail("${name} does not apply to this llama.cpp:\n${output}")
+        execute_process(COMMAND ${command} WORKING_DIRECTORY "${folder}"
+            OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE result)
+        if (result)
+            set(${failed} "${output} " PARENT_SCOPE)
+            return()
         endif()
     endforeach()
+endfunction()
+
+# Apply every patch to the copies of the files it touches in `stage`. One in patches/optional that does not apply, or
+# needs one that does not, is left out as a whole; one warning lists those by their first lines: what is missing.
+# Sets `without` to the files of src/ that stay out with them.
+function(itq3s_apply_patches stage without)
+    itq3s_find_patches(required optional)
+    foreach (patch IN LISTS required)
+        itq3s_apply_patch(failed "${stage}" "${patch}")
+        if (failed)
+            file(RELATIVE_PATH name "${ITQ3S_REPOSITORY}" "${patch}")
+            itq3s_fail("${name} does not apply to this llama.cpp:\n${failed}")
+        endif()
+    endforeach()
+
+    set(trial "${stage}.trial")
+    set(left_out "")
+    set(reasons "")
+    set(files "")
+    foreach (patch IN LISTS optional)
+        get_filename_component(name "${patch}" NAME_WE)
+        itq3s_patch_head(needs "${patch}" "Needs")
+        set(present "${needs}")
+        list(REMOVE_ITEM present ${left_out})
+        if ("${present}" STREQUAL "${needs}")
+            file(REMOVE_RECURSE "${trial}")
+            file(COPY "${stage}/" DESTINATION "${trial}")
+            itq3s_apply_patch(failed "${trial}" "${patch}")
+        else()
+            set(failed "needs ${needs}")
+        endif()
+        if (NOT failed)
+            file(REMOVE_RECURSE "${stage}")
+            file(RENAME "${trial}" "${stage}")
+            continue()
+        endif()
+        list(APPEND left_out "${name}")
+        itq3s_patch_files(parts "${patch}")
+        list(GET parts 0 part)
+        file(STRINGS "${part}" reason LIMIT_COUNT 1)
+        string(APPEND reasons "\n  ${name}: ${reason}")
+        itq3s_patch_head(globs "${patch}" "Files")
+        foreach (glob IN LISTS globs)
+            file(GLOB_RECURSE found RELATIVE "${ITQ3S_PATCH_DIR}/src" "${ITQ3S_PATCH_DIR}/src/${glob}")
+            list(APPEND files ${found})
+        endforeach()
+    endforeach()
+    file(REMOVE_RECURSE "${trial}")
+    if (left_out)
+        message(NOTICE "warning: optional patches that do not apply to this llama.cpp are left out:${reasons}")
+    endif()
+    set(${without} "${files}" PARENT_SCOPE)
 endfunction()
 
 # Make `tree` the source at `upstream` (called `id`) with our patches and files.
@@ -129,10 +202,13 @@ function(itq3s_prepare_source upstream id tree)
     itq3s_find_patches(required optional)
     set(touched "")
     foreach (patch IN LISTS required optional)
-        file(STRINGS "${patch}" lines REGEX "^[+][+][+] b/")
-        foreach (line IN LISTS lines)
-            string(REGEX REPLACE "^[+][+][+] b/([^\t]*).*" "\\1" file "${line}")
-            list(APPEND touched "${file}")
+        itq3s_patch_files(files "${patch}")
+        foreach (file IN LISTS files)
+            file(STRINGS "${file}" lines REGEX "^[+][+][+] b/")
+            foreach (line IN LISTS lines)
+                string(REGEX REPLACE "^[+][+][+] b/([^\t]*).*" "\\1" file "${line}")
+                list(APPEND touched "${file}")
+            endforeach()
         endforeach()
     endforeach()
     set(before "")
@@ -142,18 +218,33 @@ function(itq3s_prepare_source upstream id tree)
     list(APPEND touched ${before})
     list(REMOVE_DUPLICATES touched)
 
+    # patched beside the tree
+    set(stage "${tree}.stage")
+    file(REMOVE_RECURSE "${stage}")
+    file(MAKE_DIRECTORY "${stage}")
+    foreach (file IN LISTS touched)
+        if (EXISTS "${upstream}/${file}")
+            get_filename_component(folder "${stage}/${file}" DIRECTORY)
+            file(MAKE_DIRECTORY "${folder}")
+            file(COPY_FILE "${upstream}/${file}" "${stage}/${file}")
+        endif()
+    endforeach()
+    itq3s_apply_patches("${stage}" without)
+
     # our files
     set(ours "")
     set(origins "")
-    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda)
+    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda llama:src)
         string(REPLACE ":" ";" part "${part}")
         list(GET part 0 from)
         list(GET part 1 to)
         file(GLOB_RECURSE files LIST_DIRECTORIES false
             RELATIVE "${ITQ3S_PATCH_DIR}/src/${from}" "${ITQ3S_PATCH_DIR}/src/${from}/*")
         foreach (file IN LISTS files)
-            list(APPEND origins "${from}/${file}")
-            list(APPEND ours "${to}/${file}")
+            if (NOT "${from}/${file}" IN_LIST without)
+                list(APPEND origins "${from}/${file}")
+                list(APPEND ours "${to}/${file}")
+            endif()
         endforeach()
     endforeach()
     set(ours_before "")
@@ -174,17 +265,6 @@ function(itq3s_prepare_source upstream id tree)
     list(JOIN touched "\n" text)
     file(WRITE "${tree}/.itq3s-touched" "${text}\n")
 
-    set(stage "${tree}.stage")
-    file(REMOVE_RECURSE "${stage}")
-    file(MAKE_DIRECTORY "${stage}")
-    foreach (file IN LISTS touched)
-        if (EXISTS "${upstream}/${file}")
-            get_filename_component(folder "${stage}/${file}" DIRECTORY)
-            file(MAKE_DIRECTORY "${folder}")
-            file(COPY_FILE "${upstream}/${file}" "${stage}/${file}")
-        endif()
-    endforeach()
-    itq3s_apply_patches("${stage}")
     foreach (file IN LISTS touched)
         if (EXISTS "${stage}/${file}")
             get_filename_component(folder "${tree}/${file}" DIRECTORY)

@@ -96,14 +96,17 @@ class Watch:
         import torch
 
         effective = torch.from_numpy(self._model.gain(name))
+        checked = False
 
         def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            nonlocal checked
             x = args[0].float()
             epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
             plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-            if not torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
+            if not checked and not torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
                 what = "is not an RMSNorm with the gain that the checkpoint has"
                 raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)", name)
+            checked = True
             self._plain[name] = plain.reshape(-1, plain.shape[-1])
 
         return hook

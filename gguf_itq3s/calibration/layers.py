@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ class LayeredModel:
         own = [layer.forward for layer in self.base.layers]
         for number, layer in enumerate(self.base.layers):
             layer.forward = catch(number)
-        with torch.inference_mode():
+        with torch.no_grad():  # the arguments are used with gradients too
             for batch in batches:
                 if done and len(windows[batch]) in keywords[0]:
                     continue
@@ -136,6 +137,35 @@ class LayeredModel:
         with torch.inference_mode():
             out = layer(torch.from_numpy(np.array(hidden)).to(self.device), **keywords)
         return (out[0] if isinstance(out, tuple) else out).cpu().numpy()
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """What comes behind the last layer, as long as the context lasts: (windows, context, hidden) -> logits."""
+        import torch
+
+        output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        names = {module: name for name, module in self.model.named_modules()}
+        norms = [module for _, module in self.base.named_children() if "norm" in names[module]]
+        for module in (output, *norms):
+            module.to_empty(device=self.device)
+            tied = module is output and not self.weights.has(f"{names[module]}.weight")
+            self._fill(module, names[embedding] if tied else names[module])
+        own = [(module, module.forward) for module in (embedding, *self.base.layers)]
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            embedding.forward = lambda ids, *_, **__: torch.zeros(*ids.shape, self.hidden, device=self.device)
+            for layer in self.base.layers:
+                layer.forward = lambda *_, **__: hidden
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+            return self.model(input_ids=ids, use_cache=False).logits
+
+        try:
+            yield logits
+        finally:
+            for module, forward in own:
+                module.forward = forward
+            for module in (output, *norms):
+                module.to("meta")
 
     def _fill(self, module: torch.nn.Module, prefix: str) -> None:
         import torch
@@ -176,6 +206,10 @@ class _Weights:
         for path in files:
             with safe_open(path, framework="pt") as file:
                 self._files.update(dict.fromkeys(file.keys(), path))
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is in the checkpoint."""
+        return self._find(name) is not None
 
     def get(self, name: str, shape: torch.Size) -> torch.Tensor:
         """A tensor of the model.

@@ -112,7 +112,7 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                     what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
             partial.parent.mkdir(exist_ok=True)
-            _save(statistics, partial)
+            save(statistics, partial)
             partial.replace(options.out / file)
             target.flush()
             del source, target
@@ -125,7 +125,7 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             model.unload(number)
 
 
-def _save(statistics: dict[str, np.ndarray], path: Path) -> None:
+def save(statistics: dict[str, np.ndarray], path: Path) -> None:
     """Write a safetensors file; a disk that is full is an OSError, as from any other writer."""
     try:
         save_file(statistics, path)

@@ -5,13 +5,14 @@ of a block evenly over its columns, so it wants columns that are read evenly; ga
 read some columns far more than others. QuaRot (arXiv 2404.00456) folds them for the same reason.
 
 Only names that prove who reads a norm are acted on: an architecture known to be laid out so, and in each layer no
-tensor that is not known. What is left alone is said.
+tensor that is not known. What is left alone is said. ``output_norm`` is never folded: pooled embeddings are taken
+behind it, and would be those of another model; its matrix gets more bits anyway.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +32,12 @@ ARCHITECTURES: Final = frozenset(
         "granitemoe", "olmoe", "internlm2", "smollm3",
     }
 )  # fmt: skip
+
+#: The key of a file, model or adapter, whose norms are folded; the patched llama.cpp compares the two.
+NORMS_FOLDED: Final = "itq3s.norms_folded"
+
+#: Of what is folded, so that no conversion that another version began is continued. The first folded ``output_norm``.
+PLAN_VERSION: Final = 2
 
 #: Which matrices of a layer read a norm; :func:`norm_read_by` and :func:`readers_in_checkpoint` answer from it.
 READERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -68,6 +75,11 @@ class Folding:
     def norm_of(self, name: str) -> str | None:
         """The folded norm that a matrix reads, or None."""
         return next((norm for norm, readers in self.norms.items() if name in readers), None)
+
+    @property
+    def note(self) -> str:
+        """What is left alone, a line for each; empty if nothing is."""
+        return "\n  ".join(["note: norms that are not folded:", *self.left_alone]) if self.left_alone else ""
 
 
 def norm_read_by(name: str) -> str | None:
@@ -135,14 +147,44 @@ def plan(arch: str, names: Iterable[str], floats: Callable[[str], bool] = lambda
                 left_alone.append(f"{parts[norm]}: {fixed[0]} comes quantized")
             else:
                 norms[parts[norm]] = tuple(readers)
-    if "output_norm.weight" in known:
-        if "output.weight" not in known:
-            left_alone.append("output_norm.weight: the output matrix is the token embedding, which is read elsewhere")
-        elif "output_norm.bias" in known or not floats("output.weight"):
-            left_alone.append("output_norm.weight: the norm has a bias, or output.weight comes quantized")
-        else:
-            norms["output_norm.weight"] = ("output.weight",)
     return Folding(norms, left_alone)
+
+
+def plan_tensors(arch: str, tensors: Iterable[SourceTensor], but: Collection[str] = ()) -> Folding:
+    """Which norms a conversion folds.
+
+    Args:
+        arch: ``general.architecture``.
+        tensors: all tensors of the model.
+        but: norms that stay, as those that a ternary matrix reads: folded, it would have more than three values.
+
+    Returns:
+        The plan.
+    """
+    stored = {tensor.name: tensor.stored.name for tensor in tensors if tensor.name not in but}
+    return plan(arch, stored, lambda name: stored[name] in ("F32", "F16", "BF16"))
+
+
+def gains(tensors: Iterable[SourceTensor], folder: str) -> Callable[[str], np.ndarray]:
+    """The gain of a norm by its GGUF name, float32 (n,); each is read once.
+
+    Args:
+        tensors: all tensors of the model.
+        folder: of the model, for messages.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    read: dict[str, np.ndarray] = {}
+
+    def gain(norm: str) -> np.ndarray:
+        if norm not in read:
+            read[norm] = by_name[norm].vector()
+            # Once folded, the norm is all ones and the fault would show in the matrices that read it.
+            if bad := np.count_nonzero(~np.isfinite(read[norm])):
+                what = f"{bad} of its weights {'is' if bad == 1 else 'are'} NaN or infinite"
+                raise UserError(folder, what, "repair the checkpoint or download it again", by_name[norm].label)
+        return read[norm]
+
+    return gain
 
 
 def apply(tensors: Sequence[SourceTensor], folding: Folding, folder: str) -> list[SourceTensor]:
@@ -156,18 +198,8 @@ def apply(tensors: Sequence[SourceTensor], folding: Folding, folder: str) -> lis
     Returns:
         The tensors in the same order, with the same names, shapes and types; folded ones load as float32.
     """
-    by_name = {tensor.name: tensor for tensor in tensors}
     reads = {reader: norm for norm, readers in folding.norms.items() for reader in readers}
-    gains: dict[str, np.ndarray] = {}
-
-    def gain(norm: str) -> np.ndarray:
-        if norm not in gains:
-            gains[norm] = by_name[norm].vector()
-            # Once folded, the norm is all ones and the fault would show in the matrices that read it.
-            if bad := np.count_nonzero(~np.isfinite(gains[norm])):
-                what = f"{bad} of its weights {'is' if bad == 1 else 'are'} NaN or infinite"
-                raise UserError(folder, what, "repair the checkpoint or download it again", by_name[norm].label)
-        return gains[norm]
+    gain = gains(tensors, folder)
 
     def ones(norm: str) -> Iterator[np.ndarray]:
         yield np.ones_like(gain(norm))

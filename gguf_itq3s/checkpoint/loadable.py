@@ -31,8 +31,9 @@ from .reader import read_json
 
 #: Which check was made.
 BY_LOADER: Final = "llama.cpp's loader takes the tensors and the metadata"
-BY_TABLES: Final = "names and shapes agree with the metadata; llama.cpp's loader was not asked (make build adds it)"
-BY_NOBODY: Final = "not compared with the architecture, whose tensors are not known here (make build adds llama.cpp's)"
+_ADDS: Final = f"{native.build_command()} adds"
+BY_TABLES: Final = f"names and shapes agree with the metadata; llama.cpp's loader was not asked ({_ADDS} it)"
+BY_NOBODY: Final = f"not compared with the architecture, whose tensors are not known here ({_ADDS} llama.cpp's)"
 
 #: What the loader may take: far more than any vocabulary and list of tensors need.
 _SECONDS: Final = 120

@@ -1,6 +1,7 @@
 """The C quantizer of the patched ggml, through ctypes: the same bytes as :mod:`gguf_itq3s.codec.blocks`, faster.
 
-``make build`` leaves the libraries in ``build/bin``; ``GGUF_ITQ3S_LIBRARY`` names another ``libggml-base``.
+``make build`` leaves the libraries in ``build/bin``, ``gguf-itq3s build`` in the cache; ``GGUF_ITQ3S_LIBRARY`` names
+another ``libggml-base``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from .. import upstream
+from ..upstream import build_command as build_command
 from . import blocks
 from .blocks import BLOCK_BYTES, CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
 from .transform import BLOCK, FloatArray
@@ -57,7 +60,7 @@ class NativeLibrary:
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
         except AttributeError as error:
-            raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run make build") from None
+            raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run {build_command()}") from None
         self._itq3_s.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         self._itq3_s.restype = ctypes.c_size_t
         self._ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
@@ -173,14 +176,19 @@ def refused(blocks: ByteArray) -> bool:
 
 
 def tools_folder() -> Path:
-    """``build/bin`` of the checkout, where ``make build`` leaves libraries and tools."""
-    return Path(__file__).resolve().parents[2] / "build" / "bin"
+    """Where the build leaves libraries and tools: ``build/bin`` of the checkout, or a folder in the cache."""
+    return upstream.build_folder() / "bin"
 
 
 def library_path() -> Path | None:
-    """The built library: ``GGUF_ITQ3S_LIBRARY``, else the one in ``build/bin`` of the checkout, else None."""
-    named = os.environ.get(LIBRARY_VARIABLE)
-    path = Path(named) if named else tools_folder() / library_name()
+    """The built library: ``GGUF_ITQ3S_LIBRARY``, else the one in :func:`tools_folder`, else None."""
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        path = Path(named)
+    else:
+        try:
+            path = tools_folder() / library_name()
+        except upstream.FetchError:  # an install without the patch: numpy does
+            return None
     return path if path.exists() else None
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report, upstream
+from ..calibration.options import FORMS, FULL_COLUMNS
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS, EFFORTS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
+from ..rounding import target
 from .options import OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(parser.add_argument_group("output"))
     _add_types(parser.add_argument_group("types of the tensors"), defaults)
     _add_encoder(parser.add_argument_group("ITQ3_S and its statistics"), defaults)
+    _add_calibrate(parser.add_argument_group("calibrating while converting"), defaults)
     _add_ternary(parser.add_argument_group("ternary models"), defaults)
     _add_model(parser.add_argument_group("what is read of the model"))
     _add_metadata(parser.add_argument_group("metadata"))
@@ -124,6 +127,29 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
         "--native", action=argparse.BooleanOptionalAction, default=defaults.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
     )  # fmt: skip
+
+
+def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+    group.add_argument(
+        "--calibrate", type=Path, nargs="*", metavar="TEXT",
+        help="quantize layer by layer, each on the inputs that the quantized layers before it give; files of text, "
+        "plain or .xz (default: a mix that comes along)",
+    )  # fmt: skip
+    group.add_argument(
+        "--fisher", action="store_true", help="make up for errors across rows too; needs a backward pass of the model"
+    )
+    group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
+    group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
+    group.add_argument(
+        "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {FULL_COLUMNS} columns, else block)"
+    )
+    group.add_argument(
+        "--target-damping", type=float, metavar="X", help=f"of the targets (default: {target.DAMPING:g})"
+    )
+    group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
+    group.add_argument(
+        "--batch", type=positive, default=defaults.batch, metavar="N", help="windows at a time (default: %(default)s)"
+    )
 
 
 def _add_ternary(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:

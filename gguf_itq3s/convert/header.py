@@ -17,7 +17,7 @@ from gguf import Keys, LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
-from ..checkpoint.fold import Folding
+from ..checkpoint.fold import NORMS_FOLDED, PLAN_VERSION, Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
@@ -80,11 +80,29 @@ def header(
         writer.add_string("itq3s.effort", options.effort)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
-        writer.add_bool("itq3s.norms_folded", bool(folding.norms))
+    if folding.norms or any(choice.type == ITQ3_S for choice in choices):
+        writer.add_bool(NORMS_FOLDED, bool(folding.norms))
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
     if isinstance(statistics, ImportanceMatrix):
         _add_importance(writer, statistics, options)
+    return render(checkpoint, choices, options)
+
+
+def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
+    """Correct the share of weights that are rounded with statistics, in metadata made before it was known."""
+    entries = checkpoint.writer.kv_data[0]
+    if "itq3s.calibrated_share" in entries:
+        entries["itq3s.calibrated"].value = calibrated > 0
+        entries["itq3s.calibrated_share"].value = calibrated
+
+
+def render(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> Head:
+    """The heads of the files, of the metadata that the checkpoint's writer has.
+
+    Raises:
+        UserError: as :func:`header`.
+    """
     tensors = list(zip(checkpoint.tensors, choices, strict=True))
     whole, _ = _render(checkpoint, tensors, replace(options, split_max_size=0, split_max_tensors=0,
                                                     no_tensor_first_split=False))  # fmt: skip
@@ -157,7 +175,7 @@ def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> 
     """Equal for two runs that would write the same bytes."""
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
-    how["folds"] = str(options.folds)
+    how["folds"] = str(PLAN_VERSION if options.folds else 0)
     files = [*checkpoint.files]
     if options.sentence_transformers_dense_modules:
         files += sorted(options.model.glob("*/model.safetensors"))

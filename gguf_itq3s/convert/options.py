@@ -9,6 +9,7 @@ from typing import Final
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
+from ..calibration.options import CalibrationOptions
 from ..checkpoint.policy import GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
 
@@ -53,8 +54,17 @@ class ConvertOptions:
         fold_norms: multiply norm gains into the matrices that read them; None: yes for ITQ3_S, else no.
         calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
         imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
-        include_weights: of it, only entries with one of these in their names.
-        exclude_weights: of it, only entries with none of these in their names.
+        calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
+            bundled text, None for no such thing.
+        tokens: of these texts, about how many tokens are run.
+        context: length of their windows; None for the model's own, at most 2048.
+        hessian: form of the sums over their tokens, as :class:`gguf_itq3s.calibration.options.CalibrationOptions`.
+        device: torch device that the model runs on.
+        batch: windows at a time.
+        fisher: errors are fed across rows too, by the Fisher information of the outputs.
+        target_damping: of the Hessians in the targets, share of the mean diagonal.
+        include_weights: of the importance matrix, only entries with one of these in their names.
+        exclude_weights: of the importance matrix, only entries with none of these in their names.
         damping: of the Hessians, share of the mean diagonal.
         segment: columns that the calibrated search commits at a time.
         lookahead: columns it searches past them before.
@@ -90,6 +100,14 @@ class ConvertOptions:
     fold_norms: bool | None = None
     calibration: Path | None = None
     imatrix: Path | None = None
+    calibrate: tuple[Path, ...] | None = None
+    tokens: int = CalibrationOptions.tokens
+    context: int | None = None
+    hessian: str | None = None
+    device: str = "cpu"
+    batch: int = CalibrationOptions.batch
+    fisher: bool = False
+    target_damping: float | None = None
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     damping: float | None = None

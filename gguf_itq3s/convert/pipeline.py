@@ -14,6 +14,8 @@ from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from ..calibration import store
+from ..calibration.options import CalibrationOptions
+from ..calibration.text import BUNDLED
 from ..checkpoint import fold, loadable, policy
 from ..checkpoint.files import check_output
 from ..checkpoint.fold import Folding
@@ -23,16 +25,17 @@ from ..codec import native
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
-from ..rounding import hessian, imatrix, ldlq
+from ..rounding import hessian, imatrix, ldlq, target
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
 from . import overrides, prune, ternary
 from .encode import Encoder, SquaredError
-from .header import file_type, fingerprint, header
+from .header import file_type, fingerprint, header, render, set_share
 from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
 from .output import Output, Part, check_place
+from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
 
 
@@ -80,6 +83,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     checkpoint = overrides.apply(checkpoint, options.override_kv)
     checkpoint, names = prune.prune(checkpoint, options.prune_layers)
     ternaries = _find_ternaries(checkpoint, options, messages)
+    plain = checkpoint
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
     folding = _folding(checkpoint, options, ternaries, messages)
     statistics = _statistics(checkpoint, options, names)
@@ -90,7 +94,8 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
     out = output_path(options, checkpoint.described, file_type(checkpoint, choices, options))
-    share = _calibrated_share(checkpoint, choices, factors)
+    sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+    share = _calibrated_share(checkpoint, choices, factors) if sequential is None else 1.0
     head = header(checkpoint, choices, options, folding, ternaries, share, statistics)
     sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
@@ -104,13 +109,58 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     ]
     for part in parts:
         _check_output(options, part.path)
-    output = Output(parts, fingerprint(head, options, checkpoint))
     check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
+    finished = None
+    if sequential is not None and not options.dry_run:
+        finished = sequential.run(out.with_name(f"{out.name}.calibrating"), fingerprint(head, options, checkpoint))
+        set_share(checkpoint, _finished_share(checkpoint, choices, finished))
+        head = render(checkpoint, choices, options)
+        parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
+    output = Output(parts, fingerprint(head, options, checkpoint))
     if options.dry_run:
         return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors])
     with output:
-        rows = _write(output, checkpoint, rows, choices, encoder, factors, messages)
+        rows = _write(output, checkpoint, rows, choices, encoder, factors, messages, finished)
+    if finished is not None:
+        finished.remove()
     return Conversion(rows, output.size, check, parts)
+
+
+def _sequential(
+    plain: Checkpoint,
+    checkpoint: Checkpoint,
+    choices: list[Choice],
+    options: ConvertOptions,
+    folding: Folding,
+    encoder: Encoder,
+    messages: TextIO,
+) -> Sequential | None:
+    """What quantizes layer by layer, if that is asked for; ``plain`` is not folded."""
+    if options.calibrate is None:
+        return None
+    if checkpoint.model.arch not in fold.ARCHITECTURES:
+        what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
+        raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+    calibration = CalibrationOptions(
+        options.model, options.calibrate or [BUNDLED], Path(), tokens=options.tokens, context=options.context,
+        hessian=options.hessian, device=options.device, batch=options.batch,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    rounding = SequentialOptions(
+        damping=hessian.DAMPING if options.damping is None else options.damping,
+        target_damping=target.DAMPING if options.target_damping is None else options.target_damping,
+        fisher=options.fisher,
+    )
+    folded = {tensor.name: tensor for tensor in checkpoint.tensors}
+    types = {tensor.name: choice.type for tensor, choice in zip(checkpoint.tensors, choices, strict=True)}
+    return Sequential(calibration, rounding, plain, folded, types, folding, encoder, messages)
+
+
+def _finished_share(checkpoint: Checkpoint, choices: list[Choice], finished: Finished) -> float:
+    """The share of the weights in ITQ3_S that were rounded layer by layer, with statistics."""
+    pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if c.type == ITQ3_S]
+    total = sum(tensor.size for tensor, _ in pairs)
+    return sum(tensor.size * finished.share(tensor.name) for tensor, _ in pairs) / total if total else 0.0
 
 
 def _check_output(options: ConvertOptions, out: Path | None) -> None:
@@ -160,6 +210,7 @@ def _check(options: ConvertOptions) -> None:
         raise UserError(options.imatrix or options.model, what, "give one of them, beside --imatrix")
     if options.metadata:
         check_metadata(options.metadata)
+    _check_calibrate(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
     if options.statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
@@ -168,6 +219,24 @@ def _check(options: ConvertOptions) -> None:
     if options.folds and options.outtype in TERNARY_TYPES:
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
+
+
+def _check_calibrate(options: ConvertOptions) -> None:
+    """Refuse what does not go with quantizing layer by layer."""
+    if options.calibrate is None:
+        if options.fisher:
+            raise UserError(options.model, "--fisher is for --calibrate", "give --calibrate, or leave it out")
+        return
+    others = {
+        "--calibration": options.calibration, "--imatrix": options.imatrix, "--prune-layers": options.prune_layers,
+        "--fuse-qkv": options.fuse_qkv, "--fuse-gate-up-exps": options.fuse_gate_up_exps, "--mtp": options.mtp,
+        "--mmproj": options.mmproj, "--vocab-only": options.vocab_only,
+    }  # fmt: skip
+    if given := [name for name, value in others.items() if value]:
+        raise UserError(options.model, f"{given[0]} does not go with --calibrate", "give one of them")
+    if options.outtype != "itq3_s" or options.codec != "trellis":
+        what = "--calibrate is for the trellis code of ITQ3_S"
+        raise UserError(options.model, what, "leave it out, or leave --outtype and --codec as they are by default")
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
@@ -183,11 +252,13 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     except OSError as error:
         if options.native:
             path = native.library_path() or Path(native.library_name())
-            raise UserError(path, f"cannot be loaded: {error}", "run make build, or leave --native out") from error
+            raise UserError(
+                path, f"cannot be loaded: {error}", f"run {native.build_command()}, or leave --native out"
+            ) from error
         print(f"warning: the C quantizer cannot be used: {error}", file=messages)
         library = None
     if options.native and library is None:
-        raise UserError(native.library_name(), "is not built", "run make build, or leave --native out")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
         options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
     )
@@ -212,13 +283,9 @@ def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternari
     """Which norms are folded; those that are left alone are said."""
     if not options.folds:
         return Folding()
-    floats = {tensor.name for tensor in checkpoint.tensors if tensor.stored.name in ("F32", "F16", "BF16")}
-    # With its norm folded, a ternary matrix would have more than three values.
-    foldable = [tensor.name for tensor in checkpoint.tensors if tensor.name not in ternaries.norms]
-    folding = fold.plan(checkpoint.model.arch, foldable, floats.__contains__)
-    if folding.left_alone:
-        lines = "\n".join(f"  {line}" for line in folding.left_alone)
-        print(f"note: norms that are not folded:\n{lines}", file=messages)
+    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
+    if folding.note:
+        print(folding.note, file=messages)
     return folding
 
 
@@ -280,7 +347,7 @@ def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         if encoder.writable is not None and choice.type not in encoder.writable and tensor.stored != choice.type:
             what = f"{choice.type.name} needs the built library"
-            raise UserError(options.model, what, "run make build", tensor.label)
+            raise UserError(options.model, what, f"run {native.build_command()}", tensor.label)
     return choices
 
 
@@ -299,7 +366,8 @@ def _warn(checkpoint: Checkpoint, choices: list[Choice], encoder: Encoder, messa
             f"warning: rows of {len(odd)} tensors are not whole blocks, another type is used:\n{lines}", file=messages
         )
     if unwritable:
-        print(f"note: without the built library: {', '.join(sorted(unwritable))}; make build adds it", file=messages)
+        changes = ", ".join(sorted(unwritable))
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)
 
 
 def _warn_unknown(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors, messages: TextIO) -> None:
@@ -324,20 +392,21 @@ def _write(
     encoder: Encoder,
     factors: HessianFactors | None,
     messages: TextIO,
+    finished: Finished | None,
 ) -> list[TensorRow]:
     """Write every tensor that is not there yet; returns the rows with their errors."""
     done = len(output.records)
     if done:
         print(f"continuing after {done} of {len(rows)} tensors", file=messages)
     total = sum(row.weights for row in rows)
-    finished = sum(row.weights for row in rows[:done])
+    written = sum(row.weights for row in rows[:done])
     progress = tqdm(
-        total=total, initial=finished, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
+        total=total, initial=written, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
     )  # fmt: skip
     with progress as bar:
         for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
             bar.set_postfix_str(tensor.name, refresh=False)
-            writer = _TensorWriter(tensor, choice, encoder, factors, checkpoint.folder, bar)
+            writer = _TensorWriter(tensor, choice, encoder, factors, checkpoint.folder, bar, finished)
             output.write(writer.pieces(), writer.record)
     return [replace(row, error=record["error"]) for row, record in zip(rows, output.records, strict=True)]
 
@@ -352,6 +421,7 @@ class _TensorWriter:
     factors: HessianFactors | None
     folder: Path
     bar: Any
+    finished: Finished | None = None
     error: SquaredError = SquaredError()  # noqa: RUF009 (frozen)
 
     def factor(self, number: int) -> Factor | None:
@@ -364,6 +434,12 @@ class _TensorWriter:
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes in order."""
         left = self.tensor.size
+        if self.finished is not None and self.finished.known(self.tensor.name):
+            for data, error in self.finished.pieces(self.tensor.name):
+                yield data
+                self.error += error
+            self.bar.update(left)
+            return
         try:
             for piece in self.encoder.encode(self.tensor.load(), self.tensor.size, self.choice.type, self.factor):
                 yield piece.data

@@ -24,7 +24,7 @@ DESCRIPTION: Final = (
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``eval``."""
-    parser = subparsers.add_parser("eval", help="compare quantization types on WikiText-2", description=DESCRIPTION)
+    parser = subparsers.add_parser("eval", help="compare quantization types on a text", description=DESCRIPTION)
     add_arguments(parser)
     parser.set_defaults(run=run, needs_source=True)
 
@@ -46,7 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ctx", type=positive, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to score (default: WikiText-2's test split)")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE",
+        help="what is scored: any text file in UTF-8, of some pages (default: WikiText-2's test split)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--training-text", type=Path, metavar="FILE",
+        help="what importance matrix and calibration learn from: any text file, not the one that is scored (default: "
+        "another split of WikiText-2)",
+    )  # fmt: skip
     trust.add_argument(parser)
     parser.add_argument("--keep", action="store_true", help="keep quantized files and log-probabilities")
 
@@ -56,7 +64,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     work = args.work_dir / f"{args.model.name}-{hash_of(str(args.model.resolve()))[:8]}"
     return Settings(
         args.model, work, tuple(args.rows), args.chunks, args.ctx, args.threads, args.keep, args.text,
-        trust_remote_code=args.trust_remote_code,
+        args.training_text, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
 
 
@@ -74,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     tables = "\n".join(f"#### {title}\n\n{results_table(rows)}" for title, rows in results.items())
     (out / "eval.md").write_text(tables, encoding="utf-8")
-    write_json(out / "eval.json", {"model": settings.model.name, "context": settings.context, "tables": results})
+    text = settings.text.name if settings.text else "WikiText-2 test"
+    facts = {"model": settings.model.name, "text": text, "context": settings.context, "tables": results}
+    write_json(out / "eval.json", facts)
     if results.get("weights"):
         plots.pareto(results["weights"], "mean_kld", out / "eval_kld.png")
         plots.pareto(results["weights"], "perplexity", out / "eval_perplexity.png")

@@ -186,9 +186,23 @@ class Evaluation:
         fields = {k: v for k, v in asdict(row).items() if k not in ("key", "label", "how")}
         return self.work / "cache" / f"{hash_of(self.common, fields, package, statistics)}.json"
 
-    def can_run(self, row: Row) -> bool:
-        """The converter reads checkpoints, not GGUF files."""
-        return row.maker != "package" or self.settings.model.is_dir()
+    def lacks(self, row: Row) -> str:
+        """What a row needs that is not there; empty if it can run. The converter reads checkpoints, not GGUF files."""
+        if row.maker == "package" and not self.settings.model.is_dir():
+            return "the Hugging Face folder"
+        if (row.imatrix or row.calibrated) and not self._can_learn:
+            return "a text to learn from (--training-text)"
+        return ""
+
+    @cached_property
+    def _can_learn(self) -> bool:
+        """Whether there is a training text. Without WikiText-2, a text of the user's own is scored all the same."""
+        try:
+            return bool(self.training)
+        except UserError:
+            if self.settings.text is None or self.settings.training is not None:
+                raise
+            return False
 
     def measure(self, row: Row) -> Result:
         """The result of a row, from the cache if it is there."""
@@ -205,7 +219,7 @@ class Evaluation:
         if not (path.is_file() and self.base.is_file()):
             log = self.work / "logs" / "base.log"
             count = self.tools.log_probabilities(
-                self.f16, self.text, self.base, self.settings.chunks, self.settings.context, log
+                self.f16, self.text, self.base, self.settings.chunks, self.settings.context, log, self.settings.text
             )
             scored = count * (self.settings.context - 1 - self.settings.context // 2)
             write_json(path, {"chunks": count, "tokens": scored})
@@ -244,10 +258,12 @@ class Evaluation:
                 file.unlink(missing_ok=True)
 
     def run(self, rows: Sequence[Row]) -> list[Result]:
-        """Measure rows in order, with a progress bar; rows that need the checkpoint are left out for a GGUF file."""
-        possible = [row for row in rows if self.can_run(row)]
-        if left := [row.key for row in rows if not self.can_run(row)]:
-            print(f"note: left out, they need the Hugging Face folder: {', '.join(left)}", file=sys.stderr)
+        """Measure rows in order, with a progress bar; rows for which something is missing are left out, and said."""
+        lacks = {row.key: self.lacks(row) for row in rows}
+        possible = [row for row in rows if not lacks[row.key]]
+        for what in dict.fromkeys(filter(None, lacks.values())):
+            left = ", ".join(key for key, lack in lacks.items() if lack == what)
+            print(f"note: left out, they need {what}: {left}", file=sys.stderr)
         results = []
         with tqdm(total=len(possible), unit="row", desc="eval") as bar:
             for row in possible:
@@ -285,7 +301,7 @@ def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, 
     """
     library = native.load()
     if library is None:
-        raise UserError(native.library_name(), "is not built", "run make build")
+        raise UserError(native.library_name(), "is not built", f"run {native.build_command()}")
     reader = gguf.GGUFReader(source)
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)

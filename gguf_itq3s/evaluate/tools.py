@@ -22,6 +22,7 @@ _PAIRS = {
     "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
 }
+_TOO_SHORT = re.compile(r"you need at least (\d+) tokens")
 _QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
 
@@ -48,7 +49,7 @@ class Tools:
         folder = library.parent if library else native.tools_folder()
         for name in ("llama-quantize", "llama-perplexity", "llama-imatrix"):
             if not (folder / name).is_file():
-                raise UserError(folder / name, "is not built", "run make build")
+                raise UserError(folder / name, "is not built", f"run {native.build_command()}")
         return cls(folder, threads)
 
     def digest(self) -> str:
@@ -90,8 +91,14 @@ class Tools:
             raise UserError(log, f"{name} ended with code {code}: {last}", "the file holds all it printed")
         return text
 
-    def log_probabilities(self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path) -> int:
-        """Score the unquantized model; its log-probabilities go to ``base``. Returns the number of windows."""
+    def log_probabilities(
+        self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path, source: Path | None = None
+    ) -> int:
+        """Score the unquantized model; its log-probabilities go to ``base``. Returns the number of windows.
+
+        Raises:
+            UserError: a tool failed, or the text is too short; it is called ``source`` where it is a copy of that.
+        """
         partial = base.with_suffix(".partial")
         limit = ["--chunks", str(chunks)] if chunks > 0 else []
         arguments = [
@@ -107,7 +114,11 @@ class Tools:
             partial,
             *limit,
         ]
-        self.run("llama-perplexity", arguments, log)
+        printed = self.run("llama-perplexity", arguments, log)
+        if found := _TOO_SHORT.search(printed):  # it ends with code 0
+            partial.unlink(missing_ok=True)
+            what = f"is too short: windows of {context} tokens want a text of {found[1]}"
+            raise UserError(source or text, what, "give a longer text, or a smaller --ctx")
         count = base_chunks(partial)
         partial.replace(base)
         return count

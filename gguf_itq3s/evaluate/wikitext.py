@@ -1,7 +1,7 @@
 """The evaluation text, WikiText-2 raw test (Merity et al. 2016), and a training split of it for importance matrices.
 
-Looked for in this order: the path in ``WIKITEXT2``; ``../shared/data`` beside the checkout; the cache, into which the
-archive that llama.cpp's own scripts use is downloaded through huggingface_hub and checked against its hash.
+Looked for in this order: the path in ``WIKITEXT2``; the cache, into which the archive that llama.cpp's own scripts use
+is downloaded through huggingface_hub and checked against its hash.
 """
 
 from __future__ import annotations
@@ -27,15 +27,8 @@ ARCHIVE_SHA256: Final = "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c
 _TRAINING_NAMES = ("wiki.train.raw", "wiki.valid.raw", "wiki.valid.tokens.txt")
 
 
-def _shared_folder() -> Path:
-    return Path(__file__).resolve().parents[3] / "shared" / "data" / "wikitext-2"
-
-
 def _folder() -> Path:
-    """The folder that holds the splits, filled by a download if there is no other."""
-    shared = _shared_folder()
-    if (shared / TEST_NAME).is_file():
-        return shared
+    """The folder in the cache that holds the splits, filled by a download if they are not there."""
     cached = cache_dir() / "wikitext-2-raw"
     if not (cached / TEST_NAME).is_file():
         _download(cached)
@@ -87,12 +80,11 @@ def training_path() -> Path:
     Raises:
         UserError: as :func:`test_path`.
     """
-    folders = [test_path().parent] if os.environ.get(VARIABLE) else []
-    shared = _shared_folder()
-    for folder in [*folders, *[shared] * shared.is_dir()]:
-        for name in _TRAINING_NAMES:
-            if (folder / name).is_file():
-                return folder / name
+    folder = test_path().parent
+    for name in _TRAINING_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    # The variable named the test split alone, or what is in the cache has lost the others.
     folder = cache_dir() / "wikitext-2-raw"
     if not (folder / _TRAINING_NAMES[0]).is_file():
         _download(folder)
@@ -100,6 +92,20 @@ def training_path() -> Path:
 
 
 def read(path: Path) -> str:
-    """The text with line ends as ``\\n`` (copies with ``\\r\\n`` go around) and without ``<unk>`` marks."""
-    text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    return re.sub(r" ?<unk>", "", text)
+    """The text of a file with line ends as ``\\n`` (copies with ``\\r\\n`` go around).
+
+    ``<unk>`` marks are taken out of WikiText's own files (``wiki.*``); any other file is read as it is.
+
+    Raises:
+        UserError: no such file, or no text in UTF-8.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        what = f"is no text in UTF-8 (byte {error.start})"
+        raise UserError(path, what, "save it in UTF-8, or give another text") from error
+    except OSError as error:
+        raise UserError(path, f"cannot be read: {error.strerror}", "give a text file in UTF-8") from error
+    if not text.strip():
+        raise UserError(path, "is empty", "give a text file of some pages")
+    return re.sub(r" ?<unk>", "", text) if path.name.startswith("wiki.") else text

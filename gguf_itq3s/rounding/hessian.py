@@ -149,7 +149,7 @@ def rotate(hessian: Hessian) -> npt.NDArray[np.float64]:
     columns_of(hessian)
     result = hessian.astype(np.float64)
     for _ in range(2):
-        result = _rotate_rows(result)
+        result = rotate_rows(result)
         result = result.swapaxes(-1, -2)
     return np.ascontiguousarray(result)
 
@@ -198,10 +198,13 @@ def from_diagonal(diagonal: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]
     return rotate(blocks)
 
 
-def _rotate_rows(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """FWHT of every 256 elements of the last axis, in float64 (statistics need no fixed order of operations)."""
+def rotate_rows(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """The Walsh-Hadamard transform of every 256 elements of the last axis, in float64.
+
+    Statistics need no fixed order of operations; weights go through :mod:`gguf_itq3s.codec.transform`.
+    """
     shape = x.shape
-    x = x.reshape(-1, BLOCK)
+    x = x.astype(np.float64).reshape(-1, BLOCK)
     h = 1
     while h < BLOCK:
         pairs = x.reshape(-1, 2, h)

@@ -39,7 +39,7 @@ from gguf_itq3s.checkpoint import fold, loadable, trust
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError, report_errors
-from scripts.tables.random_models import MODELS, make
+from scripts.tables.random_models import MODELS, WITHOUT_MTP, make
 
 TEXT: Final = Path(__file__).resolve().parents[2] / "tests" / "data" / "novel.txt"
 
@@ -108,17 +108,18 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     model = make(name, folder / "model", tokenizer)
     hparams = conversion.ModelBase.load_hparams(model, False)
     model_class: Any = conversion.get_model_class(conversion.get_model_architecture(hparams, conversion.ModelType.TEXT))
+    no_nextn = name in WITHOUT_MTP
     theirs, ours, small = folder / "theirs.gguf", folder / "ours.gguf", folder / "small.gguf"
     with _one_tokenizer(model_class):
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), trust.replaced_in(model_class, "no_mtp", no_nextn):
                 model_class(model, gguf.LlamaFileType.MOSTLY_F16, theirs).write()
             said = ""
         except Exception as error:  # whatever the code of an architecture raises
             said = f"{type(error).__name__}: {error}".strip(": ")
         try:
-            convert(ConvertOptions(model, ours, outtype="f16"), messages=io.StringIO())
-            done = convert(ConvertOptions(model, small, dry_run=True), messages=io.StringIO())
+            convert(ConvertOptions(model, ours, outtype="f16", no_nextn=no_nextn), messages=io.StringIO())
+            done = convert(ConvertOptions(model, small, dry_run=True, no_nextn=no_nextn), messages=io.StringIO())
         except UserError as error:
             return Row(name, upstream=said, ours=f"{error.tensor}: {error.what}" if error.tensor else error.what)
     reader = gguf.GGUFReader(ours)
@@ -138,8 +139,14 @@ def table(rows: Sequence[Row]) -> str:
         report.markdown(
             ["model class", "architecture", "F16 as upstream's", "weights in ITQ3_S", "norms folded", "loads"],
             [
-                [row.name, row.arch, "equal" if row.same else f"upstream: {row.upstream or 'another file'}",
-                 f"{row.share:.1%}", "yes" if row.folded else "no", "yes" if row.loads else "not asked"]
+                [
+                    row.name + " (`--no-nextn`)" * (row.name in WITHOUT_MTP),
+                    row.arch,
+                    "equal" if row.same else f"upstream: {row.upstream or 'another file'}",
+                    f"{row.share:.1%}",
+                    "yes" if row.folded else "no",
+                    "yes" if row.loads else "not asked",
+                ]
                 for row in good
             ],
         ),

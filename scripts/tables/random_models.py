@@ -122,6 +122,9 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "YoutuForCausalLM": ("YoutuConfig", {"num_key_value_heads": 4}),
 }  # fmt: skip
 
+#: Those that Transformers saves without the layers for multi-token prediction that upstream expects.
+WITHOUT_MTP: Final = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
 #: What the config.json of such a model holds on the hub, and Transformers no longer writes.
 _ON_THE_HUB: Final[dict[str, dict[str, Any]]] = {
     "Cohere2ForCausalLM": {"rotary_pct": 1.0},

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import tqdm
 
-# No thread of its own: the tests of this folder fork. And no lock that processes share: a child that is killed while it
-# holds it would leave all others waiting.
+# No thread of its own: the tests of this folder fork.
 tqdm.tqdm.monitor_interval = 0
+# Its default lock is one that processes share: a child that is killed while it holds it would stop the others.
 tqdm.tqdm.set_lock(threading.RLock())
 
 #: Kills of each kind where --rounds is not given: what continuous integration has time for.

@@ -178,7 +178,9 @@ def test_a_truncated_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
             if length == len(data) // 2:  # pip itself, once: it takes a second
                 with pytest.raises(upstream.FetchError, match=r"sha256 is|pip download"):
                     upstream.fetch_source()
-            patch.setattr(upstream, "_download", lambda folder, archive=archive: Path(shutil.copy(archive, folder)))
+            patch.setattr(
+                upstream, "_download", lambda folder, release, archive=archive: Path(shutil.copy(archive, folder))
+            )
             with pytest.raises(upstream.FetchError, match=upstream.SOURCE):
                 upstream.fetch_source()
         assert upstream.find_source() is None

@@ -89,7 +89,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     monkeypatch.setattr(upstream, "TREE_SHA256", upstream.tree_hash(tree))
     monkeypatch.setattr(upstream, "PYTHON_SHA256", upstream.tree_hash(tree, upstream._PYTHON))
     monkeypatch.setattr(upstream, "_checked", set())
-    monkeypatch.setattr(upstream, "_download", lambda folder: Path(shutil.copy(made, folder)))
+    monkeypatch.setattr(upstream, "_download", lambda folder, release: Path(shutil.copy(made, folder)))
     monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
     yield content(tree)

@@ -75,6 +75,37 @@ def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> No
     assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
 
 
+def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
+    folder = clone(tmp_path / "clone")
+    bin_folder = folder / "build" / "bin"
+    # Asked for at once, or later: the tools are not built again, and what was added stays.
+    for programs in ("", "llama-gguf, llama-cli", ""):
+        done = build(folder, ITQ3S_TARGETS=programs)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "llama.cpp (llama) is up to date" in done.stdout
+        if programs:
+            assert "llama-cli is one of the tools that are always built" in done.stdout
+            made = re.findall(r"llama.cpp \(llama-gguf\) is (?:built|up to date): (.*)", done.stdout)
+            assert os.listdir(Path(made[0]) / "bin") == ["llama-gguf"]
+    file = tmp_path / "file.gguf"
+    llama.run_program(bin_folder / "llama-gguf", file, "w")
+    assert file.read_bytes().startswith(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ("llama-nonsense", "this llama.cpp, with these options, has no program llama-nonsense"),
+        ("rpc-server", "ggml-rpc-server is a part of the builds with GGML_OPTIONS=-DGGML_RPC=ON"),
+        ("../llama-cli", "ITQ3S_TARGETS: ../llama-cli is no name of a target"),
+    ],
+)
+def test_programs_that_cannot_be_built(tmp_path: Path, programs: str, said: str) -> None:
+    folder = clone(tmp_path / "clone")
+    done = build(folder, ITQ3S_TARGETS=programs)
+    assert done.returncode != 0 and f"error: {said}" in done.stderr
+
+
 def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
     (folder / "ggml-patch" / "patches" / "0099-wrong.patch").write_text(
@@ -87,8 +118,17 @@ def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
 
 
 def test_every_patch_has_a_number_of_its_own() -> None:
-    numbers = [path.name.split("-")[0] for path in sorted((llama.ROOT / "ggml-patch" / "patches").glob("*.patch"))]
+    numbers = [path.name.split("-")[0] for path in sorted((llama.ROOT / "ggml-patch" / "patches").rglob("*.patch"))]
     assert numbers and len(set(numbers)) == len(numbers) and all(len(n) == 4 and n.isdigit() for n in numbers)
+
+
+def test_required_patches_only_add_lines() -> None:
+    """What they would replace is upstream's, and changes with its releases."""
+    patches = sorted((llama.ROOT / "ggml-patch" / "patches").glob("*.patch"))
+    assert len(patches) >= 6
+    for patch in patches:
+        removed = [line for line in patch.read_text().splitlines() if re.match(r"-(?!-- a/)", line)]
+        assert removed == [], patch.name
 
 
 def test_our_files_never_overwrite_upstreams(tmp_path: Path) -> None:
@@ -118,8 +158,7 @@ def test_a_change_in_the_users_checkout_reaches_the_patched_source(tmp_path: Pat
     source = tmp_path / "llama.cpp" / "ggml" / "src"
     source.mkdir(parents=True)
     folder = clone(tmp_path / "clone")
-    for patch in (folder / "ggml-patch" / "patches").glob("*.patch"):
-        patch.unlink()  # they would not apply to so small a source
+    shutil.rmtree(folder / "ggml-patch" / "patches")  # they would not apply to so small a source
     tree = tmp_path / "tree"
     command: list[str | Path] = [
         "cmake",
@@ -210,19 +249,58 @@ def test_an_optional_patch_that_does_not_apply_is_left_out(prepare: tuple[Path, 
         "--- a/common/gone.cpp\n+++ b/common/gone.cpp\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
     )
     found, printed = prepared()
-    assert printed == [
-        "warning: ggml-patch/patches/optional/0099-other.patch does not apply to this llama.cpp and is left out. "
-        "Without it, nothing is missing."
-    ]
+    left_out = "warning: optional patches that do not apply to this llama.cpp are left out:"
+    assert printed == [left_out, "  0099-other: Without it, nothing is missing."]
     assert found == without
+
+
+def test_a_patch_that_needs_one_left_out_is_left_out_with_its_files(prepare: tuple[Path, Path]) -> None:
+    folder, script = prepare
+    patches, cuda = folder / "ggml-patch" / "patches" / "optional", folder / "tree" / "ggml" / "src" / "ggml-cuda"
+
+    def prepared() -> list[str]:
+        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]]
+
+    assert prepared() == []
+    assert (cuda / "itq3s-mma.cu").exists() and "GGML_CUDA_ITQ3S_FUSED" in (cuda / "CMakeLists.txt").read_text()
+    # The second file of the folder fails: what the first one did is undone as well.
+    broken = patches / "0010-cuda" / "0011-mmvq.patch"
+    broken.write_text(broken.read_text().replace('#include "quantize.cuh"', '#include "other.cuh"', 1))
+    assert prepared() == ["0010-cuda", "0014-cuda-fused"]
+    plain = upstream.fetch_source() / "ggml" / "src" / "ggml-cuda"
+    assert {p.name: p.read_bytes() for p in cuda.glob("*.cu*")} == {p.name: p.read_bytes() for p in plain.glob("*.cu*")}
+    assert (cuda / "CMakeLists.txt").read_bytes() == (plain / "CMakeLists.txt").read_bytes()
+
+
+def test_patches_apply_without_git(prepare: tuple[Path, Path], tmp_path: Path) -> None:
+    program = shutil.which("patch")
+    if program is None:
+        assert not os.environ.get("CI"), "patch is not installed"
+        pytest.skip("patch is not installed")
+    folder, script = prepare
+    subprocess.run(["cmake", "-P", script], check=True)
+    by_git = {path: (folder / "tree" / path).read_bytes() for path in stamps(folder / "tree")}
+    shutil.rmtree(folder / "tree")
+    nowhere = ["-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", "-DCMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH=OFF"]
+    called = f"{program} --batch"
+    done = subprocess.run(
+        ["cmake", *nowhere, f"-DITQ3S_PATCH={program}", "--trace-expand", "-P", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "git;apply" not in done.stderr, done.stderr[-2000:]
+    assert called.replace(" ", ";") in done.stderr
+    assert by_git == {path: (folder / "tree" / path).read_bytes() for path in stamps(folder / "tree")}
 
 
 def test_optional_patches_apply_and_say_what_they_are_for(prepare: tuple[Path, Path]) -> None:
     folder, script = prepare
     subprocess.run(["cmake", "-P", script], check=True)
     assert "atexit(common_log_at_exit)" in (folder / "tree" / "common" / "log.cpp").read_text()
-    for patch in (folder / "ggml-patch" / "patches" / "optional").glob("*.patch"):
-        assert patch.read_text().startswith("Without it, "), patch.name
+    optional = sorted((folder / "ggml-patch" / "patches" / "optional").iterdir())
+    for patch in optional:
+        head = patch if patch.is_file() else min(patch.glob("*.patch"))
+        assert head.read_text().startswith("Without it, "), patch.name
     # and without them the file is upstream's
     shutil.rmtree(folder / "ggml-patch" / "patches" / "optional")
     subprocess.run(["cmake", "-P", script], check=True)

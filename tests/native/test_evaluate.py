@@ -9,8 +9,9 @@ import gguf
 import pytest
 
 import llama
+from checkpoints import NOVEL
 from gguf_itq3s.cli import main
-from gguf_itq3s.evaluate import runner, tools
+from gguf_itq3s.evaluate import runner, tools, wikitext
 
 
 def test_pure_by_ggml_is_what_llama_quantize_writes(tmp_path: Path) -> None:
@@ -54,3 +55,58 @@ def test_evaluation_of_the_bundled_model(
     monkeypatch.setattr(tools.Tools, "run", lambda *_: pytest.fail("a tool was run again"))
     assert main([*command, "--rows", *keys]) == 0
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["tables"] == tables
+
+
+def test_any_text_without_wikitext(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text of the user's own needs nothing else; rows that learn from a text want one for that."""
+    monkeypatch.delenv("WIKITEXT2", raising=False)
+    monkeypatch.setattr(wikitext, "cache_dir", lambda: tmp_path / "cache")
+
+    def offline(*_: object, **__: object) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    model, text, training = tmp_path / "f16.gguf", tmp_path / "mine.md", tmp_path / "other.txt"
+    assert main(["convert", str(llama.MODEL), str(model), "--outtype", "f16"]) == 0
+    pages = NOVEL.read_text()
+    text.write_text("<unk> " + pages[:20_000])
+    training.write_text(pages[20_000:60_000])
+    command = [
+        "eval",
+        str(model),
+        "--chunks",
+        "2",
+        "--work-dir",
+        str(tmp_path / "work"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    rows = ["--rows", "f16", "iq3_s-pure", "iq3_s-pure-imatrix"]
+    assert main([*command, *rows, "--text", str(text)]) == 0
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert found["text"] == "mine.md" and [row["key"] for row in found["tables"]["weights"]] == ["f16", "iq3_s-pure"]
+    said = capsys.readouterr().err
+    assert "left out, they need a text to learn from (--training-text): iq3_s-pure-imatrix" in said
+    (scored,) = (tmp_path / "work").rglob("text.txt")
+    assert scored.read_text() == text.read_text()
+    assert main([*command, *rows, "--text", str(text), "--training-text", str(training)]) == 0
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert [row["key"] for row in found["tables"]["weights"]] == ["f16", "iq3_s-pure", "iq3_s-pure-imatrix"]
+    # Without a text of the user's own, and with one that is not there, the reason is given.
+    for arguments, reason in (
+        ([], "no route"),
+        (["--text", str(tmp_path / "none")], "none: cannot be read: No such file"),
+    ):
+        assert main([*command, *rows, *arguments]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert reason in said and "shared" not in said
+    # A page is no evaluation.
+    text.write_text(pages[:500])
+    assert main([*command, *rows, "--text", str(text)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"error: {text}: is too short: windows of 512 tokens want a text of 1024; " + (
+        "give a longer text, or a smaller --ctx"
+    )
+    assert not list((tmp_path / "work").rglob("*.partial"))

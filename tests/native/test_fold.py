@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 import llama
-from checkpoints import FAMILIES, NOVEL
+import llama_server
+from checkpoints import FAMILIES
+from divergence import log_probabilities, mean_kld
 from gguf_files import arrays
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -28,16 +32,72 @@ def test_predictions_do_not_change(name: str, uneven: Callable[[str], Path], tmp
     for key in norms:
         assert np.abs(before[key] - 1).max() > 0.5
         np.testing.assert_array_equal(after[key], 1)
-    text = tmp_path / "text.txt"
-    text.write_text(NOVEL.read_text())
-    args = ["-c", "128", "--chunks", "16", "-t", "1", "--kl-divergence-base", str(tmp_path / "base")]
-    llama.run("llama-perplexity", "-m", plain, "-f", text, *args)
-    found = []
-    for path in (plain, folded):
-        done = llama.run("llama-perplexity", "-m", path, "--kl-divergence", *args)
-        match = re.search(r"^Mean    KLD:\s*(\S+)\s+±", done.stdout, re.M)
-        assert match, done.stdout[-500:] + done.stderr[-500:]
-        found.append(float(match[1]))
+    base = log_probabilities(plain, tmp_path / "base")
+    found = [mean_kld(path, base) for path in (plain, folded)]
     # Rounding sends a token whose experts are nearly tied elsewhere.
     limit = 1e-3 if name == "mixtral" else 3e-5
     assert abs(found[1]) < limit + 2 * abs(found[0])
+
+
+def embeddings(model: Path, pooling: str) -> np.ndarray:
+    """What llama-embedding gives for two sentences: float64 (2, n), normalised."""
+    done = llama.run(
+        "llama-embedding", "-m", model, "--pooling", pooling, "--embd-output-format", "array", "-t", "1",
+        "-p", "The old house stood at the end of the lane.\nShe wrote a letter to the captain of the ship.",
+    )  # fmt: skip
+    found = np.array(json.loads(done.stdout))
+    assert found.shape[0] == 2 and found.shape[1] >= 256
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bundled"])
+def test_pooled_embeddings_do_not_change(
+    name: str, pooling: str, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = llama.MODEL if name == "bundled" else uneven(name)
+    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert(ConvertOptions(base, plain, outtype="f16"))
+    convert(ConvertOptions(base, folded, outtype="f16", fold_norms=True))
+    assert not np.array_equal(arrays(folded)["output_norm.weight"], np.ones(256, np.float32))
+    before, after = embeddings(plain, pooling), embeddings(folded, pooling)
+    cosines = (before * after).sum(axis=1)
+    print(f"{name}, {pooling}: 1 - cosine = {1 - cosines}")
+    assert cosines.min() > 1 - 1e-5
+    # Two sentences are told apart, so that equal embeddings say something.
+    assert before[0] @ before[1] < 1 - 1e-3
+
+
+def test_control_vectors_act_alike(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """They are added to the residual stream, which folding does not touch."""
+    plain, folded, vector = (tmp_path / f"{name}.gguf" for name in ("plain", "folded", "vector"))
+    convert(ConvertOptions(uneven("llama"), plain, outtype="f16"))
+    convert(ConvertOptions(uneven("llama"), folded, outtype="f16", fold_norms=True))
+    writer = gguf.GGUFWriter(vector, "controlvector")
+    writer.add_string("controlvector.model_hint", "llama")
+    writer.add_uint32("controlvector.layer_count", 1)
+    direction = np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    writer.add_tensor("direction.1", direction * np.float32(0.5))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    base = log_probabilities(plain, tmp_path / "base", "--control-vector", vector)
+    assert mean_kld(plain, base) > 0.02
+    assert abs(mean_kld(folded, base, "--control-vector", vector)) < 1e-5
+
+
+def test_a_draft_may_be_folded_or_not(tmp_path: Path) -> None:
+    """Target and draft exchange tokens alone: the text is the target's, and nearly every guess is taken."""
+    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert(ConvertOptions(llama.MODEL, plain, outtype="f16"))
+    convert(ConvertOptions(llama.MODEL, folded, outtype="f16", fold_norms=True))
+    prompt = {"prompt": "The old house stood at the end of the lane, and", "n_predict": 40, "temperature": 0}
+    with llama_server.running("-m", plain) as server:
+        alone = server.post("/completion", prompt)
+    for target, draft in ((plain, folded), (folded, plain)):
+        with llama_server.running("-m", target, "-md", draft, "--spec-type", "draft-simple") as server:
+            answer = server.post("/completion", prompt)
+        assert answer["content"] == alone["content"]
+        timings = answer["timings"]
+        assert timings["draft_n"] > 8 and timings["draft_n_accepted"] > 0.9 * timings["draft_n"]

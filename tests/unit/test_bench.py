@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts.bench import kernels
+from scripts.bench import columns, kernels
 
 
 def result() -> dict[str, Any]:
@@ -35,4 +35,14 @@ def test_table_and_targets(tmp_path: Path) -> None:
     # 20 GB/s of 100-byte blocks; 10 tokens/s of a model of 1 GB
     assert "| ITQ3_S | 51.2 | 2% | 2% | 10.0 | 50% |" in text
     kernels.plot(measured, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_columns(tmp_path: Path) -> None:
+    speeds = {name: {str(c): float(c * (10 - i)) for c in columns.COLUMNS} for i, name in enumerate(columns.TYPES)}
+    measured = {"processor": "a processor", "rounds": 3, "medians": speeds}
+    text = re.sub(" +", " ", columns.table(measured))
+    assert "| ITQ3_S | 10.0 | 20.0 | 40.0 |" in text
+    assert "| ITQ3_S over Q4_K | 1.25 | 1.25 |" in text
+    columns.plot(measured, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -158,8 +158,12 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         r"llama: blk\.0\.attn_q\.weight \(model\.layers\.0\.self_attn\.q_proj\.weight\): 1 of its .* infinite; ",
     ),
     "NaN in a norm": (
+        lambda f: edit_tensor(f, "model.layers.0.input_layernorm.weight", float("nan")),
+        r"llama: blk\.0\.attn_norm\.weight \(model\..*layernorm\.weight\): 1 of its weights is NaN or infinite; ",
+    ),
+    "NaN in the last norm": (
         lambda f: edit_tensor(f, "model.norm.weight", float("nan")),
-        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN or infinite; ",
+        r"llama: output_norm\.weight \(model\.norm\.weight\): 1 of its weights is NaN; ",
     ),
 }  # fmt: skip
 

@@ -122,10 +122,55 @@ def test_text_by_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         wikitext.test_path()
 
 
+def test_any_text_is_read_as_it_is(tmp_path: Path) -> None:
+    """Of WikiText's files alone the marks are no text."""
+    path = tmp_path / "page.txt"
+    path.write_bytes("\ufeffa <unk> mark\r\nund Umlaute: äöü\n".encode())
+    assert wikitext.read(path) == "a <unk> mark\nund Umlaute: äöü\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("grün".encode("latin-1"), r"page\.txt: is no text in UTF-8 \(byte 2\); save it in UTF-8"),
+        (b"\x00\xff\xfe\x80", "is no text in UTF-8"),
+        (b" \n\n", "is empty; give a text file of some pages"),
+        (None, "cannot be read: No such file or directory; give a text file"),
+    ],
+)
+def test_what_is_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        wikitext.read(path)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        wikitext.read(tmp_path)
+
+
+def test_no_error_names_a_folder_that_nobody_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the variable names and the cache are looked at; the message names those, and the ways out."""
+    monkeypatch.delenv("WIKITEXT2", raising=False)
+    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: 1 / 0)
+    looked: list[Path] = []
+    is_file = Path.is_file
+
+    def noted(path: Path) -> bool:
+        looked.append(path)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", noted)
+    for find in (wikitext.test_path, wikitext.training_path):
+        with pytest.raises(UserError) as raised:
+            find()
+        assert str(raised.value).startswith(str(tmp_path / "cache")) and "shared" not in str(raised.value)
+    assert looked and all(path.is_relative_to(tmp_path) for path in looked)
+
+
 def test_no_text_names_the_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WIKITEXT2", raising=False)
     monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
-    monkeypatch.setattr(wikitext, "_shared_folder", lambda: tmp_path / "none")
 
     def offline(*_: object, **__: object) -> str:
         raise ConnectionError("no route")
@@ -138,7 +183,6 @@ def test_no_text_names_the_three_ways(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_download_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WIKITEXT2", raising=False)
     monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
-    monkeypatch.setattr(wikitext, "_shared_folder", lambda: tmp_path / "none")
     (tmp_path / "other.zip").write_bytes(b"not the archive")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "other.zip"))
     with pytest.raises(UserError, match="sha256"):

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_files import arrays
+from gguf_files import arrays, metadata
 from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
@@ -21,14 +23,12 @@ def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str],
     convert(ConvertOptions(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
     before, after = arrays(plain), arrays(folded)
     plan = fold.plan("llama", before)
-    assert set(plan.norms) == {
-        *(f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")), "output_norm.weight",
-    }  # fmt: skip
+    assert set(plan.norms) == {f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")}
+    assert "output.weight" in before and np.abs(before["output_norm.weight"] - 1).max() > 0.5
     assert set(plan.norms["blk.0.ffn_norm.weight"]) == {
         f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
     }
     assert set(plan.norms["blk.1.attn_norm.weight"]) == {f"blk.1.attn_{part}.weight" for part in "qkv"}
-    assert plan.norms["output_norm.weight"] == ("output.weight",)
     for name, value in before.items():
         norm = plan.norm_of(name)
         if name in plan.norms:
@@ -53,18 +53,16 @@ def test_shared_experts_and_router_are_readers() -> None:
 
 
 def test_what_is_not_proven_is_left_alone() -> None:
-    assert set(fold.plan("llama", [*NAMES, "output.weight"]).norms) == {
-        "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight",
-    }  # fmt: skip
-    tied = fold.plan("llama", NAMES)
-    assert set(tied.norms) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"}
-    assert any("output_norm" in line for line in tied.left_alone)
+    for names in (NAMES, [*NAMES, "output.weight"]):
+        plan = fold.plan("llama", names)
+        assert set(plan.norms) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"} and not plan.note
     for extra, phrase in (("blk.0.attn_gate.weight", "not known"), ("blk.0.attn_norm.bias", "bias")):
         plan = fold.plan("llama", [*NAMES, extra])
         assert "blk.0.attn_norm.weight" not in plan.norms
         assert any(line.startswith("blk.0.attn_norm") and phrase in line for line in plan.left_alone)
     unknown = fold.plan("falcon", NAMES)
     assert not unknown.norms and "falcon" in unknown.left_alone[0]
+    assert unknown.note == f"note: norms that are not folded:\n  {unknown.left_alone[0]}"
     quantized = fold.plan("llama", NAMES, lambda name: name != "blk.0.attn_k.weight")
     assert set(quantized.norms) == {"blk.0.ffn_norm.weight"}
 
@@ -72,3 +70,28 @@ def test_what_is_not_proven_is_left_alone() -> None:
 def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ternary"):
         convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
+
+
+@pytest.mark.parametrize("outtype", ["f16", "itq3_s", "tq2_0"])
+def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """The key stands in every folded file, whatever its types, and in every ITQ3_S file; F16 is else upstream's."""
+    for folds in (None, False, True):
+        if folds and outtype == "tq2_0":
+            continue
+        out = tmp_path / f"{folds}.gguf"
+        convert(ConvertOptions(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
+        expected = outtype == "itq3_s" if folds is None else folds
+        assert metadata(out).get(fold.NORMS_FOLDED) == (expected if expected or outtype == "itq3_s" else None)
+
+
+def test_what_another_plan_began_is_not_continued(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the tensors folded by one plan and half by another would be a third model."""
+    checkpoint = open_checkpoint(uneven("llama"))
+    marks = []
+    for version in (1, 2):
+        monkeypatch.setattr(header, "PLAN_VERSION", version)
+        options = [ConvertOptions(uneven("llama"), tmp_path, outtype=outtype) for outtype in ("itq3_s", "f16")]
+        marks += [header.fingerprint(header.Head(b"", (b"",), (0,)), option, checkpoint) for option in options]
+    assert marks[0] != marks[2] and marks[1] == marks[3]  # F16 files are not folded

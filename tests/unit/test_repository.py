@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from packing import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gguf_itq3s"
@@ -17,16 +17,7 @@ PACKAGE = ROOT / "gguf_itq3s"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy (setuptools would write into build/) by the setuptools that is installed."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(PACKAGE, source / "gguf_itq3s", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, out], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (made,) = out.glob("gguf_itq3s-*.whl")
-    return made
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
@@ -36,7 +27,14 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms >= {"codec", "rounding", "checkpoint", "calibration", "convert", "inspect", "evaluate"}
-    assert packed == modules | {"gguf_itq3s/py.typed"}
+    patch = ROOT / "ggml-patch"
+    parts = [
+        patch / "CMakeLists.txt",
+        *(path for part in ("cmake", "patches", "src") for path in (patch / part).rglob("*")),
+    ]
+    copies = {f"gguf_itq3s/ggml_patch/{path.relative_to(patch).as_posix()}" for path in parts if path.is_file()}
+    assert len(copies) > 60
+    assert packed == modules | copies | {"gguf_itq3s/py.typed", "gguf_itq3s/calibration/text.txt.xz"}
     assert {f"gguf_itq3s/{room}/__init__.py" for room in rooms} <= packed
     assert "gguf-itq3s = gguf_itq3s.cli:main" in entry_points
 
@@ -48,8 +46,7 @@ TRACES: dict[str, tuple[str, ...]] = {
     r"(?<![\w.~$}/-])/(?:home|Users|root|work|workspace|mnt|data)/\w": (),  # of somebody's machine
     r"\bissue\s+#?\d": (),
     r"\bdesign section\b": (),
-    # The evaluation looks for its text there, and says so.
-    r"\.\./shared\b": ("tests/", "gguf_itq3s/evaluate/wikitext.py"),
+    r"\.\./shared\b": (),
 }
 #: Where an address may point: namespaces, licences, sources that are named, the index of PyTorch's CPU builds, here.
 HOSTS = {
@@ -105,9 +102,15 @@ def test_traces_are_found(line: str) -> None:
 
 
 def test_what_is_no_trace() -> None:
-    lines = ["~/.cache/gguf-itq3s", "/usr/local/cuda", "/proc/self/status", "https://github.com/a/b", "$HOME/work/x"]
+    lines = [
+        "~/.cache/gguf-itq3s",
+        "/usr/local/cuda",
+        "/proc/self/status",
+        "https://github.com/a/b",
+        "$HOME/work/x",
+        "http://127.0.0.1:8080/v1",
+    ]
     assert traces("scripts/demo.py", "\n".join(lines)) == []
-    assert traces("gguf_itq3s/evaluate/wikitext.py", "``../shared/data`` beside the checkout") == []
 
 
 def test_every_tool_that_make_installs_has_its_hashes() -> None:

@@ -133,7 +133,7 @@ size_t quantize_itq3_s_imatrix(const float * GGML_RESTRICT src, void * GGML_REST
     double mean = 0.0;
     bool   bad  = false;
     for (int64_t i = 0; i < n_per_row; ++i) {
-        mean += imatrix[i] / (double) n_per_row;
+        mean += (double) imatrix[i] / (double) n_per_row;
         bad |= !(imatrix[i] >= 0.0f) || isinf(imatrix[i]);
     }
     if (bad || !(mean > 0.0)) {

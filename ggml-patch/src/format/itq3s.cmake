@@ -1,7 +1,7 @@
 # Included by ggml/src/CMakeLists.txt: adds the format and the encoders to ggml-base.
 
 target_sources(ggml-base PRIVATE
-    ggml-itq3s.h itq3s-decode.c itq3s-lanes.h itq3s-quantize.c
+    ggml-itq3s.h itq3s-op.h itq3s-decode.c itq3s-lanes.h itq3s-quantize.c
     itq3s-ldlq.h itq3s-ldlq.c itq3s-imatrix.c)
 
 # The encoders match the numpy ones bit for bit: no fused multiply-add that the source does not ask for. The search

@@ -1,0 +1,212 @@
+"""Output Fisher matrices: the second moments of the gradients at the outputs of a model's matrices.
+
+The loss is the log-likelihood of labels sampled from the model's own predictions, so that the second moment of its
+gradient is the Fisher information, the second derivative of the KL divergence from the model to a disturbed copy. The
+model runs forward once, the inputs of every layer going to disk, then backward layer by layer, each layer computed anew
+with gradients; one layer's weights are in memory at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+import numpy as np
+from safetensors import safe_open
+from tqdm import tqdm
+
+from ..errors import UserError
+from .activations import activation_path, activations
+from .groups import Reader
+from .layers import LayeredModel
+from .pipeline import save
+
+if TYPE_CHECKING:
+    import torch
+
+_JOURNAL: Final = "journal.json"
+
+
+class OutputFisher:
+    """Output Fisher matrices in a folder.
+
+    Args:
+        folder: where they are, or will be.
+        block: rows of the blocks that are kept of a matrix with more rows than ``full``.
+        full: most rows of a matrix that is kept whole.
+    """
+
+    def __init__(self, folder: Path, *, full: int, block: int) -> None:
+        self.folder, self._full, self._block = folder, full, block
+
+    def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
+        """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
+
+        Rows are in the order of the model in Transformers.
+        """
+        with safe_open(self.folder / _file(number), framework="numpy") as file:
+            names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
+            return [file.get_tensor(name) for name in names]
+
+    def collect(self, model: LayeredModel, windows: np.ndarray, batch: int, key: str, messages: TextIO) -> None:
+        """Run the model forward and backward, unless that is done.
+
+        Args:
+            model: the model.
+            windows: int64 (windows, context).
+            batch: windows at a time.
+            key: of all that decides the result; what belongs to another is thrown away.
+            messages: where progress goes.
+
+        Raises:
+            OSError: the folder cannot be written.
+            UserError: a gradient is not finite.
+        """
+        import torch
+
+        journal = self.folder / _JOURNAL
+        try:
+            state = json.loads(journal.read_text())
+        except (OSError, ValueError):
+            state = {}
+        if state.get("key") != key:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            state = {"key": key, "forward": 0, "left": model.layers}
+        if not state["left"]:
+            return
+        batches = [slice(i, i + batch) for i in range(0, len(windows), batch)]
+        shape = (*windows.shape, model.hidden)
+
+        def done(**changes: int) -> None:
+            state.update(changes)
+            partial = journal.with_suffix(".partial")
+            partial.write_text(json.dumps(state))
+            partial.replace(journal)
+
+        keywords = model.start(self.folder, windows, batches, state["forward"])
+        total = 2 * model.layers + 1
+        with tqdm(total=total, unit=" layers", file=messages, desc="gradients", mininterval=0.5) as bar:
+            bar.update(state["forward"] + model.layers - state["left"])
+            for number in range(state["forward"], model.layers):
+                layer = model.load(number)
+                source = activations(self.folder, number, shape, "r")
+                target = activations(self.folder, number + 1, shape, "w+", partial=True)
+                for part in batches:
+                    target[part] = model.step(layer, source[part], keywords[number][len(source[part])])
+                self._keep(number + 1, target)
+                model.unload(number)
+                done(forward=number + 1)
+                bar.update()
+            if state["left"] == model.layers:
+                self._last(model, shape, batches)
+            bar.update()
+            for number in range(state["left"] - 1, -1, -1):
+                layer = model.load(number)
+                self._backward(model, number, layer, shape, batches, keywords[number])
+                model.unload(number)
+                done(left=number)
+                (self.folder / "gradients" / activation_path(Path(), number + 1).name).unlink(missing_ok=True)
+                activation_path(self.folder, number).unlink()
+                bar.update()
+        activation_path(self.folder, model.layers).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "gradients", ignore_errors=True)
+        torch.cuda.empty_cache()
+
+    def _keep(self, number: int, array: np.memmap, folder: Path | None = None) -> None:
+        array.flush()
+        folder = folder or self.folder
+        activation_path(folder, number, partial=True).replace(activation_path(folder, number))
+
+    def _last(self, model: LayeredModel, shape: tuple[int, ...], batches: list[slice]) -> None:
+        """The gradient behind the last layer, with respect to the log-likelihood of sampled labels."""
+        import torch
+
+        folder = self.folder / "gradients"
+        folder.mkdir(exist_ok=True)
+        source = activations(self.folder, model.layers, shape, "r")
+        target = activations(folder, model.layers, shape, "w+", partial=True)
+        generator = torch.Generator().manual_seed(0)
+        with model.head() as head:
+            for part in batches:
+                hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
+                logits = head(hidden).flatten(0, 1).float()
+                with torch.no_grad():
+                    # Drawn on the CPU, so that a device does not decide the labels.
+                    likely = torch.softmax(logits, -1).cpu()
+                    labels = torch.multinomial(likely, 1, generator=generator)[:, 0].to(model.device)
+                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+                assert hidden.grad is not None
+                target[part] = hidden.grad.cpu().numpy()
+        self._keep(model.layers, target, folder)
+
+    def _backward(
+        self,
+        model: LayeredModel,
+        number: int,
+        layer: torch.nn.Module,
+        shape: tuple[int, ...],
+        batches: list[slice],
+        keywords: dict[int, dict[str, Any]],
+    ) -> None:
+        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another."""
+        import torch
+
+        layer.requires_grad_(False)
+        folder = self.folder / "gradients"
+        source = activations(self.folder, number, shape, "r")
+        behind = activations(folder, number + 1, shape, "r")
+        target = activations(folder, number, shape, "w+", partial=True)
+        sums: dict[str, list[torch.Tensor]] = {}
+        tokens = 0
+
+        def watch(entry: str) -> Callable[..., None]:
+            def add(gradient: torch.Tensor) -> None:
+                rows = gradient.reshape(-1, gradient.shape[-1]).float()
+                size = rows.shape[1] if rows.shape[1] <= self._full else self._block
+                parts = [part.T @ part for part in rows.split(size, dim=1)]
+                before = sums.get(entry)
+                sums[entry] = [p.double() for p in parts] if before is None else [
+                    total.add_(p) for total, p in zip(before, parts, strict=True)
+                ]  # fmt: skip
+
+            def hook(_: Any, __: Any, out: torch.Tensor) -> None:
+                if out.requires_grad:
+                    out.register_hook(add)
+
+            return hook
+
+        readers = [reader for group in model.layout.groups(number, layer) for reader in group.readers]
+        handles = [
+            layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry))
+            for reader in readers
+            if reader.parameter == "weight"  # the outputs of stacked experts are not seen
+        ]
+        for part in batches:
+            hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
+            out = layer(hidden, **keywords[hidden.shape[0]])
+            out = out[0] if isinstance(out, tuple) else out
+            out.backward(torch.from_numpy(np.array(behind[part])).to(model.device))
+            assert hidden.grad is not None
+            target[part] = hidden.grad.cpu().numpy()
+            tokens += hidden.shape[0] * hidden.shape[1]
+        for handle in handles:
+            handle.remove()
+        matrices = {}
+        for entry, parts in sums.items():
+            for place, total in enumerate(parts):
+                matrices[f"{entry}/{place:05d}"] = (total / tokens).float().cpu().numpy()
+                if not np.isfinite(matrices[f"{entry}/{place:05d}"]).all():
+                    what = "gives gradients that are NaN or infinite"
+                    raise UserError(model.folder, what, "leave --fisher out", entry)
+        partial = self.folder / f"{_file(number)}.partial"
+        save(matrices, partial)
+        partial.replace(self.folder / _file(number))
+        self._keep(number, target, folder)
+
+
+def _file(number: int) -> str:
+    return f"fisher-{number:04d}.safetensors"

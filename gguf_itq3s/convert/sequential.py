@@ -1,0 +1,350 @@
+"""Quantizing while calibrating: layer after layer, each on the inputs that the quantized layers before it give.
+
+Two streams of activations run through the model, the original's and the quantized one's
+(:mod:`gguf_itq3s.calibration.streams`). Each matrix is rounded to its target
+(:mod:`gguf_itq3s.rounding.target`) with the Hessian of the inputs that it will have. The finished matrices are files in
+a folder of work, where an interrupted run goes on, and from which the writer takes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from safetensors import safe_open
+from tqdm import tqdm
+
+from ..calibration.activations import activation_path, activations
+from ..calibration.backward import OutputFisher
+from ..calibration.groups import Group, Reader
+from ..calibration.layers import LayeredModel
+from ..calibration.options import CalibrationOptions
+from ..calibration.pipeline import save
+from ..calibration.streams import Streams, check_rows, row_order
+from ..calibration.text import windows
+from ..checkpoint.fold import Folding
+from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..codec.types import ITQ3_S
+from ..errors import output_error
+from ..rounding import fisher, hessian, target
+from ..rounding.fisher import OutputFactor
+from ..rounding.hessian import Factor
+from .encode import Encoder, SquaredError
+
+_JOURNAL: Final = "journal.json"
+_STREAMS: Final = ("original", "quantized")
+#: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
+_KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
+
+
+@dataclass(frozen=True)
+class SequentialOptions:
+    """How matrices are rounded.
+
+    Attributes:
+        damping: of the Hessians in rounding, share of the mean diagonal.
+        target_damping: of the Hessians in the targets.
+        fisher: whether errors are fed across rows, by output Fisher matrices.
+        fisher_rows: most rows of a matrix whose Fisher matrix is kept whole.
+        fisher_block: rows of the blocks that are kept of a larger one.
+    """
+
+    damping: float = hessian.DAMPING
+    target_damping: float = target.DAMPING
+    fisher: bool = False
+    fisher_rows: int = 8192
+    fisher_block: int = 1024
+
+
+@dataclass
+class Finished:
+    """Matrices that are encoded.
+
+    Attributes:
+        folder: of work.
+        errors: matrix -> squared error and energy of its weights, not of its target.
+        files: matrix -> the file that holds it.
+        unseen: the experts that no token came to.
+    """
+
+    folder: Path
+    errors: dict[str, SquaredError] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
+
+    def known(self, name: str) -> bool:
+        """Whether a tensor is among them."""
+        return name in self.files or f"{name}[0]" in self.files
+
+    def share(self, name: str) -> float:
+        """The share of a tensor's matrices that were rounded with statistics: an expert may have seen no token."""
+        entries = [name] if name in self.files else self._experts(name)
+        return sum(entry not in self.unseen for entry in entries) / len(entries) if entries else 0.0
+
+    def pieces(self, name: str) -> Iterator[tuple[np.ndarray, SquaredError]]:
+        """The bytes of a tensor, matrix after matrix, with the error of each."""
+        entries = [name] if name in self.files else self._experts(name)
+        for entry in entries:
+            with safe_open(self.files[entry], framework="numpy") as file:
+                yield file.get_tensor(entry).reshape(-1), self.errors[entry]
+
+    def _experts(self, name: str) -> list[str]:
+        count = 0
+        while f"{name}[{count}]" in self.files:
+            count += 1
+        return [f"{name}[{expert}]" for expert in range(count)]
+
+    def remove(self) -> None:
+        """Take the folder away."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Sequential:
+    """One such run.
+
+    Args:
+        calibration: model and text; its ``out`` does not count.
+        options: of the rounding.
+        checkpoint: as it was read, nothing folded.
+        folded: the tensors as they are written, norms folded.
+        types: tensor -> the type it is written in.
+        folding: which norms are folded.
+        encoder: weights to bytes.
+        messages: where progress goes.
+    """
+
+    def __init__(
+        self,
+        calibration: CalibrationOptions,
+        options: SequentialOptions,
+        checkpoint: Checkpoint,
+        folded: Mapping[str, SourceTensor],
+        types: Mapping[str, Type],
+        folding: Folding,
+        encoder: Encoder,
+        messages: TextIO,
+    ) -> None:
+        self.calibration, self.options, self.checkpoint = calibration, options, checkpoint
+        self.plain = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self.folded, self.types, self.folding, self.encoder = folded, types, folding, encoder
+        self.messages = messages
+        self.folder = Path()
+        self._fisher: OutputFisher | None = None
+
+    def run(self, folder: Path, fingerprint: str) -> Finished:
+        """Quantize every matrix of every layer whose rows are whole blocks.
+
+        Args:
+            folder: of work.
+            fingerprint: of all that decides the result; what another run has left is thrown away.
+
+        Raises:
+            UserError: the model, the text or the folder cannot be used.
+            KeyboardInterrupt: interrupted; the same run goes on after the last finished layer.
+        """
+        self.folder = folder
+        model = LayeredModel(self.calibration, self.checkpoint)
+        inputs = windows(self.calibration, model.context)
+        key = hashlib.sha256(fingerprint.encode() + inputs.tobytes()).hexdigest()
+        try:
+            finished = self._resume(key)
+            if self.options.fisher:
+                self._fisher = OutputFisher(
+                    self.folder / "fisher", full=self.options.fisher_rows, block=self.options.fisher_block
+                )
+                self._fisher.collect(model, inputs, self.calibration.batch, key, self.messages)
+            done = len(set(finished.files.values()))
+            self._layers(model, inputs, finished, done, key)
+        except OSError as error:
+            raise output_error(self.folder, error) from error
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted; the same command continues from {self.folder}") from None
+        for stream in _STREAMS:
+            shutil.rmtree(self.folder / stream, ignore_errors=True)
+        return finished
+
+    def _resume(self, key: str) -> Finished:
+        """What an earlier run of the same kind has finished."""
+        finished = Finished(self.folder)
+        journal = self.folder / _JOURNAL
+        try:
+            lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        except (OSError, ValueError):
+            lines = []
+        if not lines or lines[0] != {"run": key}:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for stream in _STREAMS:
+                (self.folder / stream).mkdir()
+            journal.write_text(json.dumps({"run": key}) + "\n")
+            return finished
+        for line in lines[1:]:
+            if not (self.folder / line["file"]).is_file():
+                break
+            for entry, (error, energy) in line["matrices"].items():
+                finished.files[entry] = self.folder / line["file"]
+                finished.errors[entry] = SquaredError(error, energy)
+            finished.unseen.update(line["unseen"])
+        return finished
+
+    def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int, key: str) -> None:
+        if done == model.layers:
+            return
+        batch = self.calibration.batch
+        batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+        shape = (*inputs.shape, model.hidden)
+        original, quantized = (self.folder / stream for stream in _STREAMS)
+        keywords = model.start(original, inputs, batches, done)
+        if not done:
+            shutil.copyfile(activation_path(original, 0), activation_path(quantized, 0))
+        with tqdm(total=model.layers, initial=done, unit=" layers", file=self.messages, mininterval=0.5) as bar:
+            for number in range(done, model.layers):
+                sources = (activations(original, number, shape, "r"), activations(quantized, number, shape, "r"))
+                streams = Streams(model, number, self.calibration, sources, batches, keywords[number])
+                matrices: dict[str, np.ndarray] = {}
+                for passage in streams.passages:
+                    bar.set_postfix_str(passage[0].readers[0].name, refresh=True)
+                    self._passage(model, number, streams, passage, matrices, finished)
+                targets = [
+                    activations(folder, number + 1, shape, "w+", partial=True) for folder in (original, quantized)
+                ]
+                for part in batches:
+                    for array, values in zip(targets, streams.step(part), strict=True):
+                        array[part] = values
+                streams.close()
+                for array, folder in zip(targets, (original, quantized), strict=True):
+                    array.flush()
+                    activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
+                del sources, targets
+                file = f"layer-{number:04d}.safetensors"
+                save(matrices, self.folder / f"{file}.partial")
+                (self.folder / f"{file}.partial").replace(self.folder / file)
+                errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
+                line = {"file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices))}
+                with (self.folder / _JOURNAL).open("a") as journal:
+                    journal.write(json.dumps(line) + "\n")
+                finished.files |= dict.fromkeys(matrices, self.folder / file)
+                for folder in (original, quantized):
+                    activation_path(folder, number).unlink()
+                bar.update()
+
+    def _passage(
+        self,
+        model: LayeredModel,
+        number: int,
+        streams: Streams,
+        passage: list[Group],
+        matrices: dict[str, np.ndarray],
+        finished: Finished,
+    ) -> None:
+        sums = streams.sums(passage)
+        stacks: dict[str, np.ndarray] = {}
+        for group in passage:
+            of = sums.pop(group.key)
+            readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
+            if not readers:
+                continue
+            factor = hessian.factorize(of.hessian.mean(), self.options.damping) if of.hessian.tokens else None
+            hessian_of, cross = (_unrotated(moment.total) for moment in (of.hessian, of.cross))
+            for reader in readers:
+                weights = self._weights(reader, self.folded, stacks)
+                residual = of.residual.get(reader.entry)
+                wanted = weights
+                if hessian_of is not None and cross is not None:
+                    added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
+                    wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
+                qtype = self.types[reader.name]
+                order = self._order(model, streams, reader)
+                data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
+                matrices[reader.entry] = data
+                if factor is None:
+                    finished.unseen.add(reader.entry)
+                finished.errors[reader.entry] = SquaredError(
+                    float(np.square(decoded - weights, dtype=np.float64).sum()),
+                    float(np.square(weights, dtype=np.float64).sum()),
+                )
+                self._put(model, streams, reader, order, decoded)
+
+    def _weights(
+        self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """The weights of a matrix in GGUF's order, float32."""
+        if reader.expert is None:
+            return _whole(tensors[reader.name])
+        key = f"{reader.name} {tensors is self.folded}"
+        if key not in stacks:
+            stacks[key] = _whole(tensors[reader.name])
+        return stacks[key][reader.expert]
+
+    def _encode(
+        self, wanted: np.ndarray, qtype: Type, factor: Factor | None, outputs: list[tuple[np.ndarray, OutputFactor]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes and decoded weights of a matrix; rows that make up for others' errors come after them."""
+        factor = factor if qtype == ITQ3_S else None
+        if not outputs:
+            data = self.encoder.rows(wanted, qtype, factor)
+            return data, gguf.quants.dequantize(data, qtype)
+        decoded = np.empty_like(wanted)
+        block, size = gguf.GGML_QUANT_SIZES[qtype]
+        data = np.empty((wanted.shape[0], wanted.shape[1] // block * size), dtype=np.uint8)
+        for rows, output in outputs:
+            rows = rows[output.order]
+            errors = np.empty((len(rows), wanted.shape[1]), dtype=np.float32)
+            for group in output.groups:
+                here = wanted[rows[group]]
+                if group.start:
+                    here = here - output.feedback[: group.start, group].T @ errors[: group.start]
+                coded = self.encoder.rows(here, qtype, factor)
+                data[rows[group]] = coded
+                decoded[rows[group]] = gguf.quants.dequantize(coded, qtype)
+                errors[group] = decoded[rows[group]] - wanted[rows[group]]
+        return data, decoded
+
+    def _output_factors(self, reader: Reader, number: int, order: np.ndarray) -> list[tuple[np.ndarray, OutputFactor]]:
+        """Rows in GGUF's order with the factor of their Fisher matrix, block by block; empty where none is known."""
+        if self._fisher is None:
+            return []
+        place = np.empty_like(order)  # row of the model -> row of the tensor
+        place[order] = np.arange(len(order))
+        found, start = [], 0
+        for block in self._fisher.blocks(reader, number):
+            found.append((place[start : start + len(block)], fisher.factorize(block)))
+            start += len(block)
+        return found
+
+    def _order(self, model: LayeredModel, streams: Streams, reader: Reader) -> np.ndarray:
+        """Which row of the model each row of the tensor is."""
+        try:
+            return row_order(streams.weights(reader), self._weights(reader, self.plain, {}))
+        except ValueError as problem:
+            raise check_rows(model, reader, problem) from problem
+
+    def _put(
+        self, model: LayeredModel, streams: Streams, reader: Reader, order: np.ndarray, decoded: np.ndarray
+    ) -> None:
+        """Give the quantized layer what the file will hold; there a norm keeps its gain."""
+        if norm := self.folding.norm_of(reader.name):
+            gain = model.gain(norm)
+            # Nothing comes through a channel with gain 0, here or in the file.
+            decoded = np.divide(decoded, gain, out=np.zeros_like(decoded), where=gain != 0)
+        put = np.empty_like(decoded)
+        put[order] = decoded
+        streams.put(reader, put)
+
+
+def _whole(tensor: SourceTensor) -> np.ndarray:
+    """All of a tensor, float32."""
+    parts = [np.asarray(part, dtype=np.float32) for part in tensor.load()]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _unrotated(total: Any) -> np.ndarray | None:
+    return None if total is None else hessian.rotate(total.cpu().numpy())

@@ -1,0 +1,101 @@
+"""The commands ``gguf-itq3s dump``, ``set-metadata``, ``new-metadata``, ``hash`` and ``editor``.
+
+They are gguf-py's own programs with their own options; installed by themselves they stop at tensor type 500. Importing
+this package makes gguf-py know it, so a wrapper has nothing to do but to be the program that is started: nothing is
+changed for other users of gguf-py in the same environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+
+from ..checkpoint.files import check_output
+from ..errors import UserError, output_error
+from ..programs import as_program
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of gguf-py's programs.
+
+    Attributes:
+        module: in ``gguf.scripts``.
+        logger: the name of its logger.
+        help: what it does.
+    """
+
+    module: str
+    logger: str
+    help: str
+
+
+PROGRAMS: Final = {
+    "dump": Program("gguf_dump", "gguf-dump", "metadata and tensors of a GGUF file, also as JSON or Markdown"),
+    "set-metadata": Program("gguf_set_metadata", "gguf-set-metadata", "change a number in a GGUF file, in place"),
+    "new-metadata": Program("gguf_new_metadata", "gguf-new-metadata", "copy a GGUF file with other metadata"),
+    "hash": Program("gguf_hash", "gguf-hash", "hashes of a GGUF file's tensors"),
+    "editor": Program("gguf_editor_gui", "gguf-editor-gui", "edit metadata in a window (needs PySide6)"),
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommands."""
+    for name, program in PROGRAMS.items():
+        # No prefix: options are the program's, and its --help too.
+        parser = subparsers.add_parser(name, help=program.help, add_help=False, prefix_chars="\0")
+        parser.add_argument("arguments", nargs="*")
+        parser.set_defaults(run=run, program=name)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a program; returns the exit code."""
+    program = PROGRAMS[args.program]
+    file = next((Path(name) for name in args.arguments if Path(name).is_file()), Path(program.logger))
+    what, remedy = "gguf-py could not do it", f"gguf-itq3s {args.program} --help lists the options"
+    argv = [f"gguf-itq3s {args.program}", *args.arguments]
+    with _whole_files(), as_program(argv, [program.logger], logging.INFO, file, what, remedy):
+        try:
+            module = importlib.import_module(f"gguf.scripts.{program.module}")
+        except ImportError as error:
+            raise UserError(
+                program.logger, f"cannot be started: {error}", "install what is missing with pip"
+            ) from error
+        module.main()
+    return 0
+
+
+@contextmanager
+def _whole_files() -> Iterator[None]:
+    """Within, a file that a ``GGUFWriter`` writes gets its name when it is whole, and not at all if it fails."""
+    own = gguf.GGUFWriter
+    partial: list[Path] = []
+
+    class Writer(own):  # type: ignore[misc, valid-type]
+        def __init__(self, path: Any, *args: Any, **keywords: Any) -> None:
+            self._final = Path(path)
+            check_output(self._final, ())
+            partial.append(self._final.with_name(f".{self._final.name}.partial"))
+            super().__init__(partial[-1], *args, **keywords)
+
+        def close(self) -> None:
+            super().close()
+            partial[-1].replace(self._final)
+
+    gguf.GGUFWriter = Writer
+    try:
+        yield
+    except OSError as error:
+        raise output_error(partial[-1] if partial else Path(error.filename or "output"), error) from error
+    finally:
+        gguf.GGUFWriter = own
+        for path in partial:
+            path.unlink(missing_ok=True)

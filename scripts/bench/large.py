@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""What converting and calibrating a large model takes on this machine, measured on one of its layers.
+
+    scripts/bench/large.py --update docs/distributed.md
+    scripts/bench/large.py --hidden 4096 --feed-forward 14336 --layers 32 --vocabulary 128256   a Llama of 8B
+
+Writes a Llama of one layer with random weights in the large model's shapes and a small vocabulary, and runs the
+commands on it, each in a process of its own: seconds by the clock and by the processor, the largest resident memory,
+the sizes of what they write. What a command takes to start is subtracted; the rest is multiplied by the number of
+layers, a calibration's by its tokens too, and the matrices of the vocabulary are added at the measured rates. Memory is
+as it was measured: one layer is in memory at a time whatever the number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import gguf
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from gguf_itq3s import report
+from gguf_itq3s.codec import native
+from gguf_itq3s.errors import UserError, positive, report_errors
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DEMO: Final = ROOT / "models" / "demo-llama"
+RESULTS: Final = ROOT / "docs" / "results" / "large.json"
+#: Tokens of a calibration by default, what times are given for.
+TOKENS: Final = 262144
+HEAD: Final = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: columns, columns of the feed-forward part, layers, tokens of the vocabulary, columns of keys."""
+
+    hidden: int
+    feed_forward: int
+    layers: int
+    vocabulary: int
+    keys: int
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer's matrices."""
+        return 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.feed_forward
+
+    @property
+    def weights(self) -> int:
+        """All of them."""
+        return self.layers * self.layer + 2 * self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command on the one layer.
+
+    Attributes:
+        seconds: by the clock.
+        processor: of all threads.
+        memory: largest resident set, bytes.
+    """
+
+    seconds: float
+    processor: float
+    memory: int
+
+
+def write_model(folder: Path, shape: Shape, vocabulary: int) -> None:
+    """A checkpoint with one layer of random weights in bfloat16."""
+    config = LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.feed_forward, num_hidden_layers=1, vocab_size=vocabulary,
+        num_attention_heads=shape.hidden // HEAD, num_key_value_heads=shape.keys // HEAD, head_dim=HEAD,
+        max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    folder.mkdir()
+    config.save_pretrained(folder)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    layer, chance = "model.layers.0.", torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens": (vocabulary, shape.hidden),
+        "lm_head": (vocabulary, shape.hidden),
+        f"{layer}self_attn.q_proj": (shape.hidden, shape.hidden),
+        f"{layer}self_attn.k_proj": (shape.keys, shape.hidden),
+        f"{layer}self_attn.v_proj": (shape.keys, shape.hidden),
+        f"{layer}self_attn.o_proj": (shape.hidden, shape.hidden),
+        f"{layer}mlp.gate_proj": (shape.feed_forward, shape.hidden),
+        f"{layer}mlp.up_proj": (shape.feed_forward, shape.hidden),
+        f"{layer}mlp.down_proj": (shape.hidden, shape.feed_forward),
+    }
+    tensors = {
+        f"{name}.weight": torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=chance)
+        for name, size in shapes.items()
+    }
+    for norm in (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm"):
+        tensors[f"{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def run(*arguments: str | Path) -> Run:
+    """Run a subcommand of gguf-itq3s and measure it.
+
+    Raises:
+        UserError: it failed.
+    """
+    command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
+    print("$ gguf-itq3s", *arguments, file=sys.stderr, flush=True)
+    started = time.monotonic()
+    child = os.posix_spawn(command[0], command, dict(os.environ))
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
+    scale = 1 if sys.platform == "darwin" else 1024
+    return Run(time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * scale)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all below a folder."""
+    return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
+
+
+def hours(seconds: float) -> str:
+    """A time as a reader wants it."""
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def measure(shape: Shape, tokens: int, work: Path) -> dict[str, object]:
+    """Run the commands on one layer."""
+    model = work / "model"
+    vocabulary = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+    write_model(model, shape, vocabulary)
+    idle = run("convert", model, work / "plain.gguf", "--dry-run")
+    plain = run("convert", model, work / "plain.gguf")
+    files = {"plain": size_of(work / "plain.gguf")}
+    (work / "plain.gguf").unlink()
+    text = ROOT / "tests" / "data" / "novel.txt"
+    calibrations = [
+        run("calibrate", model, "--text", text, "--tokens", str(count), "--context", "2048", "-o", work / f"h{count}")
+        for count in (tokens, 2 * tokens)
+    ]
+    files["statistics"] = size_of(work / f"h{tokens}")
+    calibrated = run("convert", model, work / "calibrated.gguf", "--calibration", work / f"h{tokens}")
+    library = native.load()
+    assert library is not None
+    rows = torch.zeros((2048, shape.hidden)).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).numpy()
+    started = time.monotonic()
+    library.quantize_type(rows, gguf.GGMLQuantizationType.Q6_K, threads=native.processors())
+    seconds = (time.monotonic() - started) / len(rows)
+    runs = {"idle": idle, "plain": plain, "calibrated": calibrated}
+    return {
+        "shape": asdict(shape), "processors": native.processors(), "vocabulary": vocabulary, "tokens": tokens,
+        **{name: asdict(run) for name, run in runs.items()}, "calibrations": [asdict(run) for run in calibrations],
+        "files": files, "q6_k_seconds_a_row": seconds,
+    }  # fmt: skip
+
+
+def table(results: dict) -> str:
+    """What the whole model takes, from what one layer took."""
+    shape, small = Shape(**results["shape"]), results["vocabulary"]
+    # Of the vocabulary's matrices the embedding is in ITQ3_S, the output in Q6_K: 100 and 210 bytes for 256 weights.
+    word, idle = results["q6_k_seconds_a_row"], results["idle"]["seconds"]
+    rate = (results["plain"]["seconds"] - idle - small * word) / (shape.layer + small * shape.hidden)
+    words = shape.vocabulary * (word + shape.hidden * rate)
+    both = shape.hidden * 310 // 256
+    output = shape.layers * (results["files"]["plain"] - small * both) + shape.vocabulary * both
+    calibrated = results["calibrated"]["seconds"] - idle - small * (word + shape.hidden * rate)
+    first, second = results["calibrations"]
+    token = (second["seconds"] - first["seconds"]) / results["tokens"]
+    once = first["seconds"] - idle - token * results["tokens"]
+    collected = f"{report.size(shape.layers * results['files']['statistics'])}, while it runs "
+    collected += f"{report.size(2 * 4 * shape.hidden * TOKENS)} more"
+
+    def row(name: str, run: dict, seconds: float, disk: str) -> list[str]:
+        return [name, f"{run['seconds']:.0f} s", hours(seconds), report.size(run["memory"]), disk]
+
+    rows = [
+        row("convert", results["plain"], shape.layers * shape.layer * rate + words, report.size(output)),
+        row(f"calibrate, {TOKENS} tokens", second, shape.layers * (once + TOKENS * token), collected),
+        row("convert --calibration", results["calibrated"], shape.layers * calibrated + words, report.size(output)),
+    ]
+    head = (
+        f"{report.count(shape.weights)} weights in {shape.layers} layers of {shape.hidden} and {shape.feed_forward} "
+        f"columns, {report.size(2 * shape.weights)} as a checkpoint; {results['processors']} processors. One layer of "
+        f"calibrate was measured with {2 * results['tokens']} tokens.\n\n"
+    )
+    return head + report.markdown(["", "one layer", "all", "memory", "disk"], rows)
+
+
+@report_errors
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("hidden", 8192), ("feed-forward", 28672), ("layers", 80), ("vocabulary", 128256)):
+        parser.add_argument(f"--{name}", type=positive, default=default, help="default: %(default)s, Llama 3 70B")
+    parser.add_argument("--keys", type=positive, default=1024, help="columns of the keys (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=positive, default=2048, help="of the shorter calibration, default: %(default)s"
+    )
+    parser.add_argument("--work", type=Path, help="folder of the model (default: a temporary one)")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="put the table between the marks in the file")
+    args = parser.parse_args()
+    shape = Shape(args.hidden, args.feed_forward, args.layers, args.vocabulary, args.keys)
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        results = measure(shape, args.tokens, Path(folder))
+    print(table(results))
+    if args.update:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        report.replace_section(args.update, "large", table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

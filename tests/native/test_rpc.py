@@ -1,0 +1,78 @@
+"""A model spread over two RPC servers on the loopback interface writes what it writes on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import llama
+from gguf_itq3s.cli import convert_main
+
+RPC = llama.BIN.parent / "rpc" / "bin"
+PROMPT = "When the captain came back on deck, the sea was"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build the tools with the RPC backend, or take them from the cache: minutes the first time on a machine."""
+    done = subprocess.run(
+        ["cmake", "--build", llama.BIN.parent / "cmake", "--target", "rpc"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(log: Path) -> Iterator[str]:
+    """A server of this machine's CPU; its address."""
+    address = ("127.0.0.1", free_port())
+    command = [str(RPC / "ggml-rpc-server"), "--host", address[0], "--port", str(address[1]), "--threads", "1"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen([*command, "--device", "CPU"], stdout=output, stderr=output) as child,
+    ):
+        try:
+            for _ in range(200):
+                assert child.poll() is None, log.read_text()
+                with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+                    break
+                time.sleep(0.05)
+            else:
+                raise AssertionError(f"no answer: {log.read_text()}")
+            yield f"{address[0]}:{address[1]}"
+        finally:
+            child.terminate()
+
+
+def text(model: Path, *options: str) -> tuple[str, str]:
+    """Greedy continuation of the prompt by the tools with RPC, and what they log."""
+    done = llama.run_program(
+        RPC / "llama-completion", "-m", model, "-p", PROMPT, "-n", "48", "-no-cnv", "--temp", "0", "-t", "1", *options
+    )  # fmt: skip
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("outtype", ["itq3_s", "tq2_0"])
+def test_two_servers_write_the_local_text(tmp_path: Path, outtype: str) -> None:
+    model = tmp_path / "model.gguf"
+    assert not convert_main([str(llama.MODEL), str(model), "--outtype", outtype])
+    local, _ = text(model, "-ngl", "0")
+    assert local.startswith(PROMPT) and len(local) > len(PROMPT) + 48
+    with server(tmp_path / "one.txt") as one, server(tmp_path / "two.txt") as two:
+        spread, log = text(model, "--rpc", f"{one},{two}", "-ngl", "99", "-ts", "1,1", "-v")
+    assert spread == local
+    # Each has its share of the weights and computes with it.
+    shares = {m[1]: float(m[2]) for m in re.finditer(r"RPC\d\[(\S+)\] model buffer size = +([0-9.]+) MiB", log)}
+    assert set(shares) == {one, two} and min(shares.values()) > 0.2 * max(shares.values()), log[-4000:]

@@ -1,0 +1,365 @@
+"""LoRA adapters to GGUF: upstream's bytes, the gains of folded norms, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters import ALL_LINEAR, change, save_adapter
+from checkpoints import FAMILIES, SIZES
+from gguf_files import arrays, metadata, types, values
+from gguf_files import tensors as tensors_of
+from gguf_itq3s import cli, upstream
+from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
+from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError
+
+
+@pytest.fixture
+def adapter(uneven: Callable[[str], Path], tmp_path: Path) -> Path:
+    return save_adapter(uneven("llama"), tmp_path / "adapter")
+
+
+def by_upstream(adapter: Path, base: Path, out: Path, *arguments: str) -> Path:
+    """What llama.cpp's own converter writes."""
+    script = upstream.fetch_source() / "convert_lora_to_gguf.py"
+    command = [sys.executable, script, adapter, "--base", base, "--outfile", out, *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "outtype"), [("llama", "f32"), ("gemma", "f16"), ("qwen3", "bf16"), ("mistral", "q8_0")]
+)
+def test_unfolded_is_what_upstream_writes(
+    name: str, outtype: str, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = uneven(name)
+    adapter = save_adapter(base, tmp_path / "adapter", rank=32, dtype=torch.bfloat16)
+    (adapter / "README.md").write_text("---\nlicense: mit\nbase_model: organisation/model\n---\n")
+    expected = by_upstream(adapter, base, tmp_path / "upstream.gguf", "--outtype", outtype)
+    done = convert_lora(LoraOptions(adapter, tmp_path / "ours.gguf", base, outtype, fold_norms=False))
+    assert len(done.matrices) == 14 and not done.scaled and not done.folded
+    assert (tmp_path / "ours.gguf").read_bytes() == expected.read_bytes()
+    assert entries(tmp_path) == {"adapter", "upstream.gguf", "ours.gguf"}
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mixtral"}))
+def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
+    name: str, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = uneven(name)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert_lora(LoraOptions(adapter, plain, base, fold_norms=False))
+    done = convert_lora(LoraOptions(adapter, folded, base))
+    convert(ConvertOptions(base, tmp_path / "model.gguf", outtype="f16"))
+    weights = arrays(tmp_path / "model.gguf")
+    plan = fold.plan(str(metadata(folded)["general.architecture"]), weights)
+    before, after = arrays(plain), arrays(folded)
+    assert list(before) == list(after) and len(before) == 28 and len(done.scaled) == 10 and done.folded
+    for tensor, value in before.items():
+        norm = plan.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
+        gain = weights[norm] if norm else np.float32(1)
+        np.testing.assert_array_equal(after[tensor], value * gain, err_msg=tensor)
+    marks = metadata(folded)
+    assert marks.pop(fold.NORMS_FOLDED) is True and marks == metadata(plain)
+
+
+def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """A router and stacked experts read the same norm; the names are those of checkpoints with one matrix an expert."""
+    base = uneven("mixtral")
+    gain = torch.from_numpy(convert_f16(base, tmp_path)["blk.1.ffn_norm.weight"])
+    folder = save_adapter(base, tmp_path / "adapter", ("gate",))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for layer in range(2):
+        for expert in range(8):
+            for part, shape in (("w1", (512, 256)), ("w2", (256, 512)), ("w3", (512, 256))):
+                stem = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}"
+                tensors[f"{stem}.lora_A.weight"] = torch.randn(4, shape[1])
+                tensors[f"{stem}.lora_B.weight"] = torch.randn(shape[0], 4)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base))
+    assert {name for name in done.scaled if name.startswith("blk.1.")} == {
+        "blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight",
+    }  # fmt: skip
+    written = arrays(tmp_path / "out.gguf")
+    for part, kind, factor in (("w1", "gate", gain), ("w3", "up", gain), ("w2", "down", torch.ones(512))):
+        stack = written[f"blk.1.ffn_{kind}_exps.weight.lora_a"]
+        stem = "base_model.model.model.layers.1.block_sparse_moe.experts"
+        expected = np.stack([tensors[f"{stem}.{expert}.{part}.lora_A.weight"] * factor for expert in range(8)])
+        np.testing.assert_array_equal(stack, expected, err_msg=kind)
+
+
+def convert_f16(base: Path, tmp_path: Path) -> dict[str, np.ndarray]:
+    convert(ConvertOptions(base, tmp_path / "base-f16.gguf", outtype="f16"))
+    return arrays(tmp_path / "base-f16.gguf")
+
+
+def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
+    """Phi-3 has one matrix for q, k and v, and one for gate and up."""
+    import transformers
+
+    from checkpoints import save_model
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Phi3Config(**{**SIZES, "num_key_value_heads": 4}, pad_token_id=0)
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.4)
+    base = save_model(model.half(), tmp_path / "phi3", tokenizer)
+    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    adapter = save_adapter(base, tmp_path / "adapter", targets)
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
+    assert sorted(done.scaled) == sorted(f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_qkv", "ffn_up"))
+    gain = load_file(base / "model.safetensors")["model.layers.1.input_layernorm.weight"].float().numpy()
+    a = load_file(adapter / "adapter_model.safetensors")
+    a_qkv = a["base_model.model.model.layers.1.self_attn.qkv_proj.lora_A.weight"].numpy()
+    np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.attn_qkv.weight.lora_a"], a_qkv * gain)
+
+
+def test_output_matrix_and_embedding_stay(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    base = uneven("llama")
+    adapter = save_adapter(base, tmp_path / "adapter", ("lm_head", "q_proj"))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
+    assert "output.weight" in done.matrices and sorted(done.scaled) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
+
+
+def test_scaled_before_it_is_rounded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    base = uneven("llama")
+    adapter = save_adapter(base, tmp_path / "adapter", rank=32)
+    for outtype, kind in (("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")):
+        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype))
+        assert types(tmp_path / f"{outtype}.gguf")["blk.0.attn_q.weight.lora_a"].name == kind
+    exact, rounded = (tensors_of(tmp_path / f"{name}.gguf") for name in ("f32", "f16"))
+    for name, tensor in exact.items():
+        np.testing.assert_array_equal(values(rounded[name]), values(tensor).astype(np.float16).astype(np.float32))
+
+
+def test_architectures_and_matrices_that_are_not_folded(
+    checkpoint: Callable[[str], Path], uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan is the conversion's: nothing is scaled, nothing marked, where that folds nothing."""
+    base = checkpoint("ernie-moe")
+    adapter = save_adapter(base, tmp_path / "adapter", ("q_proj",))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
+    assert not done.folded and not done.scaled and fold.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
+    assert "norms of the architecture ernie4_5-moe" in capsys.readouterr().err
+    # A model that is made ternary keeps its norms.
+    base = uneven("llama")
+    adapter = save_adapter(base, tmp_path / "other")
+    done = convert_lora(LoraOptions(adapter, tmp_path / "forced.gguf", base, ternary="force"))
+    assert not done.folded and len(done.matrices) == 14
+
+
+def test_without_folding_the_config_is_enough(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    base = tmp_path / "config-only"
+    base.mkdir()
+    shutil.copyfile(uneven("llama") / "config.json", base / "config.json")
+    assert len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=False)).matrices) == 14
+    with pytest.raises(UserError, match=r"config-only: holds no model\*\.safetensors"):
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base))
+    assert "out2.gguf" not in entries(tmp_path)
+
+
+def test_rank_stabilised_alpha(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """llama.cpp divides by the rank, PEFT by its root."""
+    change(adapter, use_rslora=True, lora_alpha=3)
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    assert metadata(tmp_path / "out.gguf")["adapter.lora.alpha"] == 6
+
+
+def test_invocation_tokens_are_carried(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    change(adapter, alora_invocation_tokens=[5, 6], invocation_string="hello")
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    assert metadata(tmp_path / "out.gguf")["adapter.alora.invocation_tokens"] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_dora": True}, "is DoRA"),
+        ({"peft_type": "LOHA"}, "of the kind 'LOHA'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "layers are repeated"),
+        ({"init_lora_weights": "pissa_niter_16"}, "started from a changed model"),
+        ({"alpha_pattern": {"q_proj": 16}}, "alpha_pattern"),
+        ({"alpha_pattern": [1]}, "alpha_pattern"),
+        ({"lora_alpha": 0}, "lora_alpha 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+        ({"lora_alpha": "8"}, "lora_alpha '8'"),
+        ({"lora_alpha": True}, "lora_alpha True"),
+        ({"invocation_string": "hello"}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [-1]}, "no tokens"),
+        ({"alora_invocation_tokens": list(range(5000))}, "no tokens"),
+        ({"alora_invocation_tokens": "ab"}, "no tokens"),
+    ],
+)
+def test_what_llama_cpp_cannot_run_is_refused(
+    fields: dict[str, object], message: str, adapter: Path, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    change(adapter, **fields)
+    with pytest.raises(UserError, match=message) as raised:
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    assert str(raised.value).startswith(str(adapter / "adapter_config.json")) and "\n" not in str(raised.value)
+    assert entries(tmp_path) == {"adapter"}
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def _without(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{Q}.lora_B.weight"]
+
+
+def _magnitude(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_magnitude_vector"] = torch.ones(256)
+
+
+def _rank(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = torch.ones(3, 256)
+
+
+def _columns(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = torch.ones(4, 128)
+
+
+def _vector(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = torch.ones(256)
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q}.lora_A.weight"][1, 5] = float("nan")
+
+
+def _unknown(tensors: dict[str, torch.Tensor]) -> None:
+    for half in "AB":
+        stem = f"base_model.model.model.layers.0.other.lora_{half}.weight"
+        tensors[stem] = tensors[f"{Q}.lora_{half}.weight"].clone()
+
+
+def _whole(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.weight"] = torch.ones(512, 256)
+
+
+def _nothing(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.clear()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without, "has no lora_B"),
+        (_magnitude, "lora_magnitude_vector: is no matrix of a LoRA"),
+        (_rank, "no pair of matrices"),
+        (_columns, "blk.0.attn_q.weight: has 128 columns, but the norm blk.0.attn_norm.weight has 256 gains"),
+        (_vector, "no pair of matrices"),
+        (_nan, "lora_A that are NaN or infinite"),
+        (_unknown, "cannot be converted: Can not map tensor"),
+        (_whole, "embed_tokens.weight: is no matrix of a LoRA"),
+        (_nothing, "holds no LoRA matrices"),
+    ],
+)
+def test_weights_that_are_no_lora_are_refused(
+    damage: Callable[[dict[str, torch.Tensor]], None], message: str, adapter: Path, uneven: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    damage(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError) as raised:
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert entries(tmp_path) == {"adapter"}
+
+
+def test_ranks_that_differ(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """llama.cpp reads the rank of each matrix; the root of the rank is not one number then."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors |= {f"{Q}.lora_A.weight": torch.ones(2, 256), f"{Q}.lora_B.weight": torch.ones(256, 2)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    change(adapter, rank_pattern={"q_proj": 2})
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    assert tensors_of(tmp_path / "out.gguf")["blk.0.attn_q.weight.lora_b"].data.shape == (256, 2)
+    change(adapter, use_rslora=True)
+    with pytest.raises(UserError, match="matrices of several ranks"):
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", uneven("llama")))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda adapter: (adapter / "adapter_config.json").unlink(), "adapter_config.json: no such file"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text("["), "is not valid JSON"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text("[" * 100000), "is not valid JSON"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text(" " * (5 << 20)), "has more than 4 MiB"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").write_bytes(b"\xff" * 64), "truncated or corrupt"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: no such file"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin"), "a pickle"),
+        (shutil.rmtree, "is not a folder"),
+    ],
+)
+def test_damaged_folders(
+    damage: Callable[[Path], object], message: str, adapter: Path, uneven: Callable[[str], Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    damage(adapter)
+    before = entries(tmp_path)
+    assert cli.main(["convert-lora", str(adapter), str(tmp_path / "out.gguf"), "--base", str(uneven("llama"))]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+    assert entries(tmp_path) == before
+
+
+def test_no_code_of_adapter_or_model_runs(adapter: Path, llama_copy: Path, tmp_path: Path) -> None:
+    """Neither a class that a config names nor a hub that it names is asked."""
+    for folder in (adapter, llama_copy):
+        (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = json.loads((llama_copy / "config.json").read_text())
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.T", None]}
+    config |= {"model_type": "nobodys", "auto_map": names, "_name_or_path": str(adapter)}
+    (llama_copy / "config.json").write_text(json.dumps(config))
+    change(adapter, auto_map=names, base_model_name_or_path="organisation/nothing")
+    for fold_norms in (True, False):
+        out = tmp_path / f"{fold_norms}.gguf"
+        assert len(convert_lora(LoraOptions(adapter, out, llama_copy, fold_norms=fold_norms)).matrices) == 14
+    assert not (tmp_path / "ran").exists()
+
+
+def test_command(
+    adapter: Path, uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x-{ftype}.gguf"
+    arguments = ["convert-lora", str(adapter), str(out), "--base", str(uneven("llama")), "--outtype", "f16"]
+    before = sys.argv, list(sys.path)
+    assert cli.main(arguments) == 0
+    assert (sys.argv, sys.path) == before
+    assert "x-F16.gguf: 14 matrices, for a model with folded norms, 10 scaled, " in capsys.readouterr().out
+    assert cli.main([*arguments[:2], str(tmp_path / "no" / "x.gguf"), *arguments[3:]]) == 1
+    assert "no/x.gguf: cannot be written: No such file or directory; create the folder first" in capsys.readouterr().err
+    assert cli.main([*arguments[:2], str(adapter / "adapter_model.safetensors"), *arguments[3:]]) == 1
+    assert "it is a file of the input" in capsys.readouterr().err
+    assert cli.main([*arguments[:4], str(tmp_path), *arguments[5:]]) == 1
+    assert "config.json: no such file" in capsys.readouterr().err
+    assert len(ALL_LINEAR) == 7 and entries(tmp_path) == {"adapter", "x-F16.gguf"}

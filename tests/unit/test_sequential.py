@@ -1,0 +1,333 @@
+"""Quantizing layer by layer: the sums of two streams, Fisher matrices, resuming, what comes out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from checkpoints import NOVEL
+from gguf_itq3s.calibration.activations import activations
+from gguf_itq3s.calibration.backward import OutputFisher
+from gguf_itq3s.calibration.layers import LayeredModel
+from gguf_itq3s.calibration.options import CalibrationOptions
+from gguf_itq3s.calibration.pipeline import calibrate
+from gguf_itq3s.calibration.streams import Streams, row_order
+from gguf_itq3s.calibration.text import BUNDLED, read_text, windows
+from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.cli import convert_main
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.convert import sequential
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.rounding import hessian
+
+SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
+
+
+def calibration(model: Path, out: Path, **changes: Any) -> CalibrationOptions:
+    return CalibrationOptions(model, [NOVEL], out, **{**SMALL, **changes})
+
+
+def asked(model: Path, out: Path, **changes: Any) -> ConvertOptions:
+    """A conversion that quantizes layer by layer, on ten windows of 64 tokens."""
+    return ConvertOptions(model, out, calibrate=(NOVEL,), effort="fast", **{**SMALL, **changes})
+
+
+def matrices(path: Path) -> dict[str, bytes]:
+    """ITQ3_S tensors of a file."""
+    return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors if t.tensor_type == ITQ3_S}
+
+
+def quiet(options: ConvertOptions) -> None:
+    convert(options, io.StringIO())
+
+
+# ------------------------------------------------------------------------------------------------------------- sums
+
+
+class Full:
+    """A whole model of Transformers in float32, and what its modules are called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.seen: dict[str, torch.Tensor] = {}
+        for name, module in self.model.named_modules():
+            module.register_forward_pre_hook(self._keep(name))
+
+    def _keep(self, name: str) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                self.seen[name] = args[0].detach()
+
+        return hook
+
+    def inputs(self, ids: np.ndarray, name: str) -> np.ndarray:
+        """float64 (tokens, n): the input of a module over all windows."""
+        with torch.no_grad():
+            self.model(torch.from_numpy(ids))
+        x = self.seen[name]
+        return x.reshape(-1, x.shape[-1]).double().numpy()
+
+
+def streams_of_layer_0(folder: Path, place: Path) -> tuple[Streams, LayeredModel, np.ndarray]:
+    """Both streams with the same inputs, layer 0."""
+    options = calibration(folder, place)
+    model = LayeredModel(options, open_checkpoint(folder))
+    ids = windows(options, model.context)
+    batches = [slice(i, i + 4) for i in range(0, len(ids), 4)]
+    place.mkdir()
+    keywords = model.start(place, ids, batches, 0)
+    inputs = activations(place, 0, (*ids.shape, model.hidden), "r")
+    return Streams(model, 0, options, (inputs, inputs), batches, keywords[0]), model, ids
+
+
+def test_the_sums_are_those_of_two_whole_models(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = uneven("llama")
+    streams, model, ids = streams_of_layer_0(folder, tmp_path / "work")
+    names = [[group.readers[0].name for group in passage] for passage in streams.passages]
+    assert names == [[f"blk.0.{part}.weight"] for part in ("attn_q", "attn_output", "ffn_gate", "ffn_down")]
+    before, after = Full(folder), Full(folder)
+    noise = torch.Generator().manual_seed(0)
+    for reader in streams.passages[0][0].readers + streams.passages[1][0].readers:
+        weights = streams.weights(reader)
+        weights += 0.3 * weights.std() * torch.randn(weights.shape, generator=noise).numpy()
+        streams.put(reader, weights)
+        module = after.model.model.layers[0].get_submodule(reader.path)
+        module.weight.data.copy_(torch.from_numpy(weights))
+
+    def direct(model: Full, module: str) -> np.ndarray:
+        return model.inputs(ids, f"model.layers.0.{module}")
+
+    for number, module, stream in (
+        (1, "self_attn.o_proj", "input_layernorm"),
+        (3, "mlp.down_proj", "post_attention_layernorm"),
+    ):
+        (group,) = streams.passages[number]
+        sums = streams.sums(streams.passages[number])[group.key]
+        x, now = direct(before, module), direct(after, module)
+        r, r_now = direct(before, stream), direct(after, stream)
+        scale = np.abs(now.T @ now).max()
+        assert sums.hessian.total is not None and sums.cross.total is not None
+        np.testing.assert_allclose(hessian.rotate(sums.hessian.total.numpy()), now.T @ now, atol=1e-4 * scale)
+        np.testing.assert_allclose(hessian.rotate(sums.cross.total.numpy()), (x - now).T @ now, atol=1e-4 * scale)
+        residual = hessian.rotate_rows(sums.residual[group.readers[0].entry].numpy())
+        wanted = (r - r_now).T @ now
+        np.testing.assert_allclose(residual, wanted, atol=1e-4 * max(1.0, np.abs(wanted).max()))
+        assert np.abs(x - now).max() > 1e-3
+    # The gain of a folded norm is not in the inputs.
+    (group,) = streams.passages[2]
+    found = hessian.rotate(streams.sums([group])[group.key].hessian.total.numpy())  # type: ignore[union-attr]
+    gain = model.gain("blk.0.ffn_norm.weight").astype(np.float64)
+    now = direct(after, "mlp.gate_proj") / gain
+    np.testing.assert_allclose(found, now.T @ now, atol=1e-3 * np.abs(now.T @ now).max())
+
+
+def test_a_norm_behind_a_matrix_parts_it_from_the_residual_stream(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    streams, *_ = streams_of_layer_0(checkpoint("llama"), tmp_path / "llama")
+    assert streams._writers == {"blk.0.attn_output.weight", "blk.0.ffn_down.weight"}
+    experts, *_ = streams_of_layer_0(checkpoint("mixtral"), tmp_path / "mixtral")
+    assert experts._writers == {"blk.0.attn_output.weight"}
+    assert [len(passage) for passage in experts.passages] == [1, 1, 8, 8]
+
+
+def test_rows_that_the_conversion_permutes_are_found() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((6, 8)).astype(np.float32)
+    order = np.array([3, 1, 0, 5, 4, 2])
+    np.testing.assert_array_equal(row_order(rows, rows[order]), order)
+    np.testing.assert_array_equal(row_order(rows, rows), np.arange(6))
+    twice = np.concatenate([rows, rows])
+    found = row_order(twice, twice[::-1])
+    np.testing.assert_array_equal(twice[found], twice[::-1])
+    with pytest.raises(ValueError, match="row by row"):
+        row_order(rows, rows + 1)
+    with pytest.raises(ValueError, match="in GGUF"):
+        row_order(rows, rows[:, :4])
+
+
+# ----------------------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "mixtral"])
+def test_where_nothing_changes_the_result_is_that_of_a_calibration(
+    name: str, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With x' = x the bytes are those of --calibration on the same text."""
+    monkeypatch.setattr(Streams, "put", lambda *_: None)
+    quiet(asked(uneven(name), tmp_path / "sequential.gguf"))
+    calibrate(calibration(uneven(name), tmp_path / "hessians"))
+    options = ConvertOptions(uneven(name), tmp_path / "x.gguf", calibration=tmp_path / "hessians", effort="fast")
+    quiet(options)
+    found, wanted = matrices(tmp_path / "sequential.gguf"), matrices(tmp_path / "x.gguf")
+    assert found == wanted and any(".attn_q." in key for key in found)
+
+
+def output_error(path: Path, folder: Path, ids: np.ndarray) -> float:
+    """Mean KL divergence of the model with the matrices of a file from the model itself."""
+    transformers.utils.logging.set_verbosity_error()
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        p, q = (torch.log_softmax(model(torch.from_numpy(ids)).logits, -1) for model in (original, quantized))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_it_is_better_than_a_calibration_before(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also on the windows after those that were calibrated on: a random model, but a real text."""
+    folder = uneven("llama")
+    more: dict[str, Any] = {"tokens": 2560}
+    ids = windows(calibration(folder, tmp_path, tokens=5120), 256)[1::2]
+    calibrate(calibration(folder, tmp_path / "hessians", **more))
+    quiet(ConvertOptions(folder, tmp_path / "before.gguf", calibration=tmp_path / "hessians", effort="fast"))
+    quiet(asked(folder, tmp_path / "sequential.gguf", **more))
+    quiet(asked(folder, tmp_path / "fisher.gguf", fisher=True, **more))
+    before, now, fisher = (
+        output_error(tmp_path / f"{name}.gguf", folder, ids) for name in ("before", "sequential", "fisher")
+    )
+    assert now < 0.95 * before
+    assert fisher < 0.95 * before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".gguf") == ["hessians"]
+
+
+def test_what_is_written_is_read(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    quiet(asked(uneven("mixtral"), out))
+    reader = gguf.GGUFReader(out)
+    assert reader.fields["itq3s.calibrated"].contents() is True
+    share = reader.fields["itq3s.calibrated_share"].contents()
+    # Rows of the embedding are looked up, not multiplied; every expert has seen tokens here.
+    known = sum(int(t.n_elements) for t in reader.tensors if t.tensor_type == ITQ3_S and t.name.startswith("blk."))
+    total = sum(int(t.n_elements) for t in reader.tensors if t.tensor_type == ITQ3_S)
+    assert share == pytest.approx(known / total)
+    assert all(np.isfinite(gguf.quants.dequantize(t.data, t.tensor_type)).all() for t in reader.tensors)
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    fisher: bool, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = uneven("llama")
+    quiet(asked(folder, tmp_path / "whole.gguf", fisher=fisher))
+    out = tmp_path / "broken.gguf"
+    passages, backwards = [], []
+    own, own_backward = sequential.Sequential._passage, OutputFisher._backward
+
+    def passage(self: Any, model: Any, number: int, *rest: Any) -> None:
+        passages.append(number)
+        if len(passages) == 6:
+            raise KeyboardInterrupt
+        own(self, model, number, *rest)
+
+    def backward(self: Any, model: Any, number: int, *rest: Any) -> None:
+        backwards.append(number)
+        if len(backwards) == 2:
+            raise KeyboardInterrupt
+        own_backward(self, model, number, *rest)
+
+    monkeypatch.setattr(sequential.Sequential, "_passage", passage)
+    monkeypatch.setattr(OutputFisher, "_backward", backward)
+    for _ in range(1 + fisher):
+        with pytest.raises(KeyboardInterrupt, match="the same command continues from"):
+            quiet(asked(folder, out, fisher=fisher))
+        assert not out.exists()
+    quiet(asked(folder, out, fisher=fisher))
+    assert passages == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # layer 0 was not done again
+    assert matrices(out) == matrices(tmp_path / "whole.gguf")
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"whole.gguf", "broken.gguf"}
+
+
+def test_another_text_starts_anew(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = uneven("llama")
+    work = tmp_path / "x.gguf.calibrating"
+    work.mkdir()
+    (work / "journal.json").write_text('{"run": "of another"}\n{"file": "layer-0000.safetensors"}\n')
+    quiet(asked(folder, tmp_path / "x.gguf"))
+    quiet(asked(folder, tmp_path / "y.gguf"))
+    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------------------ Fisher
+
+
+@pytest.mark.parametrize("block", [None, 64])
+def test_output_fisher_matrices_are_those_of_autograd(
+    block: int | None, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = uneven("llama")
+    options = calibration(folder, tmp_path)
+    model = LayeredModel(options, open_checkpoint(folder))
+    ids = windows(options, model.context)
+    fisher = OutputFisher(tmp_path / "fisher", full=1 << 20 if block is None else 1, block=block or 1)
+    fisher.collect(model, ids, 4, "key", io.StringIO())
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole.requires_grad_(True)
+    outputs: dict[str, torch.Tensor] = {}
+    names = {"blk.0.attn_q.weight": "self_attn.q_proj", "blk.1.ffn_down.weight": "mlp.down_proj"}
+    for name, path in names.items():
+        module = whole.model.layers[int(name[4])].get_submodule(path)
+        module.register_forward_hook(lambda _, __, out, name=name: outputs.__setitem__(name, out))
+    generator, sums = torch.Generator().manual_seed(0), {name: np.zeros((0, 0)) for name in names}
+    for start in range(0, len(ids), 4):
+        logits = whole(torch.from_numpy(ids[start : start + 4])).logits.flatten(0, 1)
+        labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=generator)[:, 0]
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        for name, gradient in zip(names, torch.autograd.grad(loss, [outputs[name] for name in names]), strict=True):
+            rows = gradient.reshape(-1, gradient.shape[-1]).double().numpy()
+            sums[name] = rows.T @ rows / ids.size + (sums[name] if sums[name].size else 0)
+    for name in names:
+        readers = [r for g in model.layout.groups(int(name[4]), model.base.layers[int(name[4])]) for r in g.readers]
+        (reader,) = [reader for reader in readers if reader.name == name]
+        parts = fisher.blocks(reader, int(name[4]))
+        size = sums[name].shape[0] if block is None else block
+        assert len(parts) == sums[name].shape[0] // size
+        for number, part in enumerate(parts):
+            rows = slice(number * size, (number + 1) * size)
+            np.testing.assert_allclose(part, sums[name][rows, rows], atol=1e-3 * np.abs(sums[name]).max())
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--fisher"], ["--calibrate", "--imatrix", "x"], ["--calibrate", "--outtype", "tq2_0"],
+     ["--calibrate", "--prune-layers", "1"], ["--calibrate", "nowhere.txt"], ["--calibrate", "--device", "nothing"],
+     ["--calibrate", "--context", "3"]],
+    ids=lambda options: " ".join(options),
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line(
+    options: list[str], uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert_main([str(uneven("llama")), str(tmp_path / "x.gguf"), *options]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("error: ")
+    assert not list(tmp_path.glob("x.gguf*"))
+
+
+def test_an_architecture_that_is_not_known_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be calibrated"):
+        quiet(asked(checkpoint("ernie-moe"), tmp_path / "x.gguf"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bundled_text_is_a_mix() -> None:
+    text = read_text(BUNDLED)
+    assert BUNDLED.stat().st_size < 1 << 20
+    assert len(text) > 900_000
+    for part in ("def ", "#include", "\n| ", "\n- ", '": ', '"I '):
+        assert text.count(part) > 20, part
+    assert sum("\u4e00" <= character <= "\u9fff" for character in text) > 2000
