@@ -61,7 +61,8 @@ def main(library: str, path: str) -> None:
         llama.llama_model_load_from_file.argtypes = [ctypes.c_char_p, ModelParams]
         llama.llama_model_load_from_file.restype = ctypes.c_void_p
         llama.llama_log_set(log, None)
-        llama.ggml_backend_load_all()  # backends that are plug-ins
+        if not llama.ggml_backend_dev_count():  # backends are plug-ins, beside the library
+            llama.ggml_backend_load_all_from_path(os.fsencode(os.path.dirname(os.path.abspath(library))))
         params = llama.llama_model_default_params()
     except (OSError, AttributeError):
         ready = False

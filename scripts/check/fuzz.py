@@ -131,7 +131,7 @@ def key(compiler: str) -> str:
     patch = ROOT / "ggml-patch"
     ours = [path for folder in ("patches", "src/format", "src/cpu") for path in (patch / folder).rglob("*")]
     for path in [*sorted(ours), *sources().values()]:
-        if path.is_file() and "cuda" not in path.name:
+        if path.is_file() and "cuda" not in path.relative_to(ROOT).as_posix():
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 

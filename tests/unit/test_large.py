@@ -1,0 +1,53 @@
+"""scripts/bench/large.py: what it makes of one layer's measurements, and that the page shows the recorded ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from gguf_itq3s import report
+from scripts.bench import large
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cells(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_whole_is_the_layers_and_the_vocabulary() -> None:
+    shape = large.Shape(hidden=1024, feed_forward=2048, layers=10, vocabulary=64000, keys=512)
+    assert shape.layer == 1024 * (1024 + 512 + 512 + 1024) + 3 * 1024 * 2048
+    assert shape.weights == 10 * shape.layer + 2 * 64000 * 1024
+    small, rate, word = 4000, 1e-6, 1e-3
+    start, words = 5.0, small * (word + 1024 * rate)
+    file = shape.layer * 100 // 256 + small * 1024 * 310 // 256
+    results = {
+        "shape": asdict(shape), "processors": 2, "vocabulary": small, "tokens": 2048, "q6_k_seconds_a_row": word,
+        "idle": {"seconds": start, "memory": 1},
+        "plain": {"seconds": start + words + shape.layer * rate, "memory": 3 << 30},
+        "calibrated": {"seconds": start + words + 100.0, "memory": 4 << 30},
+        "calibrations": [{"seconds": start + 30.0 + n * 2048 * 0.01, "memory": 5 << 30} for n in (1, 2)],
+        "files": {"plain": file, "statistics": 1 << 30},
+    }  # fmt: skip
+    plain, collected, calibrated = cells(large.table(results))
+    whole = 10 * shape.layer * rate + 64000 * (word + 1024 * rate)
+    assert plain[2:4] == [large.hours(whole), "3.00 GiB"]
+    assert plain[4] == calibrated[4] == report.size(10 * shape.layer * 100 // 256 + 64000 * 1024 * 310 // 256)
+    assert collected[2:4] == [large.hours(10 * (30.0 + 262144 * 0.01)), "5.00 GiB"]
+    assert collected[4] == "10.00 GiB, while it runs 2.00 GiB more"
+    assert calibrated[2:4] == [large.hours(10 * 100.0 + 64000 * (word + 1024 * rate)), "4.00 GiB"]
+
+
+def test_hours() -> None:
+    assert [large.hours(s) for s in (90, 5400, 90000, 864000)] == ["2 min", "1.5 h", "25.0 h", "10.0 days"]
+
+
+def test_the_page_shows_the_recorded_measurement() -> None:
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    section = text.split("<!-- begin large -->")[1].split("<!-- end large -->")[0]
+    recorded = json.loads((ROOT / "docs" / "results" / "large.json").read_text())
+    assert section.strip() == large.table(recorded).strip(), "run scripts/bench/large.py --update docs/distributed.md"
+    assert recorded["shape"]["hidden"] == 8192 and recorded["shape"]["layers"] == 80
