@@ -167,8 +167,9 @@ def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: Conver
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         weights[choice.type.name.lower()] += tensor.size
     ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
-    name = ternary if weights[ternary] > weights[options.outtype] else options.outtype
-    return LlamaFileType[f"MOSTLY_{name.upper()}"]
+    if weights[ternary] > weights[options.target.name.lower()]:
+        return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
+    return options.stock or LlamaFileType[f"MOSTLY_{options.outtype.upper()}"]
 
 
 def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:

@@ -10,13 +10,15 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from ..calibration.options import CalibrationOptions
-from ..checkpoint.policy import GIVEN_TYPES, Overrides
+from ..checkpoint.policy import GIVEN_TYPES, STOCK_TYPES, Overrides
 from ..checkpoint.request import Request
 from ..codec import blocks
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
 PLAIN_OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0", "auto")
-OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *PLAIN_OUTTYPES)
+#: Output types that llama-quantize writes, mixes of llama.cpp's own types; q8_0 is one where there are statistics.
+STOCK_OUTTYPES: Final = tuple(STOCK_TYPES)
+OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *(t for t in STOCK_OUTTYPES if t != "q8_0"), *PLAIN_OUTTYPES)
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
 #: Of ITQ3_S: those of the codec, and the widest calibrated search.
@@ -147,7 +149,17 @@ class ConvertOptions:
     @property
     def plain(self) -> bool:
         """Whether the file is one that upstream's converter writes."""
-        return self.outtype in PLAIN_OUTTYPES
+        return self.outtype in PLAIN_OUTTYPES and not (self.outtype == "q8_0" and self.calibrated)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether matrices are rounded with statistics of their inputs."""
+        return self.statistics is not None or self.calibrate is not None
+
+    @property
+    def stock(self) -> LlamaFileType | None:
+        """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
+        return STOCK_TYPES[self.outtype][1] if self.outtype in STOCK_TYPES and not self.plain else None
 
     @property
     def folds(self) -> bool:
@@ -172,7 +184,9 @@ class ConvertOptions:
     @property
     def target(self) -> Type:
         """The type of the matrices; F16 where they are stored as upstream stores them."""
-        return Type.F16 if self.plain else Type[self.outtype.upper()]
+        if self.plain:
+            return Type.F16
+        return STOCK_TYPES[self.outtype][0] if self.outtype in STOCK_TYPES else Type[self.outtype.upper()]
 
     @property
     def overrides(self) -> Overrides:
@@ -189,4 +203,5 @@ class ConvertOptions:
     def request(self) -> Request:
         """What is to be read of the checkpoint."""
         fields = {name: getattr(self, name) for name in Request.__dataclass_fields__ if name != "ftype"}
-        return Request(ftype=_FTYPES.get(self.outtype, LlamaFileType.MOSTLY_F16), **fields)
+        ftype = _FTYPES.get(self.outtype, LlamaFileType.MOSTLY_F16) if self.plain else LlamaFileType.MOSTLY_F16
+        return Request(ftype=ftype, **fields)

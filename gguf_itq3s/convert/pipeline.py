@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -22,6 +22,7 @@ from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
 from ..codec import native
+from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
@@ -29,7 +30,7 @@ from ..rounding import hessian, imatrix, ldlq, target
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
 from . import overrides, prune, ternary
-from .encode import Encoder, SquaredError
+from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 from .header import file_type, fingerprint, header, render, set_share
 from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
@@ -37,6 +38,8 @@ from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
 from .output import Output, Part, check_place
 from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
+
+_CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,8 @@ def _check(options: ConvertOptions) -> None:
     _check_calibrate(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
-    if options.statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
-        what = "is for the trellis code of ITQ3_S"
-        raise UserError(options.statistics, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if options.statistics and not _can_calibrate(options):
+        raise UserError(options.statistics, f"is for {_CALIBRATED}", "leave it out, or change --outtype or --codec")
     if options.folds and options.outtype in TERNARY_TYPES:
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
@@ -234,9 +236,14 @@ def _check_calibrate(options: ConvertOptions) -> None:
     }  # fmt: skip
     if given := [name for name, value in others.items() if value]:
         raise UserError(options.model, f"{given[0]} does not go with --calibrate", "give one of them")
-    if options.outtype != "itq3_s" or options.codec != "trellis":
-        what = "--calibrate is for the trellis code of ITQ3_S"
-        raise UserError(options.model, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if not _can_calibrate(options):
+        what = f"--calibrate is for {_CALIBRATED}"
+        raise UserError(options.model, what, "leave it out, or change --outtype or --codec")
+
+
+def _can_calibrate(options: ConvertOptions) -> bool:
+    """Whether the type of the file is one that is rounded with statistics."""
+    return options.stock is not None or (options.outtype == "itq3_s" and options.codec == "trellis")
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
@@ -343,10 +350,15 @@ def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: He
 
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
     given = options.overrides
+    stock = None
+    if options.stock is not None:
+        shapes = [(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
+        arch = checkpoint.model.arch
+        stock = policy.stock_mix(options.stock, shapes, arch, statistics=options.calibrated, overrides=given)
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
-            pure=options.pure, writable=encoder.writable, overrides=given,
+            pure=options.pure, writable=encoder.writable, overrides=given, stock=stock,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
@@ -432,10 +444,16 @@ class _TensorWriter:
 
     def factor(self, number: int) -> Factor | None:
         """The factor of one matrix of a stack, None where nothing is known."""
-        tensor = self.tensor
-        if self.factors is None or self.choice.type != ITQ3_S or not self.factors.source.known(tensor.name):
+        tensor, qtype = self.tensor, self.choice.type
+        whole = tensor.shape[-1] % BLOCK == 0
+        if (
+            self.factors is None
+            or qtype not in CALIBRATED_TYPES
+            or not whole
+            or not self.factors.source.known(tensor.name)
+        ):
             return None
-        return self.factors.factor(tensor.name, tensor.shape, number)
+        return self.factors.factor(tensor.name, tensor.shape, number, rotated=qtype == ITQ3_S)
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes in order."""

@@ -38,7 +38,7 @@ from ..errors import UserError, output_error
 from ..rounding import fisher, hessian, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
-from .encode import Encoder, SquaredError
+from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
 _STREAMS: Final = ("original", "quantized")
@@ -295,7 +295,7 @@ class Sequential:
             readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
             if not readers:
                 continue
-            factor = hessian.factorize(of.hessian.mean(), self.options.damping) if of.hessian.tokens else None
+            factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
             hessian_of, cross = (_unrotated(moment.total) for moment in (of.hessian, of.cross))
             for reader in readers:
                 weights = self._weights(reader, self.folded, stacks)
@@ -305,10 +305,17 @@ class Sequential:
                     added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
                     wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
                 qtype = self.types[reader.name]
+                rotated = qtype == ITQ3_S
+                if of.hessian.tokens and qtype in CALIBRATED_TYPES and rotated not in factors:
+                    mean = of.hessian.mean()
+                    factors[rotated] = hessian.factorize(
+                        mean if rotated else hessian.rotate(mean), self.options.damping
+                    )
+                factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
                 order = self._order(model, streams, reader)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
-                if factor is None:
+                if not of.hessian.tokens:
                     finished.unseen.add(reader.entry)
                 finished.errors[reader.entry] = SquaredError(
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
@@ -331,7 +338,6 @@ class Sequential:
         self, wanted: np.ndarray, qtype: Type, factor: Factor | None, outputs: list[tuple[np.ndarray, OutputFactor]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Bytes and decoded weights of a matrix; rows that make up for others' errors come after them."""
-        factor = factor if qtype == ITQ3_S else None
         if not outputs:
             data = self.encoder.rows(wanted, qtype, factor)
             return data, gguf.quants.dequantize(data, qtype)
