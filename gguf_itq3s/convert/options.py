@@ -41,6 +41,8 @@ class ConvertOptions:
         folder: where such a name goes; None for the model's folder.
         outtype: one of :data:`OUTTYPES`; empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
         pure: every matrix in that type, embeddings and output too.
+        target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
+        target_size: the same by the bytes of the whole file.
         codec: of ITQ3_S, ``trellis`` or ``ternary``.
         effort: of ITQ3_S, ``fast`` or ``default``.
         threads: threads that quantize.
@@ -87,6 +89,8 @@ class ConvertOptions:
     folder: Path | None = None
     outtype: str = ""
     pure: bool = False
+    target_bpw: float | None = None
+    target_size: int | None = None
     codec: str = "trellis"
     effort: str = "default"
     threads: int = 1
@@ -155,6 +159,11 @@ class ConvertOptions:
     def splits(self) -> bool:
         """Whether the file is to be split."""
         return bool(self.split_max_tensors or self.split_max_size or self.no_tensor_first_split)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether types are chosen for a size."""
+        return self.target_bpw is not None or self.target_size is not None
 
     @property
     def statistics(self) -> Path | None:
