@@ -46,6 +46,8 @@ class ConvertOptions:
         folder: where such a name goes; None for the model's folder.
         outtype: one of :data:`OUTTYPES`; empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
         pure: every matrix in that type, embeddings and output too.
+        target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
+        target_size: the same by the bytes of the whole file.
         codec: of ITQ3_S, ``trellis`` or ``ternary``.
         effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
         threads: threads that quantize.
@@ -92,6 +94,8 @@ class ConvertOptions:
     folder: Path | None = None
     outtype: str = ""
     pure: bool = False
+    target_bpw: float | None = None
+    target_size: int | None = None
     codec: str = "trellis"
     effort: str = "default"
     threads: int = 1
@@ -175,6 +179,11 @@ class ConvertOptions:
     def splits(self) -> bool:
         """Whether the file is to be split."""
         return bool(self.split_max_tensors or self.split_max_size or self.no_tensor_first_split)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether types are chosen for a size."""
+        return self.target_bpw is not None or self.target_size is not None
 
     @property
     def statistics(self) -> Path | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -29,13 +30,14 @@ from ..report import TensorRow
 from ..rounding import hessian, imatrix, ldlq, target
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
-from . import overrides, prune, ternary
+from . import bits, overrides, prune, ternary
+from .bits import Budget, Plan
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 from .header import file_type, fingerprint, header, render, set_share
 from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
-from .output import Output, Part, check_place
+from .output import Output, Part, check_place, padded
 from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
 
@@ -52,6 +54,7 @@ class Conversion:
         check: how it was found out that llama.cpp can load the file, a sentence.
         parts: the files, one unless it is split.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
+        plan: how types were chosen for a size; None where the mix says them.
     """
 
     rows: list[TensorRow]
@@ -59,6 +62,7 @@ class Conversion:
     check: str
     parts: Sequence[Part]
     shapes: Sequence[tuple[int, ...]] = ()
+    plan: Plan | None = None
 
 
 def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversion:
@@ -91,8 +95,23 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     folding = _folding(checkpoint, options, ternaries, messages)
     statistics = _statistics(checkpoint, options, names)
     factors = _factors(checkpoint, options, folding, statistics, names)
+    unfolded = checkpoint
     checkpoint = replace(checkpoint, tensors=fold.apply(checkpoint.tensors, folding, str(checkpoint.folder)))
     choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
+    plan = work = None
+    if options.budgeted:
+        # Not named after a type that is not known yet.
+        work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
+        kept = work.exists()
+
+        def factors_of(found: Statistics | None) -> HessianFactors | None:
+            return factors if found is None else _factors(unfolded, options, folding, found, names)
+
+        sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+        plan = _plan(checkpoint, choices, options, encoder, factors_of, sequential, work, messages)
+        choices = plan.choices
+        if options.dry_run and not kept:
+            shutil.rmtree(work, ignore_errors=True)
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
@@ -115,18 +134,42 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
     finished = None
     if sequential is not None and not options.dry_run:
-        finished = sequential.run(out.with_name(f"{out.name}.calibrating"), fingerprint(head, options, checkpoint))
+        finished = sequential.run(work or _work(out), fingerprint(head, options, checkpoint))
         set_share(checkpoint, _finished_share(checkpoint, choices, finished))
         head = render(checkpoint, choices, options)
         parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
     output = Output(parts, fingerprint(head, options, checkpoint))
     if options.dry_run:
-        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors])
+        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors], plan)
     with output:
         rows = _write(output, checkpoint, rows, choices, encoder, factors, messages, finished)
     if finished is not None:
         finished.remove()
-    return Conversion(rows, output.size, check, parts)
+    return Conversion(rows, output.size, check, parts, plan=plan)
+
+
+def _work(out: Path) -> Path:
+    """The folder in which a file is calibrated."""
+    return out.with_name(f"{out.name}.calibrating")
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    choices: list[Choice],
+    options: ConvertOptions,
+    encoder: Encoder,
+    factors_of: Callable[[Statistics | None], HessianFactors | None],
+    sequential: Sequential | None,
+    work: Path,
+    messages: TextIO,
+) -> Plan:
+    """Types for the size that is asked for."""
+    head = render(checkpoint, choices, options)
+    bytes_of_heads = sum(padded(len(part) + bits.MORE_METADATA) for part in head.parts)
+    given = frozenset(tensor.name for tensor in checkpoint.tensors if _is_given(tensor, checkpoint, options))
+    budget = Budget(checkpoint, choices, options, encoder, given, bytes_of_heads)
+    key = fingerprint(head, replace(options, target_bpw=None, target_size=None), checkpoint)
+    return bits.choose(budget, checkpoint, factors_of, encoder, sequential, options, work, key, messages)
 
 
 def _sequential(
@@ -214,6 +257,7 @@ def _check(options: ConvertOptions) -> None:
     if options.metadata:
         check_metadata(options.metadata)
     _check_calibrate(options)
+    _check_budget(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
     if options.statistics and not _can_calibrate(options):
@@ -244,6 +288,23 @@ def _check_calibrate(options: ConvertOptions) -> None:
 def _can_calibrate(options: ConvertOptions) -> bool:
     """Whether the type of the file is one that is rounded with statistics."""
     return options.stock is not None or (options.outtype == "itq3_s" and options.codec == "trellis")
+
+
+def _check_budget(options: ConvertOptions) -> None:
+    """Refuse what does not go with types for a size."""
+    if not options.budgeted:
+        return
+    name = "--target-bpw" if options.target_size is None else "--target-size"
+    if options.target_bpw is not None and options.target_size is not None:
+        raise UserError(options.model, "--target-bpw and --target-size are both given", "give one of them")
+    if options.pure:
+        raise UserError(options.model, f"--pure has one type, and {name} chooses among them", "give one of them")
+    if options.outtype != "itq3_s":
+        what = f"{name} chooses the types, and --outtype {options.outtype} names one"
+        raise UserError(options.model, what, "leave --outtype out")
+    if options.calibrate is None and options.statistics is None:
+        what = f"{name} needs to know the inputs of the matrices"
+        raise UserError(options.model, what, "give --calibrate, --calibration or --imatrix")
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:

@@ -29,6 +29,7 @@ from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
+from ..calibration.store import model_hash
 from ..calibration.streams import Streams, check_rows, row_order
 from ..calibration.text import windows
 from ..checkpoint.fold import Folding
@@ -41,6 +42,9 @@ from ..rounding.hessian import Factor
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
+#: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
+FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
+_SHARED: Final = (FISHER, STATISTICS, SCORES)
 _STREAMS: Final = ("original", "quantized")
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
@@ -159,10 +163,7 @@ class Sequential:
         try:
             self._check_room(model, inputs)
             if self.options.fisher:
-                self._fisher = OutputFisher(
-                    self.folder / "fisher", full=self.options.fisher_rows, block=self.options.fisher_block
-                )
-                self._fisher.collect(model, inputs, self.calibration.batch, key, self.messages)
+                self._fisher = self.collect_fisher(folder, model, inputs)
             done = len(set(finished.files.values()))
             self._layers(model, inputs, finished, done, key)
         except UserError:
@@ -208,6 +209,14 @@ class Sequential:
             what = f"needs {report.size(disk)} while it calibrates, {report.size(free)} are free"
             raise UserError(self.folder, what, "free some space, give less --tokens, or choose another folder")
 
+    def collect_fisher(self, folder: Path, model: LayeredModel, inputs: np.ndarray) -> OutputFisher:
+        """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
+        found = OutputFisher(folder / FISHER, full=self.options.fisher_rows, block=self.options.fisher_block)
+        form = f"{model_hash(self.checkpoint.files)} {self.options.fisher_rows} {self.options.fisher_block} "
+        key = hashlib.sha256(form.encode() + inputs.tobytes()).hexdigest()
+        found.collect(model, inputs, self.calibration.batch, key, self.messages)
+        return found
+
     def _resume(self, key: str) -> Finished:
         """What an earlier run of the same kind has finished."""
         finished = Finished(self.folder)
@@ -217,12 +226,15 @@ class Sequential:
         except (OSError, ValueError):
             lines = []
         if not lines or lines[0] != {"run": key}:
-            if not lines and self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            if (
+                not lines
+                and self.folder.exists()
+                and (not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {*_SHARED, *_STREAMS})
+            ):
                 what = "is in the way, and is not what an interrupted conversion has left"
                 raise UserError(self.folder, what, "move it away, or choose another name for the output")
-            shutil.rmtree(self.folder, ignore_errors=True)
             try:
-                self.folder.mkdir(parents=True)
+                _clear(self.folder)
                 for stream in _STREAMS:
                     (self.folder / stream).mkdir()
                 journal.write_text(json.dumps({"run": key}) + "\n")
@@ -328,10 +340,10 @@ class Sequential:
     ) -> np.ndarray:
         """The weights of a matrix in GGUF's order, float32."""
         if reader.expert is None:
-            return _whole(tensors[reader.name])
+            return whole(tensors[reader.name])
         key = f"{reader.name} {tensors is self.folded}"
         if key not in stacks:
-            stacks[key] = _whole(tensors[reader.name])
+            stacks[key] = whole(tensors[reader.name])
         return stacks[key][reader.expert]
 
     def _encode(
@@ -389,7 +401,19 @@ class Sequential:
         streams.put(reader, put)
 
 
-def _whole(tensor: SourceTensor) -> np.ndarray:
+def _clear(folder: Path) -> None:
+    """Make a folder of work, or take away what is in it, but for what has a key of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name in _SHARED:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def whole(tensor: SourceTensor) -> np.ndarray:
     """All of a tensor, float32."""
     parts = [np.asarray(part, dtype=np.float32) for part in tensor.load()]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
