@@ -8,8 +8,9 @@ grid that is nearest to ::
     t[k] = x[k] - sum_{j<k} A[j, k] e[j]        e[k] = value[k] - x[k]
 
 which makes its own term as small as the grid allows. Scales and minima come from ggml's own search
-(``ggml_quantize_chunk``), made block by block of 256 columns on what the blocks before leave to be represented, and
-weighted by the diagonal of the Hessian, as an importance matrix would be.
+(``ggml_quantize_chunk``), made block by block of 256 columns on what the blocks before leave to be represented.
+``weight`` takes the place of an importance matrix there: how much a column counts once the others have made up for it.
+The diagonal of the Hessian, which an importance matrix holds, gave a Hessian-weighted error 0.8% higher.
 
 The arithmetic is float32 with one fixed order of operations (sums over columns run in ascending order, products are
 rounded before they are added), so the C code reproduces every byte.
@@ -116,7 +117,7 @@ def quantize(
         if factor.full and start:
             _feed(target, errors, factor.feedback, start, in_c, threads)
         feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
-        found = search(target, factor.diagonal[part])
+        found = search(target, factor.weight[part])
         scale, minimum = scales_of(found, qtype)
         if in_c is None:
             codes, errors[:, part], _ = round_block(x, target, feedback, scale, minimum, grid)

@@ -9,7 +9,6 @@ in full, (n, n), or as its diagonal blocks of 256, (n / 256, 256, 256).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -46,13 +45,6 @@ class Factor:
     def full(self) -> bool:
         """Whether errors are fed across blocks."""
         return self.feedback.ndim == 2
-
-    @cached_property
-    def diagonal(self) -> FloatArray:
-        """The diagonal of the damped Hessian, float32 (n,), in the units of ``weight``."""
-        weight = self.weight.reshape(-1, self.feedback.shape[-1], 1).astype(np.float64)
-        squares = np.square(self.feedback, dtype=np.float32)
-        return (squares.reshape(-1, *squares.shape[-2:]) @ weight).reshape(-1).astype(np.float32)
 
 
 def columns_of(hessian: Hessian) -> int:

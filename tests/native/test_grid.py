@@ -52,17 +52,9 @@ def test_feedback_costs_less_than_the_nearest_codes(library: native.NativeLibrar
     for form, share in ((h, 0.9), (blocks_of(h), 0.95)):
         factor = hessian.factorize(form)
         ours = grid.quantize(weights, qtype, factor, library=library)
-        nearest = library.quantize_type(weights, qtype, importance=factor.diagonal)
+        nearest = library.quantize_type(weights, qtype, importance=np.diagonal(h).astype(np.float32))
         costs = [hessian.cost(gguf.quants.dequantize(data, qtype) - weights, form) for data in (ours, nearest)]
         assert costs[0] < share * costs[1]
-
-
-def test_the_diagonal_is_that_of_the_hessian() -> None:
-    h = second_moment(512, 600)
-    damped = np.diagonal(h) + 0.003 * np.diagonal(h).mean()
-    for form in (h, blocks_of(h)):
-        diagonal = hessian.factorize(form, 0.003).diagonal
-        np.testing.assert_allclose(diagonal / diagonal.mean(), damped / damped.mean(), rtol=1e-4)
 
 
 def test_shapes_that_do_not_match_are_refused(library: native.NativeLibrary) -> None:
