@@ -543,6 +543,10 @@ def choose(
             return budget.plan(dict(_scored(budget, scores, done, note, messages)))
     except OSError as error:
         raise output_error(work, error) from error
+    except UserError:
+        if not any(work.glob("*/*")):  # nothing is lost that took time
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues from {work}") from None
 
