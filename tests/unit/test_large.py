@@ -26,10 +26,10 @@ def test_the_whole_is_the_layers_and_the_vocabulary() -> None:
     file = shape.layer * 100 // 256 + small * 1024 * 310 // 256
     results = {
         "shape": asdict(shape), "processors": 2, "vocabulary": small, "tokens": 2048, "q6_k_seconds_a_row": word,
-        "idle": {"seconds": start, "memory": 1},
-        "plain": {"seconds": start + words + shape.layer * rate, "memory": 3 << 30},
-        "calibrated": {"seconds": start + words + 100.0, "memory": 4 << 30},
-        "calibrations": [{"seconds": start + 30.0 + n * 2048 * 0.01, "memory": 5 << 30} for n in (1, 2)],
+        "idle": {"processor": start, "memory": 1},
+        "plain": {"processor": start + words + shape.layer * rate, "memory": 3 << 30},
+        "calibrated": {"processor": start + words + 100.0, "memory": 4 << 30},
+        "calibrations": [{"processor": start + 30.0 + n * 2048 * 0.01, "memory": 5 << 30} for n in (1, 2)],
         "files": {"plain": file, "statistics": 1 << 30},
     }  # fmt: skip
     plain, collected, calibrated = cells(large.table(results))
