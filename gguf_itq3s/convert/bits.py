@@ -48,7 +48,7 @@ from ..errors import UserError, output_error
 from ..rounding import allocation, fisher, hessian
 from ..rounding.allocation import Candidates
 from ..rounding.factors import HessianFactors, Statistics, tensor_entry
-from .encode import Encoder
+from .encode import CALIBRATED_TYPES, Encoder
 from .options import ConvertOptions
 from .output import padded
 from .sequential import SCORES, STATISTICS, Sequential, whole
@@ -220,8 +220,7 @@ class Scores:
         )
         here = np.ascontiguousarray(matrix[rows.indices])
         shares = [np.sqrt(total[rows.indices] * rows.counts(total))[:, None] for total in totals]
-        source = self._factors.source
-        factor = self._factors.factor(tensor.name, tensor.shape, number) if source.known(tensor.name) else None
+        known = self._factors.source.known(tensor.name)
 
         def cost(errors: npt.NDArray[np.floating]) -> list[float]:
             turned = hessian.rotate_rows(errors)
@@ -229,6 +228,9 @@ class Scores:
 
         costs = []
         for qtype in types:
+            factor = None
+            if known and qtype in CALIBRATED_TYPES:
+                factor = self._factors.factor(tensor.name, tensor.shape, number, rotated=qtype == ITQ3_S)
             decoded = gguf.quants.dequantize(self._encoder.rows(here, qtype, factor), qtype)
             costs.append(cost(decoded - here))
         return np.array(costs).T, np.array([energy or 1.0 for energy in cost(here)])
