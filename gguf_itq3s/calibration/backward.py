@@ -18,16 +18,20 @@ import numpy as np
 from safetensors import safe_open
 from tqdm import tqdm
 
+from ..codec.transform import BLOCK
 from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Reader
 from .layers import LayeredModel
+from .moments import Moment, rotated
 from .pipeline import save
 
 if TYPE_CHECKING:
     import torch
 
 _JOURNAL: Final = "journal.json"
+_OUTPUT: Final = "fisher-output.safetensors"
+_INPUT: Final = "fisher-input.safetensors"
 
 
 class OutputFisher:
@@ -50,6 +54,22 @@ class OutputFisher:
         with safe_open(self.folder / _file(number), framework="numpy") as file:
             names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
             return [file.get_tensor(name) for name in names]
+
+    def output(self) -> np.ndarray:
+        """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""
+        with safe_open(self.folder / _OUTPUT, framework="numpy") as file:
+            return file.get_tensor("diagonal")
+
+    def input(self) -> tuple[np.ndarray, float] | None:
+        """Of the input of the first layer, the rotated Fisher matrix and the mean square of a value.
+
+        Returns:
+            float32 (n, n) or (n / 256, 256, 256), and the mean square; None where n is no multiple of 256.
+        """
+        if not (self.folder / _INPUT).exists():
+            return None
+        with safe_open(self.folder / _INPUT, framework="numpy") as file:
+            return file.get_tensor("moment"), float(file.get_tensor("square")[0])
 
     def collect(self, model: LayeredModel, windows: np.ndarray, batch: int, key: str, messages: TextIO) -> None:
         """Run the model forward and backward, unless that is done.
@@ -130,7 +150,13 @@ class OutputFisher:
         source = activations(self.folder, model.layers, shape, "r")
         target = activations(folder, model.layers, shape, "w+", partial=True)
         generator = torch.Generator().manual_seed(0)
+        squares: list[torch.Tensor] = []
+
+        def watch(_: Any, __: Any, out: torch.Tensor) -> None:
+            out.register_hook(lambda gradient: squares.append(gradient.flatten(0, 1).float().square().sum(0).double()))
+
         with model.head() as head:
+            handle = model.model.get_output_embeddings().register_forward_hook(watch)
             for part in batches:
                 hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
                 logits = head(hidden).flatten(0, 1).float()
@@ -141,6 +167,9 @@ class OutputFisher:
                 torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
                 assert hidden.grad is not None
                 target[part] = hidden.grad.cpu().numpy()
+                squares[:] = [sum(squares[1:], squares[0])]
+            handle.remove()
+        self._save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, _OUTPUT)
         self._keep(model.layers, target, folder)
 
     def _backward(
@@ -161,6 +190,8 @@ class OutputFisher:
         behind = activations(folder, number + 1, shape, "r")
         target = activations(folder, number, shape, "w+", partial=True)
         sums: dict[str, list[torch.Tensor]] = {}
+        first = Moment(model.hidden, model.hidden <= self._full) if number == 0 and not model.hidden % BLOCK else None
+        square = 0.0
         tokens = 0
 
         def watch(entry: str) -> Callable[..., None]:
@@ -192,6 +223,9 @@ class OutputFisher:
             out.backward(torch.from_numpy(np.array(behind[part])).to(model.device))
             assert hidden.grad is not None
             target[part] = hidden.grad.cpu().numpy()
+            if first is not None:
+                first.add(rotated(hidden.grad))
+                square += float(hidden.detach().square().sum(dtype=torch.float64))
             tokens += hidden.shape[0] * hidden.shape[1]
         for handle in handles:
             handle.remove()
@@ -202,10 +236,15 @@ class OutputFisher:
                 if not np.isfinite(matrices[f"{entry}/{place:05d}"]).all():
                     what = "gives gradients that are NaN or infinite"
                     raise UserError(model.folder, what, "leave --fisher out", entry)
-        partial = self.folder / f"{_file(number)}.partial"
-        save(matrices, partial)
-        partial.replace(self.folder / _file(number))
+        if first is not None:
+            self._save({"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}, _INPUT)
+        self._save(matrices, _file(number))
         self._keep(number, target, folder)
+
+    def _save(self, arrays: dict[str, np.ndarray], name: str) -> None:
+        partial = self.folder / f"{name}.partial"
+        save(arrays, partial)
+        partial.replace(self.folder / name)
 
 
 def _file(number: int) -> str:

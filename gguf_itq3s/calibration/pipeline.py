@@ -22,6 +22,7 @@ from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
 from ..rounding import hessian
+from . import ends
 from .activations import activation_path, activations
 from .collector import Collector
 from .layers import LayeredModel
@@ -119,6 +120,10 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
             for name, (key, tokens, norm) in collector.entries().items():
                 manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
+            if number + 1 == model.layers:
+                full = options.full(model.hidden)
+                save(ends.collect(model, options.out, inputs, batches, full=full), partial.with_name(ends.ENDS))
+                partial.with_name(ends.ENDS).replace(options.out / ends.ENDS)
             manifest.complete = number + 1 == model.layers
             manifest.write(options.out)
             activation_path(options.out, number).unlink()

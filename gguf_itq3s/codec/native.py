@@ -24,6 +24,7 @@ from .. import upstream
 from ..upstream import build_command as build_command
 from . import blocks
 from .blocks import BLOCK_BYTES, CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
+from .grids import CodeArray, Grid
 from .transform import BLOCK, FloatArray
 from .types import ITQ3_S
 
@@ -59,6 +60,8 @@ class NativeLibrary:
             self._ldlq = library.quantize_itq3_s_ldlq_flat
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
+            self._feed = library.grid_ldlq_feed
+            self._round = library.grid_ldlq_round
         except AttributeError as error:
             raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run {build_command()}") from None
         self._itq3_s.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
@@ -69,6 +72,13 @@ class NativeLibrary:
         self._chunk.restype = ctypes.c_size_t
         self._row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
         self._row_size.restype = ctypes.c_size_t
+        self._feed.argtypes = [_F32P, _F32P, *[ctypes.c_int64] * 2, _F32P, ctypes.c_int64]
+        self._feed.restype = None
+        self._round.argtypes = [
+            ctypes.c_void_p, *[_F32P] * 4, ctypes.c_int64, _F32P, ctypes.c_int64, _F32P, _F32P, *[ctypes.c_int] * 3,
+            _F32P,
+        ]  # fmt: skip
+        self._round.restype = None
 
     def quantize(
         self, array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int = 1
@@ -124,13 +134,19 @@ class NativeLibrary:
         return out
 
     def quantize_type(
-        self, array: npt.ArrayLike, qtype: gguf.GGMLQuantizationType, *, threads: int = 1
+        self,
+        array: npt.ArrayLike,
+        qtype: gguf.GGMLQuantizationType,
+        *,
+        importance: FloatArray | None = None,
+        threads: int = 1,
     ) -> npt.NDArray[np.uint8]:
-        """Quantize rows to any type of ggml that needs no importance matrix, with ggml's own quantizer.
+        """Quantize rows to any type of ggml, with ggml's own quantizer.
 
         Args:
             array: (..., n) weights, n a multiple of the type's block.
             qtype: the type.
+            importance: float32 (n,): how much each column counts; None where the type needs none.
             threads: how many rows at a time.
 
         Returns:
@@ -148,14 +164,80 @@ class NativeLibrary:
             raise ValueError(f"{qtype.name} rows must be a multiple of {block} long; the shape is {weights.shape}")
         rows = weights.reshape(-1, length)
         out = np.empty((rows.shape[0], self._row_size(qtype, length)), dtype=np.uint8)
+        columns = None if importance is None else np.ascontiguousarray(importance, dtype=np.float32)
+        if columns is not None and columns.shape != (length,):
+            raise ValueError(f"the importance of {columns.size} columns does not match rows of {length}")
+        counts = None if columns is None else columns.ctypes.data_as(_F32P)
 
         def part(start: int, stop: int) -> None:
             self._chunk(
-                qtype, rows.ctypes.data_as(_F32P), out.ctypes.data, start * length, stop - start, length, None
+                qtype, rows.ctypes.data_as(_F32P), out.ctypes.data, start * length, stop - start, length, counts
             )  # fmt: skip
 
         _in_parts(part, rows.shape[0], max(1, _CHUNK_WEIGHTS // length), threads)
         return out.reshape(*weights.shape[:-1], out.shape[-1])
+
+    def feed_errors(
+        self, target: FloatArray, errors: FloatArray, feedback: FloatArray, start: int, *, threads: int = 1
+    ) -> None:
+        """Take from a block of targets what the errors of the columns before it feed to it, in place.
+
+        Args:
+            target: float32 (m, 256), C-contiguous.
+            errors: float32 (m, n), C-contiguous.
+            feedback: float32 (n, n), C-contiguous.
+            start: first column of the block.
+            threads: how many rows at a time.
+        """
+        n = errors.shape[1]
+
+        def part(first: int, last: int) -> None:
+            self._feed(
+                target[first:last].ctypes.data_as(_F32P), errors[first:last].ctypes.data_as(_F32P), last - first, n,
+                feedback.ctypes.data_as(_F32P), start,
+            )  # fmt: skip
+
+        _in_parts(part, len(target), _grid_rows(len(target), threads), threads)
+
+    def round_block(
+        self, weights: FloatArray, target: FloatArray, feedback: FloatArray, scale: FloatArray, minimum: FloatArray,
+        grid: Grid, *, threads: int = 1,
+    ) -> tuple[CodeArray, FloatArray, FloatArray]:  # fmt: skip
+        """Round a block of columns to the grid; :func:`gguf_itq3s.rounding.grid.round_block` says how.
+
+        Args:
+            weights: float32 (m, 256).
+            target: float32 (m, 256).
+            feedback: float32 (256, 256), of which rows are contiguous.
+            scale: float32 (m, groups).
+            minimum: float32 (m, groups).
+            grid: of the type.
+            threads: how many rows at a time.
+
+        Returns:
+            Codes, errors and residuals (m, 256).
+        """
+        weights, target, scale, minimum = map(np.ascontiguousarray, (weights, target, scale, minimum))
+        codes = np.empty(weights.shape, dtype=np.int8)
+        errors, residual = np.empty_like(weights), np.empty_like(weights)
+        table = None if grid.table is None else grid.table.ctypes.data_as(_F32P)
+
+        def part(first: int, last: int) -> None:
+            self._round(
+                codes[first:last].ctypes.data,
+                *(array[first:last].ctypes.data_as(_F32P) for array in (errors, residual, weights, target)),
+                last - first, feedback.ctypes.data_as(_F32P), feedback.strides[0] // feedback.itemsize,
+                *(array[first:last].ctypes.data_as(_F32P) for array in (scale, minimum)),
+                grid.group, grid.low, grid.high, table,
+            )  # fmt: skip
+
+        _in_parts(part, len(weights), _grid_rows(len(weights), threads), threads)
+        return codes, errors, residual
+
+
+def _grid_rows(count: int, threads: int) -> int:
+    """Rows that a thread takes at a time: enough to use a panel of the feedback matrix often."""
+    return min(_LDLQ_ROWS, max(1, -(-count // threads)))
 
 
 def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: int) -> None:

@@ -11,12 +11,13 @@ from .. import report, upstream
 from ..calibration.options import FORMS, FULL_COLUMNS
 from ..checkpoint import trust
 from ..checkpoint.reader import download
-from ..codec.blocks import CODECS, EFFORTS
+from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
 from ..rounding import target
-from .options import OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
+from .bits import bits_per_weight, file_size
+from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
@@ -79,6 +80,15 @@ def _add_types(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None
         "convert_hf_to_gguf.py writes",
     )  # fmt: skip
     group.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--target-bpw", type=bits_per_weight, metavar="X",
+        help="choose each matrix's type so that the error is least with at most X bits per weight over all weights; "
+        "needs --calibrate, --calibration or --imatrix",
+    )  # fmt: skip
+    budget.add_argument(
+        "--target-size", type=file_size, metavar="N[KiB|MiB|GiB]", help="the same with at most so many bytes of file"
+    )
     for option, what in (("--token-embedding-type", "token embedding"), ("--output-tensor-type", "output matrix")):
         group.add_argument(
             option, type=str.lower, choices=TENSOR_TYPES, metavar="TYPE", help=f"of the {what}, instead of the mix's"
@@ -102,7 +112,7 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     )  # fmt: skip
     group.add_argument(
         "--effort", choices=EFFORTS, default=defaults.effort,
-        help="start scales the search tries (default: %(default)s)",
+        help="start scales the search tries; best looks further too where statistics are given (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
@@ -274,4 +284,6 @@ def describe(done: Conversion) -> str:
             for row, shape in zip(done.rows, done.shapes, strict=True)
         ]
         parts.insert(0, report.table(["tensor", "shape", "type", "size"], lines) + "\n")
+    if done.plan is not None:
+        parts.insert(0, done.plan.describe(curve=bool(done.shapes)) + "\n")
     return "\n".join(parts)

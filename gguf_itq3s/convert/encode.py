@@ -14,10 +14,11 @@ from gguf import GGMLQuantizationType as Type
 from ..checkpoint import policy
 from ..codec import blocks
 from ..codec.blocks import ByteArray
+from ..codec.grids import GRIDS
 from ..codec.native import NativeLibrary
 from ..codec.transform import FloatArray
 from ..codec.types import ITQ3_S
-from ..rounding import ldlq
+from ..rounding import grid, ldlq
 from ..rounding.hessian import Factor
 
 # Weights encoded at a time: 16 MiB of float32, enough for every thread to have work.
@@ -28,6 +29,9 @@ _NUMPY_PART: Final = 1 << 18
 _ERROR_SAMPLE: Final = 1 << 20
 
 _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
+
+#: Types that are rounded with the Hessian of the inputs where it is known.
+CALIBRATED_TYPES: Final = frozenset({ITQ3_S, *GRIDS})
 
 #: The factor of the Hessian of a matrix of a tensor, by its number in the stack, or None where nothing is known.
 FactorOf = Callable[[int], "Factor | None"]
@@ -90,12 +94,20 @@ class Encoder:
         return None if self.library is not None else policy.NUMPY_TYPES
 
     def rows(self, weights: FloatArray, qtype: Type, factor: Factor | None = None) -> ByteArray:
-        """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), ITQ3_S with ``factor`` if there is one.
+        """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), with ``factor`` if there is one.
+
+        Args:
+            weights: float32 (rows, n).
+            qtype: the type.
+            factor: of the Hessian of the inputs, rotated for ITQ3_S, not rotated for types with a fixed grid
+                (:data:`CALIBRATED_TYPES`).
 
         Raises:
             ValueError: a weight is not finite, or rows are not whole blocks.
         """
         library = self.library
+        if factor is not None and qtype in GRIDS:
+            return grid.quantize(weights, qtype, factor, library=library, native=self.native, threads=self.threads)
         if qtype == ITQ3_S and factor is not None:
             if library is not None and self.native:
                 return ldlq.quantize(weights, factor, self.search, library=library, threads=self.threads)
@@ -125,7 +137,7 @@ class Encoder:
             parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.reader.SourceTensor.load`).
             size: weights of the whole tensor.
             qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
-            factor_of: calibration statistics of an ITQ3_S tensor.
+            factor_of: calibration statistics, as :meth:`rows` takes them.
 
         Yields:
             The pieces in order; the error is measured on about a million weights of a larger tensor.

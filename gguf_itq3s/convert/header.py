@@ -28,6 +28,8 @@ from .output import padded
 from .ternary import Ternaries
 
 FORMAT_VERSION: Final = 1
+# Types that only a mix is named after.
+_MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
 # The number of a part, and of all of them, is a uint16.
 _MOST_PARTS: Final = (1 << 16) - 1
 
@@ -160,15 +162,22 @@ def _render(
 
 
 def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> LlamaFileType:
-    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be."""
+    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be.
+
+    Where types are chosen for a size, it is that of the type of most weights.
+    """
     if options.plain or options.vocab_only:
         return checkpoint.ftype
     weights: Counter[str] = Counter()
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         weights[choice.type.name.lower()] += tensor.size
+    if options.budgeted:
+        name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
+        return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
     ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
-    name = ternary if weights[ternary] > weights[options.outtype] else options.outtype
-    return LlamaFileType[f"MOSTLY_{name.upper()}"]
+    if weights[ternary] > weights[options.target.name.lower()]:
+        return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
+    return options.stock or LlamaFileType[f"MOSTLY_{options.outtype.upper()}"]
 
 
 def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:

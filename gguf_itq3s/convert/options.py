@@ -10,14 +10,19 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from ..calibration.options import CalibrationOptions
-from ..checkpoint.policy import GIVEN_TYPES, Overrides
+from ..checkpoint.policy import GIVEN_TYPES, STOCK_TYPES, Overrides
 from ..checkpoint.request import Request
+from ..codec import blocks
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
 PLAIN_OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0", "auto")
-OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *PLAIN_OUTTYPES)
+#: Output types that llama-quantize writes, mixes of llama.cpp's own types; q8_0 is one where there are statistics.
+STOCK_OUTTYPES: Final = tuple(STOCK_TYPES)
+OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *(t for t in STOCK_OUTTYPES if t != "q8_0"), *PLAIN_OUTTYPES)
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
+#: Of ITQ3_S: those of the codec, and the widest calibrated search.
+EFFORTS: Final = (*blocks.EFFORTS, "best")
 TERNARY_MODES: Final = ("auto", "force", "off")
 TERNARY_TYPES: Final = ("tq2_0", "tq1_0")
 
@@ -41,8 +46,10 @@ class ConvertOptions:
         folder: where such a name goes; None for the model's folder.
         outtype: one of :data:`OUTTYPES`; empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
         pure: every matrix in that type, embeddings and output too.
+        target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
+        target_size: the same by the bytes of the whole file.
         codec: of ITQ3_S, ``trellis`` or ``ternary``.
-        effort: of ITQ3_S, ``fast`` or ``default``.
+        effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
         threads: threads that quantize.
         native: quantize with the built C library (True), in numpy (False), or with what is there (None).
         ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
@@ -87,6 +94,8 @@ class ConvertOptions:
     folder: Path | None = None
     outtype: str = ""
     pure: bool = False
+    target_bpw: float | None = None
+    target_size: int | None = None
     codec: str = "trellis"
     effort: str = "default"
     threads: int = 1
@@ -144,7 +153,17 @@ class ConvertOptions:
     @property
     def plain(self) -> bool:
         """Whether the file is one that upstream's converter writes."""
-        return self.outtype in PLAIN_OUTTYPES
+        return self.outtype in PLAIN_OUTTYPES and not (self.outtype == "q8_0" and self.calibrated)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether matrices are rounded with statistics of their inputs."""
+        return self.statistics is not None or self.calibrate is not None
+
+    @property
+    def stock(self) -> LlamaFileType | None:
+        """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
+        return STOCK_TYPES[self.outtype][1] if self.outtype in STOCK_TYPES and not self.plain else None
 
     @property
     def folds(self) -> bool:
@@ -152,9 +171,19 @@ class ConvertOptions:
         return self.outtype == "itq3_s" if self.fold_norms is None else self.fold_norms
 
     @property
+    def codec_effort(self) -> str:
+        """The effort of the codec."""
+        return "default" if self.effort == "best" else self.effort
+
+    @property
     def splits(self) -> bool:
         """Whether the file is to be split."""
         return bool(self.split_max_tensors or self.split_max_size or self.no_tensor_first_split)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether types are chosen for a size."""
+        return self.target_bpw is not None or self.target_size is not None
 
     @property
     def statistics(self) -> Path | None:
@@ -164,7 +193,9 @@ class ConvertOptions:
     @property
     def target(self) -> Type:
         """The type of the matrices; F16 where they are stored as upstream stores them."""
-        return Type.F16 if self.plain else Type[self.outtype.upper()]
+        if self.plain:
+            return Type.F16
+        return STOCK_TYPES[self.outtype][0] if self.outtype in STOCK_TYPES else Type[self.outtype.upper()]
 
     @property
     def overrides(self) -> Overrides:
@@ -181,4 +212,5 @@ class ConvertOptions:
     def request(self) -> Request:
         """What is to be read of the checkpoint."""
         fields = {name: getattr(self, name) for name in Request.__dataclass_fields__ if name != "ftype"}
-        return Request(ftype=_FTYPES.get(self.outtype, LlamaFileType.MOSTLY_F16), **fields)
+        ftype = _FTYPES.get(self.outtype, LlamaFileType.MOSTLY_F16) if self.plain else LlamaFileType.MOSTLY_F16
+        return Request(ftype=ftype, **fields)

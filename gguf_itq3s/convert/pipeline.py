@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -22,21 +23,25 @@ from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
 from ..codec import native
+from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
 from ..rounding import hessian, imatrix, ldlq, target
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
-from . import overrides, prune, ternary
-from .encode import Encoder, SquaredError
+from . import bits, overrides, prune, ternary
+from .bits import Budget, Plan
+from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 from .header import file_type, fingerprint, header, render, set_share
 from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
-from .output import Output, Part, check_place
+from .output import Output, Part, check_place, padded
 from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
+
+_CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Conversion:
         check: how it was found out that llama.cpp can load the file, a sentence.
         parts: the files, one unless it is split.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
+        plan: how types were chosen for a size; None where the mix says them.
     """
 
     rows: list[TensorRow]
@@ -56,6 +62,7 @@ class Conversion:
     check: str
     parts: Sequence[Part]
     shapes: Sequence[tuple[int, ...]] = ()
+    plan: Plan | None = None
 
 
 def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversion:
@@ -88,8 +95,23 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     folding = _folding(checkpoint, options, ternaries, messages)
     statistics = _statistics(checkpoint, options, names)
     factors = _factors(checkpoint, options, folding, statistics, names)
+    unfolded = checkpoint
     checkpoint = replace(checkpoint, tensors=fold.apply(checkpoint.tensors, folding, str(checkpoint.folder)))
     choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
+    plan = work = None
+    if options.budgeted:
+        # Not named after a type that is not known yet.
+        work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
+        kept = work.exists()
+
+        def factors_of(found: Statistics | None) -> HessianFactors | None:
+            return factors if found is None else _factors(unfolded, options, folding, found, names)
+
+        sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+        plan = _plan(checkpoint, choices, options, encoder, factors_of, sequential, work, messages)
+        choices = plan.choices
+        if options.dry_run and not kept:
+            shutil.rmtree(work, ignore_errors=True)
     _warn(checkpoint, choices, encoder, messages)
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
@@ -112,18 +134,42 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
     finished = None
     if sequential is not None and not options.dry_run:
-        finished = sequential.run(out.with_name(f"{out.name}.calibrating"), fingerprint(head, options, checkpoint))
+        finished = sequential.run(work or _work(out), fingerprint(head, options, checkpoint))
         set_share(checkpoint, _finished_share(checkpoint, choices, finished))
         head = render(checkpoint, choices, options)
         parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
     output = Output(parts, fingerprint(head, options, checkpoint))
     if options.dry_run:
-        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors])
+        return Conversion(rows, output.size, check, parts, [tensor.shape for tensor in checkpoint.tensors], plan)
     with output:
         rows = _write(output, checkpoint, rows, choices, encoder, factors, messages, finished)
     if finished is not None:
         finished.remove()
-    return Conversion(rows, output.size, check, parts)
+    return Conversion(rows, output.size, check, parts, plan=plan)
+
+
+def _work(out: Path) -> Path:
+    """The folder in which a file is calibrated."""
+    return out.with_name(f"{out.name}.calibrating")
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    choices: list[Choice],
+    options: ConvertOptions,
+    encoder: Encoder,
+    factors_of: Callable[[Statistics | None], HessianFactors | None],
+    sequential: Sequential | None,
+    work: Path,
+    messages: TextIO,
+) -> Plan:
+    """Types for the size that is asked for."""
+    head = render(checkpoint, choices, options)
+    bytes_of_heads = sum(padded(len(part) + bits.MORE_METADATA) for part in head.parts)
+    given = frozenset(tensor.name for tensor in checkpoint.tensors if _is_given(tensor, checkpoint, options))
+    budget = Budget(checkpoint, choices, options, encoder, given, bytes_of_heads)
+    key = fingerprint(head, replace(options, target_bpw=None, target_size=None), checkpoint)
+    return bits.choose(budget, checkpoint, factors_of, encoder, sequential, options, work, key, messages)
 
 
 def _sequential(
@@ -211,11 +257,11 @@ def _check(options: ConvertOptions) -> None:
     if options.metadata:
         check_metadata(options.metadata)
     _check_calibrate(options)
+    _check_budget(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
-    if options.statistics and (options.outtype != "itq3_s" or options.codec != "trellis"):
-        what = "is for the trellis code of ITQ3_S"
-        raise UserError(options.statistics, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if options.statistics and not _can_calibrate(options):
+        raise UserError(options.statistics, f"is for {_CALIBRATED}", "leave it out, or change --outtype or --codec")
     if options.folds and options.outtype in TERNARY_TYPES:
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
@@ -234,15 +280,38 @@ def _check_calibrate(options: ConvertOptions) -> None:
     }  # fmt: skip
     if given := [name for name, value in others.items() if value]:
         raise UserError(options.model, f"{given[0]} does not go with --calibrate", "give one of them")
-    if options.outtype != "itq3_s" or options.codec != "trellis":
-        what = "--calibrate is for the trellis code of ITQ3_S"
-        raise UserError(options.model, what, "leave it out, or leave --outtype and --codec as they are by default")
+    if not _can_calibrate(options):
+        what = f"--calibrate is for {_CALIBRATED}"
+        raise UserError(options.model, what, "leave it out, or change --outtype or --codec")
+
+
+def _can_calibrate(options: ConvertOptions) -> bool:
+    """Whether the type of the file is one that is rounded with statistics."""
+    return options.stock is not None or (options.outtype == "itq3_s" and options.codec == "trellis")
+
+
+def _check_budget(options: ConvertOptions) -> None:
+    """Refuse what does not go with types for a size."""
+    if not options.budgeted:
+        return
+    name = "--target-bpw" if options.target_size is None else "--target-size"
+    if options.target_bpw is not None and options.target_size is not None:
+        raise UserError(options.model, "--target-bpw and --target-size are both given", "give one of them")
+    if options.pure:
+        raise UserError(options.model, f"--pure has one type, and {name} chooses among them", "give one of them")
+    if options.outtype != "itq3_s":
+        what = f"{name} chooses the types, and --outtype {options.outtype} names one"
+        raise UserError(options.model, what, "leave --outtype out")
+    if options.calibrate is None and options.statistics is None:
+        what = f"{name} needs to know the inputs of the matrices"
+        raise UserError(options.model, what, "give --calibrate, --calibration or --imatrix")
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
-    changed = {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    changed = dict(ldlq.WIDEST) if options.effort == "best" else {}
+    changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
     try:
-        search = ldlq.Search(effort=options.effort, **changed)
+        search = ldlq.Search(effort=options.codec_effort, **changed)
         if options.damping is not None and not options.damping > 0:
             raise ValueError(f"damping {options.damping}: it must be more than 0")
     except ValueError as error:
@@ -260,7 +329,12 @@ def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
     if options.native and library is None:
         raise UserError(native.library_name(), "is not built", f"run {native.build_command()}, or leave --native out")
     return Encoder(
-        options.effort, options.codec, max(1, options.threads), search, library, native=options.native is not False
+        options.codec_effort,
+        options.codec,
+        max(1, options.threads),
+        search,
+        library,
+        native=options.native is not False,
     )
 
 
@@ -337,10 +411,15 @@ def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: He
 
 def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
     given = options.overrides
+    stock = None
+    if options.stock is not None:
+        shapes = [(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
+        arch = checkpoint.model.arch
+        stock = policy.stock_mix(options.stock, shapes, arch, statistics=options.calibrated, overrides=given)
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
-            pure=options.pure, writable=encoder.writable, overrides=given,
+            pure=options.pure, writable=encoder.writable, overrides=given, stock=stock,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
@@ -426,10 +505,16 @@ class _TensorWriter:
 
     def factor(self, number: int) -> Factor | None:
         """The factor of one matrix of a stack, None where nothing is known."""
-        tensor = self.tensor
-        if self.factors is None or self.choice.type != ITQ3_S or not self.factors.source.known(tensor.name):
+        tensor, qtype = self.tensor, self.choice.type
+        whole = tensor.shape[-1] % BLOCK == 0
+        if (
+            self.factors is None
+            or qtype not in CALIBRATED_TYPES
+            or not whole
+            or not self.factors.source.known(tensor.name)
+        ):
             return None
-        return self.factors.factor(tensor.name, tensor.shape, number)
+        return self.factors.factor(tensor.name, tensor.shape, number, rotated=qtype == ITQ3_S)
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes in order."""

@@ -22,24 +22,29 @@ from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
 from tqdm import tqdm
 
+from .. import report
 from ..calibration.activations import activation_path, activations
 from ..calibration.backward import OutputFisher
 from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
+from ..calibration.store import model_hash
 from ..calibration.streams import Streams, check_rows, row_order
 from ..calibration.text import windows
 from ..checkpoint.fold import Folding
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..errors import output_error
+from ..errors import UserError, output_error
 from ..rounding import fisher, hessian, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
-from .encode import Encoder, SquaredError
+from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
+#: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
+FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
+_SHARED: Final = (FISHER, STATISTICS, SCORES)
 _STREAMS: Final = ("original", "quantized")
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
@@ -154,15 +159,17 @@ class Sequential:
         model = LayeredModel(self.calibration, self.checkpoint)
         inputs = windows(self.calibration, model.context)
         key = hashlib.sha256(fingerprint.encode() + inputs.tobytes()).hexdigest()
+        finished = self._resume(key)
         try:
-            finished = self._resume(key)
+            self._check_room(model, inputs)
             if self.options.fisher:
-                self._fisher = OutputFisher(
-                    self.folder / "fisher", full=self.options.fisher_rows, block=self.options.fisher_block
-                )
-                self._fisher.collect(model, inputs, self.calibration.batch, key, self.messages)
+                self._fisher = self.collect_fisher(folder, model, inputs)
             done = len(set(finished.files.values()))
             self._layers(model, inputs, finished, done, key)
+        except UserError:
+            if not finished.files:
+                finished.remove()
+            raise
         except OSError as error:
             raise output_error(self.folder, error) from error
         except KeyboardInterrupt:
@@ -170,6 +177,45 @@ class Sequential:
         for stream in _STREAMS:
             shutil.rmtree(self.folder / stream, ignore_errors=True)
         return finished
+
+    def _check_room(self, model: LayeredModel, inputs: np.ndarray) -> None:
+        """Say what memory and disk it takes, and find a disk that is too small before the work."""
+        by_layer: dict[str, int] = {}
+        widest = most_rows = fisher_bytes = encoded = 0
+        for name, tensor in self.folded.items():
+            if len(tensor.shape) < 2 or not name.startswith("blk."):
+                continue
+            rows, columns = tensor.shape[-2:]
+            layer = name.split(".")[1]
+            by_layer[layer] = by_layer.get(layer, 0) + tensor.size
+            widest = max(widest, columns if self.calibration.full(columns) else 0)
+            most_rows = max(most_rows, rows * columns)
+            block = rows if rows <= self.options.fisher_rows else self.options.fisher_block
+            fisher_bytes += 4 * rows * block
+            encoded += tensor.bytes_in(self.types[name])
+        # Two copies of a layer in float32; sums, their damped copy and the solver's in float64; a matrix in float64.
+        memory = 8 * max(by_layer.values(), default=0) + 8 * 5 * widest**2 + 8 * 3 * most_rows
+        stream = 4 * inputs.size * model.hidden
+        disk = 4 * stream + encoded
+        if self.options.fisher:
+            disk += (model.layers + 3) * stream + fisher_bytes
+        text = f"{inputs.size} tokens through {model.layers} layers"
+        print(
+            f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk",
+            file=self.messages,
+        )
+        present = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        if (free := shutil.disk_usage(self.folder).free + present) < disk:
+            what = f"needs {report.size(disk)} while it calibrates, {report.size(free)} are free"
+            raise UserError(self.folder, what, "free some space, give less --tokens, or choose another folder")
+
+    def collect_fisher(self, folder: Path, model: LayeredModel, inputs: np.ndarray) -> OutputFisher:
+        """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
+        found = OutputFisher(folder / FISHER, full=self.options.fisher_rows, block=self.options.fisher_block)
+        form = f"{model_hash(self.checkpoint.files)} {self.options.fisher_rows} {self.options.fisher_block} "
+        key = hashlib.sha256(form.encode() + inputs.tobytes()).hexdigest()
+        found.collect(model, inputs, self.calibration.batch, key, self.messages)
+        return found
 
     def _resume(self, key: str) -> Finished:
         """What an earlier run of the same kind has finished."""
@@ -180,18 +226,27 @@ class Sequential:
         except (OSError, ValueError):
             lines = []
         if not lines or lines[0] != {"run": key}:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            for stream in _STREAMS:
-                (self.folder / stream).mkdir()
-            journal.write_text(json.dumps({"run": key}) + "\n")
+            if (
+                not lines
+                and self.folder.exists()
+                and (not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {*_SHARED, *_STREAMS})
+            ):
+                what = "is in the way, and is not what an interrupted conversion has left"
+                raise UserError(self.folder, what, "move it away, or choose another name for the output")
+            try:
+                _clear(self.folder)
+                for stream in _STREAMS:
+                    (self.folder / stream).mkdir()
+                journal.write_text(json.dumps({"run": key}) + "\n")
+            except OSError as error:
+                raise output_error(self.folder, error) from error
             return finished
         for line in lines[1:]:
             if not (self.folder / line["file"]).is_file():
                 break
-            for entry, (error, energy) in line["matrices"].items():
+            for entry, (squared, energy) in line["matrices"].items():
                 finished.files[entry] = self.folder / line["file"]
-                finished.errors[entry] = SquaredError(error, energy)
+                finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
         return finished
 
@@ -252,7 +307,7 @@ class Sequential:
             readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
             if not readers:
                 continue
-            factor = hessian.factorize(of.hessian.mean(), self.options.damping) if of.hessian.tokens else None
+            factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
             hessian_of, cross = (_unrotated(moment.total) for moment in (of.hessian, of.cross))
             for reader in readers:
                 weights = self._weights(reader, self.folded, stacks)
@@ -262,10 +317,17 @@ class Sequential:
                     added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
                     wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
                 qtype = self.types[reader.name]
+                rotated = qtype == ITQ3_S
+                if of.hessian.tokens and qtype in CALIBRATED_TYPES and rotated not in factors:
+                    mean = of.hessian.mean()
+                    factors[rotated] = hessian.factorize(
+                        mean if rotated else hessian.rotate(mean), self.options.damping
+                    )
+                factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
                 order = self._order(model, streams, reader)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
-                if factor is None:
+                if not of.hessian.tokens:
                     finished.unseen.add(reader.entry)
                 finished.errors[reader.entry] = SquaredError(
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
@@ -278,17 +340,16 @@ class Sequential:
     ) -> np.ndarray:
         """The weights of a matrix in GGUF's order, float32."""
         if reader.expert is None:
-            return _whole(tensors[reader.name])
+            return whole(tensors[reader.name])
         key = f"{reader.name} {tensors is self.folded}"
         if key not in stacks:
-            stacks[key] = _whole(tensors[reader.name])
+            stacks[key] = whole(tensors[reader.name])
         return stacks[key][reader.expert]
 
     def _encode(
         self, wanted: np.ndarray, qtype: Type, factor: Factor | None, outputs: list[tuple[np.ndarray, OutputFactor]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Bytes and decoded weights of a matrix; rows that make up for others' errors come after them."""
-        factor = factor if qtype == ITQ3_S else None
         if not outputs:
             data = self.encoder.rows(wanted, qtype, factor)
             return data, gguf.quants.dequantize(data, qtype)
@@ -340,7 +401,19 @@ class Sequential:
         streams.put(reader, put)
 
 
-def _whole(tensor: SourceTensor) -> np.ndarray:
+def _clear(folder: Path) -> None:
+    """Make a folder of work, or take away what is in it, but for what has a key of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name in _SHARED:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def whole(tensor: SourceTensor) -> np.ndarray:
     """All of a tensor, float32."""
     parts = [np.asarray(part, dtype=np.float32) for part in tensor.load()]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

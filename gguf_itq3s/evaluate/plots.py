@@ -15,7 +15,8 @@ _NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity":
 _LEFT_OUT: Final = ("F16", "TQ1_0", "TQ2_0", "Q8_0")
 #: How a file was made -> marker and filling; the first word that the row's description holds.
 _MARKERS: Final = (
-    ("calibrated", "*", "full"), ("imatrix", "o", "none"), ("mix", "s", "full"), ("pure", "o", "full"),
+    ("Fisher", "P", "full"), ("in sequence", "D", "full"), ("calibrated", "*", "full"), ("imatrix", "o", "none"),
+    ("mix", "s", "full"), ("pure", "o", "full"),
 )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ class Row:
             this package's converter.
         arguments: of ``llama-quantize`` (the type last), or the type for ggml.
         imatrix: whether llama-quantize is given an importance matrix.
-        calibrated: whether the converter is given calibration text.
+        calibrated: whether the converter is given a calibration.
+        sequential: whether it calibrates while it quantizes.
         runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
         environment: variables set for llama-perplexity.
         options: of the converter, fields of :class:`gguf_itq3s.convert.options.ConvertOptions`.
@@ -33,9 +34,15 @@ class Row:
     arguments: tuple[str, ...] = ()
     imatrix: bool = False
     calibrated: bool = False
+    sequential: bool = False
     runtime: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def learns(self) -> bool:
+        """Whether it needs a text to learn from."""
+        return self.imatrix or self.calibrated or self.sequential
 
 
 #: Types of llama-quantize: name, name of the ``--pure`` row (None: same as another's), whether it takes a matrix.
@@ -85,6 +92,9 @@ def _package_rows() -> list[Row]:
         rows.append(Row(key, "ITQ3_S", how, "package", options=options))
         calibrated = f"{how}, calibrated"
         rows.append(Row(f"{key}-calibrated", "ITQ3_S", calibrated, "package", calibrated=True, options=options))
+        for name, more in (("sequential", ()), ("fisher", (("fisher", True),))):
+            own = f"{how}, calibrated in sequence{', Fisher' * bool(more)}"
+            rows.append(Row(f"{key}-{name}", "ITQ3_S", own, "package", sequential=True, options=(*options, *more)))
     for key, how, option in (
         ("unfolded", "pure, by the package", ("fold_norms", False)),
         ("fast", "pure, folded, fast", ("effort", "fast")),
@@ -105,7 +115,8 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
         runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
         common: dict[str, Any] = {
             "label": weights.label, "maker": weights.maker, "arguments": weights.arguments, "imatrix": weights.imatrix,
-            "calibrated": weights.calibrated, "runtime": runtime, "options": weights.options,
+            "calibrated": weights.calibrated, "sequential": weights.sequential, "runtime": runtime,
+            "options": weights.options,
         }  # fmt: skip
         how = f"{weights.how}; KV {cache}".removeprefix("; ")
         rows.append(Row(key=f"kv-{short}-{cache}", how=f"{how}, rotated", **common))

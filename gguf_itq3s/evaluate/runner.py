@@ -181,7 +181,7 @@ class Evaluation:
     def _row_path(self, row: Row) -> Path:
         package = _package_digest() if row.maker == "package" else ""
         statistics: tuple[object, ...] = ()
-        if row.imatrix or row.calibrated:
+        if row.learns:
             statistics = (self.training[1], self.settings.imatrix_tokens, self.settings.calibration_tokens)
         fields = {k: v for k, v in asdict(row).items() if k not in ("key", "label", "how")}
         return self.work / "cache" / f"{hash_of(self.common, fields, package, statistics)}.json"
@@ -190,7 +190,7 @@ class Evaluation:
         """What a row needs that is not there; empty if it can run. The converter reads checkpoints, not GGUF files."""
         if row.maker == "package" and not self.settings.model.is_dir():
             return "the Hugging Face folder"
-        if (row.imatrix or row.calibrated) and not self._can_learn:
+        if row.learns and not self._can_learn:
             return "a text to learn from (--training-text)"
         return ""
 
@@ -236,8 +236,13 @@ class Evaluation:
             elif row.maker == "ggml":
                 quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
             elif row.maker == "package":
-                statistics = {"calibration": self.calibration()} if row.calibrated else {}
+                statistics: dict[str, Any] = {"calibration": self.calibration()} if row.calibrated else {}
                 statistics |= {"imatrix": self.imatrix()} if row.imatrix else {}
+                if row.sequential:
+                    statistics |= {
+                        "calibrate": (self.training[0],), "tokens": self.settings.calibration_tokens,
+                        "context": self.settings.context,
+                    }  # fmt: skip
                 self._convert(file, **dict(row.options), **statistics)
             result = describe(file)
             # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.

@@ -82,15 +82,16 @@ class HessianFactors:
     norm_of: Callable[[str], str | None]
     gain: GainOf
     damping: float = hessian.DAMPING
-    _recent: OrderedDict[tuple[str, str | None], Factor] = field(default_factory=OrderedDict, repr=False)
+    _recent: OrderedDict[tuple[str, str | None, bool], Factor] = field(default_factory=OrderedDict, repr=False)
 
-    def factor(self, name: str, shape: tuple[int, ...], number: int) -> Factor | None:
+    def factor(self, name: str, shape: tuple[int, ...], number: int, *, rotated: bool = True) -> Factor | None:
         """The factor for one matrix.
 
         Args:
             name: GGUF name of the tensor.
             shape: of the tensor, rows last; three axes for a stack of experts.
             number: which matrix of a stack.
+            rotated: of the Hessian of the rotated inputs, as ITQ3_S needs it, or of the inputs as they are.
 
         Returns:
             None where nothing is known of it, as of an expert that saw no token.
@@ -100,13 +101,13 @@ class HessianFactors:
         """
         expert = number if len(shape) > 2 else None
         folded = self.norm_of(name)
-        key = (self.source.key(name, expert), folded)
+        key = (self.source.key(name, expert), folded, rotated)
         if key not in self._recent:
             try:
-                rotated = self.source.rotated(name, shape[-1], expert, folded, self.gain)
-                if rotated is None:
+                found = self.source.rotated(name, shape[-1], expert, folded, self.gain)
+                if found is None:
                     return None
-                self._recent[key] = hessian.factorize(rotated, self.damping)
+                self._recent[key] = hessian.factorize(found if rotated else hessian.rotate(found), self.damping)
             except ValueError as error:
                 remedy = "raise --damping, or collect the statistics again"
                 raise UserError(self.source.path, str(error), remedy, name) from error

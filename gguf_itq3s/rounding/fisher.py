@@ -31,11 +31,14 @@ class OutputFactor:
         groups: the slices of ``order``.
         feedback: float32 (m, m), block upper triangular in that order: what the errors of earlier rows take from the
             target of later ones.
+        weight: float64 (m,), in the order of the matrix: what the squared error of each row costs once the later rows
+            have made up for it; their mean over that of G's diagonal is what the feedback leaves.
     """
 
     order: npt.NDArray[np.int64]
     groups: tuple[slice, ...]
     feedback: npt.NDArray[np.float32]
+    weight: npt.NDArray[np.float64]
 
 
 def factorize(fisher: npt.NDArray[np.floating], damping: float = DAMPING, group: int = GROUP) -> OutputFactor:
@@ -67,7 +70,10 @@ def factorize(fisher: npt.NDArray[np.floating], damping: float = DAMPING, group:
         raise ValueError("the output Fisher matrix is not positive semidefinite; more damping may help") from None
     upper = (lower / np.diagonal(lower))[::-1, ::-1]
     feedback = np.zeros((m, m), dtype=np.float32)
+    weight = np.empty(m)
     for rows in groups:
+        # Within a group nothing is made up for: the diagonal of A_bb D_b A_bb^T.
+        weight[order[rows]] = np.square(upper[rows, rows] * np.diagonal(lower)[::-1][rows]).sum(axis=1)
         if rows.start:
             feedback[: rows.start, rows] = np.linalg.solve(upper[rows, rows].T, upper[: rows.start, rows].T).T
-    return OutputFactor(order, groups, feedback)
+    return OutputFactor(order, groups, feedback, weight)

@@ -41,10 +41,20 @@ TEXTS = {"wikitext": "WikiText-2 test", "topics": "Python reference topics (held
 EXCERPT = 6000
 
 
-def ours(key: str, how: str, *, imatrix: bool = False, calibrated: bool = False, fold: bool = True) -> Row:
+def ours(
+    key: str,
+    how: str,
+    *,
+    imatrix: bool = False,
+    calibrated: bool = False,
+    sequential: bool = False,
+    fisher: bool = False,
+    fold: bool = True,
+) -> Row:
     """A row of the converter."""
     options = (("pure", True), ("token_embedding_type", "f16"), ("output_tensor_type", "f16"), ("fold_norms", fold))
-    return Row(key, "ITQ3_S", how, "package", imatrix=imatrix, calibrated=calibrated, options=options)
+    return Row(key, "ITQ3_S", how, "package", imatrix=imatrix, calibrated=calibrated, sequential=sequential,
+               options=(*options, *((("fisher", True),) * fisher)))  # fmt: skip
 
 
 def upstreams(key: str, how: str, qtype: str, *, imatrix: bool = False) -> Row:
@@ -61,6 +71,8 @@ ROWS = (
     ours("imatrix", "**ITQ3_S, `--imatrix`, folded**", imatrix=True),
     ours("calibrated-unfolded", "ITQ3_S, full Hessian, not folded", calibrated=True, fold=False),
     ours("calibrated", "**ITQ3_S, `--calibration`, folded**", calibrated=True),
+    ours("sequential", "**ITQ3_S, `--calibrate`, folded**", sequential=True),
+    ours("fisher", "**ITQ3_S, `--calibrate --fisher`, folded**", sequential=True, fisher=True),
     upstreams("quantize-imatrix", "ITQ3_S, `llama-quantize --imatrix`", "ITQ3_S", imatrix=True),
     upstreams("iq3_s", "IQ3_S", "IQ3_S"),
     upstreams("iq3_s-imatrix", "IQ3_S, importance matrix", "IQ3_S", imatrix=True),
@@ -73,6 +85,9 @@ RATIOS = {
     "calibrated / IQ3_S": ("calibrated", ("iq3_s",)),
     "calibrated / better of both with importance matrix": ("calibrated", ("iq3_s-imatrix", "q3_k-imatrix")),
     "`--imatrix` / default": ("imatrix", ("default",)),
+    "`--calibrate` / `--calibration`": ("sequential", ("calibrated",)),
+    "`--calibrate --fisher` / `--calibration`": ("fisher", ("calibrated",)),
+    "`--calibrate --fisher` / IQ3_S with importance matrix": ("fisher", ("iq3_s-imatrix",)),
 }
 
 #: Text -> model -> row -> its result.

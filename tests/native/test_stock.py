@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,14 @@ def test_stock_llama_cpp_reads_tq2_0(tmp_path: Path) -> None:
     model = convert(tmp_path / "tq2_0.gguf", "tq2_0")
     done = llama.run_program(SIMPLE, "-m", model, "-n", "4", "The old house")
     assert "The old house" in done.stdout and len(done.stdout.split()) > 4
+
+
+@pytest.mark.parametrize("kind", ["q4_k_m", "iq4_xs", "q2_k"])
+def test_stock_llama_cpp_reads_its_own_types_rounded_with_statistics(
+    kind: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, statistics = calibrated("llama")
+    out = tmp_path / "out.gguf"
+    assert not convert_main([str(model), str(out), "--outtype", kind, "--calibration", str(statistics)])
+    done = llama.run_program(SIMPLE, "-m", out, "-n", "4", "The old house")
+    assert "The old house" in done.stdout

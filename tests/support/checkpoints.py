@@ -24,6 +24,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 2}),
     # 320 columns of ffn_down are blocks of 32 but not of 256.
     "llama-odd": ("LlamaConfig", {"intermediate_size": 320}),
+    # Layers enough for rules of the first eighth and sixteenth, and of every third.
+    "llama-deep": ("LlamaConfig", {"num_hidden_layers": 18, "intermediate_size": 256}),
     "llama-rope": ("LlamaConfig", {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 64, "rope_theta": 10000.0},

@@ -9,25 +9,11 @@
 // itq3s.cmake).
 
 #include "ggml-itq3s.h"
+#include "itq3s-exact.h"
 
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
-
-#ifdef __FAST_MATH__
-#    error "ITQ3_S fixes the order of its floating-point operations; build it without -ffast-math"
-#endif
-
-// ggml-base is compiled for the lowest processor of its architecture; let the loader choose better. Features, not
-// architecture levels: compilers before GCC 12 cannot dispatch on those.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
-#    if __has_attribute(target_clones)
-#        define ITQ_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#    endif
-#endif
-#ifndef ITQ_CLONES
-#    define ITQ_CLONES
-#endif
 
 #define ITQ_LANES  16
 #define ITQ_STATES 64

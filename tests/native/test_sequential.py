@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian
 
+MODEL = Path(__file__).resolve().parents[2] / "models" / "demo-llama"
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
 
 
@@ -39,7 +41,7 @@ def calibration(model: Path, out: Path, **changes: Any) -> CalibrationOptions:
 
 def asked(model: Path, out: Path, **changes: Any) -> ConvertOptions:
     """A conversion that quantizes layer by layer, on ten windows of 64 tokens."""
-    return ConvertOptions(model, out, calibrate=(NOVEL,), effort="fast", **{**SMALL, **changes})
+    return ConvertOptions(model, out, calibrate=(NOVEL,), **{"effort": "fast", **SMALL, **changes})
 
 
 def matrices(path: Path) -> dict[str, bytes]:
@@ -183,20 +185,21 @@ def output_error(path: Path, folder: Path, ids: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_it_is_better_than_a_calibration_before(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """Also on the windows after those that were calibrated on: a random model, but a real text."""
-    folder = uneven("llama")
-    more: dict[str, Any] = {"tokens": 2560}
-    ids = windows(calibration(folder, tmp_path, tokens=5120), 256)[1::2]
+@pytest.mark.slow
+def test_it_is_better_than_a_calibration_before(tmp_path: Path) -> None:
+    """The bundled model on windows between those that it was calibrated on."""
+    folder, more = MODEL, {"tokens": 16384, "context": 256}
+    ids = windows(calibration(folder, tmp_path, tokens=32768, context=256), 256)[1::8]
     calibrate(calibration(folder, tmp_path / "hessians", **more))
-    quiet(ConvertOptions(folder, tmp_path / "before.gguf", calibration=tmp_path / "hessians", effort="fast"))
-    quiet(asked(folder, tmp_path / "sequential.gguf", **more))
-    quiet(asked(folder, tmp_path / "fisher.gguf", fisher=True, **more))
+    kept: dict[str, Any] = {"pure": True, "token_embedding_type": "f16", "effort": "fast", "threads": 2}
+    quiet(ConvertOptions(folder, tmp_path / "before.gguf", calibration=tmp_path / "hessians", **kept))
+    quiet(asked(folder, tmp_path / "sequential.gguf", **kept, **more))
+    quiet(asked(folder, tmp_path / "fisher.gguf", fisher=True, **kept, **more))
     before, now, fisher = (
         output_error(tmp_path / f"{name}.gguf", folder, ids) for name in ("before", "sequential", "fisher")
     )
-    assert now < 0.95 * before
-    assert fisher < 0.95 * before
+    assert now < 0.9 * before
+    assert fisher < 0.95 * now
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".gguf") == ["hessians"]
 
 
@@ -258,6 +261,25 @@ def test_another_text_starts_anew(
     quiet(asked(folder, tmp_path / "x.gguf"))
     quiet(asked(folder, tmp_path / "y.gguf"))
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    work = tmp_path / "x.gguf.calibrating"
+    work.mkdir()
+    (work / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="in the way"):
+        quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
+    assert (work / "thesis.txt").read_text() == "mine"
+
+
+def test_a_disk_that_is_too_small_is_found_before(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 1000))
+    with pytest.raises(UserError, match=r"while it calibrates, 1\.\d+ KiB are free"):
+        quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ Fisher

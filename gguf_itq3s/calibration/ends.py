@@ -1,0 +1,104 @@
+"""Statistics of a model's two ends, the token embedding and the output matrix, which are in no layer.
+
+Rows of the embedding are looked up, so an error in row v counts as often as token v is in the text; what it does to the
+model is seen at the input of the first layer. The output matrix reads what the final norm gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from ..codec.transform import BLOCK
+from ..errors import UserError
+from ..rounding import hessian
+from .activations import activations
+from .layers import LayeredModel
+from .moments import Moment, rotated
+
+#: In a folder of statistics; folders of earlier versions have none.
+ENDS: Final = "ends.safetensors"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is known of both ends.
+
+    Attributes:
+        frequency: float64 (tokens of the vocabulary,), share of the text's tokens.
+        output: rotated second moment of the output matrix's inputs, (n, n) or (n / 256, 256, 256); None where its
+            rows are not whole blocks.
+    """
+
+    frequency: npt.NDArray[np.float64]
+    output: npt.NDArray[np.floating] | None
+
+
+class _Stop(Exception):  # noqa: N818 (a signal, not an error)
+    """Ends the head before the product with the output matrix."""
+
+
+def collect(
+    model: LayeredModel, folder: Path, windows: np.ndarray, batches: Sequence[slice], *, full: bool
+) -> dict[str, np.ndarray]:
+    """The contents of :data:`ENDS`.
+
+    Args:
+        model: the model.
+        folder: with the activations behind the last layer.
+        windows: int64 (windows, context).
+        batches: windows that run together.
+        full: whether the second moment is kept whole.
+    """
+    import torch
+
+    rows = model.model.get_output_embeddings().weight.shape[0]
+    result = {"frequency": np.bincount(windows.reshape(-1), minlength=rows).astype(np.float64) / windows.size}
+    if model.hidden % BLOCK:
+        return result
+    moment = Moment(model.hidden, full)
+    source = activations(folder, model.layers, (*windows.shape, model.hidden), "r")
+
+    def see(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        moment.add(rotated(args[0]))
+        raise _Stop
+
+    with model.head() as head, torch.no_grad():
+        handle = model.model.get_output_embeddings().register_forward_pre_hook(see)
+        try:
+            for batch in batches:
+                with suppress(_Stop):
+                    head(torch.from_numpy(np.array(source[batch])).to(model.device))
+        finally:
+            handle.remove()
+    return {**result, "output": moment.mean()}
+
+
+def read(folder: Path) -> Ends | None:
+    """The statistics of a folder, None where it has none of the ends.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    path = folder / ENDS
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            frequency = np.asarray(file.get_tensor("frequency"), dtype=np.float64)
+            output = file.get_tensor("output") if "output" in file.keys() else None  # noqa: SIM118
+        if output is not None:
+            hessian.columns_of(output)
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise UserError(path, f"cannot be read: {error}", "calibrate again") from error
+    finite = np.isfinite(frequency).all() and (output is None or np.isfinite(output).all())
+    if frequency.ndim != 1 or not finite or (frequency < 0).any() or not frequency.any():
+        raise UserError(path, "has frequencies of tokens or moments that cannot be", "calibrate again")
+    return Ends(frequency, output)

@@ -1,0 +1,321 @@
+"""Types for a size: scores, budgets, what stays fixed, what is said, resuming."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
+
+from calibrating import options as calibration_options
+from checkpoints import NOVEL
+from gguf_itq3s.calibration import ends
+from gguf_itq3s.calibration.pipeline import calibrate
+from gguf_itq3s.calibration.store import open_calibration
+from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.cli import convert_main
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.convert import bits
+from gguf_itq3s.convert.bits import Scores
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import Conversion, convert
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.rounding import fisher, hessian
+
+SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4, "effort": "fast"}
+
+
+def quietly(model: Path, out: Path, **changes: Any) -> Conversion:
+    return convert(ConvertOptions(model, out, **{"effort": "fast", **changes}), io.StringIO())
+
+
+def types(path: Path) -> dict[str, Type]:
+    return {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
+
+
+def bits_of(path: Path) -> float:
+    tensors = gguf.GGUFReader(path).tensors
+    return float(8 * sum(t.n_bytes for t in tensors) / sum(t.n_elements for t in tensors))
+
+
+@pytest.fixture(scope="module")
+def made(calibrated: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
+    """A small Llama and its statistics."""
+    return calibrated("llama")
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets
+
+
+@pytest.mark.parametrize("bpw", [3.3, 4.0, 5.5, 7.9])
+def test_the_file_has_the_bits_that_are_asked_for(bpw: float, made: tuple[Path, Path], tmp_path: Path) -> None:
+    """At most these, and less by no more than the smallest step of a tensor would take."""
+    out = tmp_path / "x.gguf"
+    done = quietly(made[0], out, calibration=made[1], target_bpw=bpw)
+    assert done.plan is not None
+    weights = sum(row.weights for row in done.rows)
+    left = bpw * weights / 8 - sum(row.bytes for row in done.rows)
+    assert left >= 0 and bits_of(out) <= bpw
+    step = max(row.weights for row in done.rows) * 1.94 / 8  # from Q6_K to Q8_0
+    assert left < step
+    assert done.plan.here[0] == pytest.approx(bits_of(out))
+    found = types(out)
+    counts = {qtype: sum(t.n_elements for t in gguf.GGUFReader(out).tensors if found[t.name] == qtype) for qtype in
+              set(found.values()) - {Type.F32}}  # fmt: skip
+    most = max(counts, key=lambda qtype: counts[qtype]).name
+    field = gguf.GGUFReader(out).fields["general.file_type"].contents()
+    assert LlamaFileType(field).name.startswith(f"MOSTLY_{most}")
+
+
+@pytest.mark.parametrize("split", [0, 4])
+def test_the_file_has_the_size_that_is_asked_for(split: int, made: tuple[Path, Path], tmp_path: Path) -> None:
+    smallest = quietly(made[0], tmp_path / "a.gguf", calibration=made[1], target_bpw=3.3, dry_run=True)
+    asked = smallest.size + 100_000
+    done = quietly(
+        made[0], tmp_path / "x.gguf", calibration=made[1], target_size=asked, split_max_tensors=split
+    )  # fmt: skip
+    size = sum(path.stat().st_size for path in tmp_path.glob("x*.gguf"))
+    assert asked - 40_000 < size <= asked and done.size == size
+    assert len(list(tmp_path.glob("x*.gguf"))) == (1 if not split else len(done.parts))
+
+
+def test_more_bits_are_a_better_score(made: tuple[Path, Path], tmp_path: Path) -> None:
+    done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.2, dry_run=True)
+    assert done.plan is not None
+    sizes, scores = ([point[i] for point in done.plan.curve] for i in (1, 2))
+    assert len(done.plan.curve) == 10 and sizes == sorted(sizes) and scores == sorted(scores, reverse=True)
+    assert scores[0] > scores[-1] > 0
+    assert scores[0] > done.plan.here[2] > scores[-1]
+
+
+def test_given_types_stay(made: tuple[Path, Path], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"token_embedding_type": "f16", "output_tensor_type": "q8_0",
+                             "tensor_types": (("blk.0.attn_v", "q3_k"),)}  # fmt: skip
+    quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=6.5, **given)
+    found = types(tmp_path / "x.gguf")
+    assert found["token_embd.weight"] == Type.F16
+    assert found["output.weight"] == Type.Q8_0
+    assert found["blk.0.attn_v.weight"] == Type.Q3_K
+    assert set(found.values()) <= {Type.F32, Type.F16, Type.Q3_K, *bits.TYPES}
+
+
+def test_ternary_matrices_stay_ternary(
+    made: tuple[Path, Path], checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gguf_itq3s.convert import pipeline
+
+    own = pipeline._find_ternaries
+
+    def some(checkpoint: Any, *rest: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(own(checkpoint, *rest), forced=frozenset({"blk.1.ffn_up.weight"}))
+
+    monkeypatch.setattr(pipeline, "_find_ternaries", some)
+    quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.5)
+    found = types(tmp_path / "x.gguf")
+    assert found["blk.1.ffn_up.weight"] == Type.TQ2_0
+    assert found["blk.0.ffn_up.weight"] in bits.TYPES
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        (["--target-bpw", "2"], r"with 2 bits per weight: the least is 3\.\d+, the most 8\.\d+ bits per weight"),
+        (["--target-bpw", "9"], "the most 8"),
+        (["--target-size", "10KiB"], r"with 10240 bytes: the least is \d+ bytes, the most \d+ bytes"),
+        (["--target-bpw", "4", "--pure"], "--pure has one type"),
+        (["--target-bpw", "4", "--outtype", "tq2_0"], "--outtype tq2_0 names one"),
+        (["--target-bpw", "4", "--calibrate", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(
+    options: list[str], said: str, made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [] if {"--outtype", "--calibrate"} & set(options) else ["--calibration", str(made[1])]
+    assert convert_main([str(made[0]), str(tmp_path / "x.gguf"), *arguments, *options]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and re.search(said, line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_statistics_are_needed(made: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs to know the inputs"):
+        quietly(made[0], tmp_path / "x.gguf", target_bpw=4)
+
+
+def test_the_least_that_is_said_can_be_had(made: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as problem:
+        quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=1)
+    found = re.search(r"least is ([\d.]+), the most ([\d.]+)", str(problem.value))
+    assert found
+    for word, only in zip(found.groups(), (ITQ3_S, Type.Q8_0), strict=True):
+        done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=float(word), dry_run=True)
+        # The bits that are said have three decimals, which may be one matrix's step below the most.
+        assert sum(row.type not in (only.name, "F32") for row in done.rows) <= 1
+
+
+@pytest.mark.parametrize(
+    "text,size",
+    [("4.5GiB", int(4.5 * (1 << 30))), ("800MB", 800_000_000), ("2k", 2000), ("12345", 12345), ("1 MiB", 1 << 20)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert bits.file_size(text) == size
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_those_of_the_whole_errors(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Against tr(E H E^T) / tr(W H W^T) computed at once, of the matrices as the file has them."""
+    done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.5)
+    assert done.plan is not None
+    quietly(made[0], tmp_path / "w.gguf", fold_norms=True, outtype="f16")
+    weights = {t.name: np.asarray(t.data, dtype=np.float32) for t in gguf.GGUFReader(tmp_path / "w.gguf").tensors}
+    found = ends.read(made[1])
+    assert found is not None and found.output is not None
+    statistics = open_calibration(made[1], sorted(made[0].glob("*.safetensors")))
+    wanted = {}
+    for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors:
+        if tensor.tensor_type == Type.F32:
+            continue
+        w = weights[tensor.name]
+        e = gguf.quants.dequantize(tensor.data, tensor.tensor_type) - w
+        h: Any = np.eye(w.shape[1]) if tensor.name == "token_embd.weight" else found.output
+        if statistics.known(tensor.name):
+            h = statistics.hessian(tensor.name)
+        rows = np.ones(len(w))
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            rows = np.zeros(len(w))
+            rows[: len(found.frequency)] = found.frequency
+        noise, signal = (hessian.rotate_rows(x) * np.sqrt(rows)[:, None] for x in (e, w))
+        share = 1 / 4 if tensor.name.startswith("blk.") else 1  # two layers add to the stream twice each
+        wanted[tensor.name] = share * np.vdot(noise @ h, noise) / np.vdot(signal @ h, signal)
+    for name, _, _, score in done.plan.lines:
+        assert float(score) == pytest.approx(wanted[name], rel=0.02), name
+    assert done.plan.here[2] == pytest.approx(sum(wanted.values()), rel=0.02)
+
+
+def test_a_sample_of_rows_stands_for_all() -> None:
+    rng = np.random.default_rng(0)
+    weights, costs = rng.exponential(1, 5000) ** 4, rng.uniform(0.9, 1.1, 5000)
+    rows = bits._sample(weights, 400)
+    assert len(set(rows.indices)) == 400
+    estimate = (weights * costs)[rows.indices] @ rows.counts(weights)
+    assert estimate == pytest.approx(weights @ costs, rel=0.01)
+    everything = bits._sample(weights, 5000)
+    np.testing.assert_array_equal(everything.indices, np.arange(5000))
+    assert (everything.counts(weights) == 1).all()
+
+
+def test_the_weights_of_rows_are_what_feedback_leaves() -> None:
+    """Errors that are alike in all rows cost by ``weight`` with the feedback, and by the diagonal without."""
+    rng = np.random.default_rng(1)
+    root = rng.standard_normal((48, 20))
+    matrix = root @ root.T + 0.1 * np.eye(48)
+    factor = fisher.factorize(matrix, damping=1e-9)
+    errors = rng.standard_normal((48, 4000))
+    left = np.empty_like(errors)  # of a row, its own error less what it makes up for
+    for group in factor.groups:
+        rows, before = factor.order[group], factor.order[: group.start]
+        left[rows] = errors[rows] - factor.feedback[: group.start, group].T @ left[before]
+    cost = np.einsum("ik,ij,jk->", left, matrix, left) / 4000
+    assert cost == pytest.approx(factor.weight.sum(), rel=0.05)
+    assert factor.weight.sum() < 0.5 * np.trace(matrix)
+
+
+def test_the_ends_are_counted(made: tuple[Path, Path]) -> None:
+    found = ends.read(made[1])
+    assert found is not None and found.output is not None
+    ids = windows(calibration_options(made[0], made[1]), 256)
+    np.testing.assert_allclose(found.frequency * ids.size, np.bincount(ids.reshape(-1), minlength=512))
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(made[0], dtype=torch.float32)
+    with torch.no_grad():
+        x = model.model(torch.from_numpy(ids)).last_hidden_state.reshape(-1, 256).double().numpy()
+    np.testing.assert_allclose(hessian.rotate(found.output), x.T @ x / len(x), atol=1e-3)
+
+
+def test_damaged_ends_are_one_line(made: tuple[Path, Path], tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(made[1], tmp_path / "copy"))
+    (folder / ends.ENDS).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        quietly(made[0], tmp_path / "x.gguf", calibration=folder, target_bpw=4)
+    (folder / ends.ENDS).unlink()  # as a folder of an earlier version
+    quietly(made[0], tmp_path / "x.gguf", calibration=folder, target_bpw=4)
+    assert bits_of(tmp_path / "x.gguf") <= 4
+
+
+# --------------------------------------------------------------------------------------------------------- calibrated
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma"])
+def test_with_gradients_all_tensors_are_in_one_unit(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    done = quietly(
+        uneven(name), tmp_path / "x.gguf", calibrate=(NOVEL,), fisher=True, target_bpw=4.5, **SMALL
+    )  # fmt: skip
+    assert done.plan is not None and "nats" in done.plan.unit
+    assert bits_of(tmp_path / "x.gguf") <= 4.5
+    assert all(score != "-" for name, qtype, _, score in done.plan.lines if qtype not in ("F16", "F32"))
+    assert {path.name for path in tmp_path.iterdir()} == {"x.gguf"}
+
+
+def test_a_dry_run_writes_nothing(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    done = quietly(uneven("llama"), tmp_path / "x.gguf", calibrate=(NOVEL,), target_bpw=4, dry_run=True, **SMALL)
+    assert not list(tmp_path.iterdir())
+    assert done.plan is not None
+    text = done.plan.describe(curve=True)
+    assert text.count("\n") >= 30 and "<- chosen" in text and "bits/weight" in text
+    assert "blk.1.ffn_down.weight" in text
+
+
+def test_an_interrupted_choice_goes_on(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics, gradients and scores are made once, and the bytes are those of a run without a break."""
+    asked: dict[str, Any] = {"calibrate": (NOVEL,), "fisher": True, "target_bpw": 4.5, **SMALL}
+    quietly(uneven("llama"), tmp_path / "whole.gguf", **asked)
+    own, scored, out = Scores.of, list[str](), tmp_path / "broken.gguf"
+
+    def of(self: Any, tensor: Any, kinds: Any) -> Any:
+        scored.append(tensor.name)
+        if len(scored) == 5:
+            raise KeyboardInterrupt
+        return own(self, tensor, kinds)
+
+    monkeypatch.setattr(Scores, "of", of)
+    with pytest.raises(KeyboardInterrupt, match="the same command continues from"):
+        quietly(uneven("llama"), out, **asked)
+    work = tmp_path / "broken.gguf.calibrating"
+    stamps = {path: path.stat().st_mtime_ns for path in work.glob("*/*.safetensors")}
+    assert len(stamps) == 7  # two layers and the ends; two layers and both ends
+    monkeypatch.setattr(bits, "calibrate", lambda options: _unchanged(options.out, stamps))
+    quietly(uneven("llama"), out, **asked)
+    assert len(scored) == len(set(scored)) + 1
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"whole.gguf", "broken.gguf"}
+
+
+def _unchanged(folder: Path, stamps: dict[Path, int]) -> None:
+    assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/*.safetensors")} == stamps
+
+
+def test_the_statistics_of_another_text_are_thrown_away(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"calibrate": (NOVEL,), "target_bpw": 4, **SMALL}
+    quietly(uneven("llama"), tmp_path / "x.gguf", **asked)
+    folder = tmp_path / "y.gguf.calibrating"
+    calibrate(calibration_options(uneven("llama"), folder / "statistics", tokens=320))
+    (folder / "scores.jsonl").write_text('{"run": "of another"}\n')
+    quietly(uneven("llama"), tmp_path / "y.gguf", **asked)
+    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()

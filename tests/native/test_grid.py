@@ -1,0 +1,64 @@
+"""Rounding to the grids of ggml's types: numpy against C, against gguf-py and against the nearest value."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from gguf_itq3s.codec import grids, native
+from gguf_itq3s.rounding import grid, hessian
+from hessians import blocks_of, rows, second_moment
+
+TYPES = pytest.mark.parametrize("qtype", grids.GRIDS, ids=lambda qtype: qtype.name)
+
+
+@TYPES
+def test_gguf_py_decodes_what_is_put_together(library: native.NativeLibrary, qtype: Type) -> None:
+    weights, of = rows(9, 512), grids.GRIDS[qtype]
+    codes = np.random.default_rng(1).integers(of.low, of.high + 1, weights.shape).astype(np.int8)
+    blocks = grids.put_codes(library.quantize_type(weights, qtype), codes, qtype)
+    scale, minimum = (np.repeat(array, of.group, axis=1) for array in grids.scales_of(blocks, qtype))
+    levels = codes.astype(np.float32) if of.table is None else of.table[codes]
+    np.testing.assert_array_equal(gguf.quants.dequantize(blocks, qtype), scale * levels - minimum)
+
+
+@TYPES
+def test_numpy_and_c_give_the_same_bytes(library: native.NativeLibrary, qtype: Type) -> None:
+    weights, h = rows(70, 768), second_moment(768, 90)
+    weights[3] = 0
+    weights[5] *= 1e-4
+    weights[7, 300] = 5
+    for form in (h, blocks_of(h)):
+        factor = hessian.factorize(form)
+        expected = grid.quantize(weights, qtype, factor, library=library, native=False)
+        np.testing.assert_array_equal(grid.quantize(weights, qtype, factor, library=library, threads=3), expected)
+
+
+@TYPES
+def test_the_identity_gives_the_nearest_codes(library: native.NativeLibrary, qtype: Type) -> None:
+    weights, of = rows(20, 512), grids.GRIDS[qtype]
+    data = grid.quantize(weights, qtype, hessian.factorize(np.eye(512)), library=library)
+    error = np.abs(gguf.quants.dequantize(data, qtype) - weights)
+    for code in range(of.low, of.high + 1):
+        other = grids.put_codes(data, np.full(weights.shape, code, dtype=np.int8), qtype)
+        assert (error <= np.abs(gguf.quants.dequantize(other, qtype) - weights) + 1e-8).all()
+
+
+@TYPES
+def test_feedback_costs_less_than_the_nearest_codes(library: native.NativeLibrary, qtype: Type) -> None:
+    weights, h = rows(40, 512), second_moment(512, 90)
+    for form, share in ((h, 0.9), (blocks_of(h), 0.95)):
+        factor = hessian.factorize(form)
+        ours = grid.quantize(weights, qtype, factor, library=library)
+        nearest = library.quantize_type(weights, qtype, importance=np.diagonal(h).astype(np.float32))
+        costs = [hessian.cost(gguf.quants.dequantize(data, qtype) - weights, form) for data in (ours, nearest)]
+        assert costs[0] < share * costs[1]
+
+
+def test_shapes_that_do_not_match_are_refused(library: native.NativeLibrary) -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        grid.quantize(rows(3, 512), Type.Q4_K, hessian.factorize(np.eye(256)), library=library)
+    with pytest.raises(ValueError, match="importance of 256 columns"):
+        library.quantize_type(rows(3, 512), Type.Q4_K, importance=np.ones(256, dtype=np.float32))

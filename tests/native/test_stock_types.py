@@ -1,0 +1,92 @@
+"""Files in llama.cpp's own types: types and bytes as llama-quantize's, rounded with statistics, read by anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+import llama
+from gguf_files import types
+from gguf_itq3s.checkpoint.policy import STOCK_TYPES
+from gguf_itq3s.convert.options import STOCK_OUTTYPES, ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+
+Make = Callable[[str], Path]
+# q8_0 is upstream's converter's own type without statistics.
+MIXES = [outtype for outtype in STOCK_OUTTYPES if outtype != "q8_0"]
+
+
+def contents(path: Path) -> tuple[dict[str, bytes], int]:
+    """The bytes of every tensor, and the file's type."""
+    reader = gguf.GGUFReader(path)
+    kind = reader.get_field("general.file_type")
+    assert kind is not None
+    return {tensor.name: tensor.data.tobytes() for tensor in reader.tensors}, kind.contents()
+
+
+@pytest.mark.parametrize("outtype", MIXES)
+@pytest.mark.parametrize("name", ["llama", "llama-gqa", "llama-odd", "llama-tied", "llama-deep", "mixtral", "gemma"])
+def test_types_are_those_of_llama_quantize(
+    name: str, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path
+) -> None:
+    convert(ConvertOptions(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype))
+    llama.run("llama-quantize", f16(name), tmp_path / "theirs.gguf", outtype.upper(), "2")
+    assert types(tmp_path / "ours.gguf") == types(tmp_path / "theirs.gguf")
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["mix", "pure"])
+@pytest.mark.parametrize("outtype", MIXES)
+def test_without_statistics_bytes_are_those_of_llama_quantize(
+    outtype: str, pure: bool, uneven: Make, tmp_path: Path
+) -> None:
+    convert(ConvertOptions(uneven("llama"), tmp_path / "f16.gguf", outtype="f16"))
+    convert(ConvertOptions(uneven("llama"), tmp_path / "ours.gguf", outtype=outtype, pure=pure))
+    flags = ["--pure"] if pure else []
+    llama.run("llama-quantize", *flags, tmp_path / "f16.gguf", tmp_path / "theirs.gguf", outtype.upper(), "2")
+    assert contents(tmp_path / "ours.gguf") == contents(tmp_path / "theirs.gguf")
+
+
+@pytest.mark.parametrize("outtype", ["q4_k_m", "q4_k_s", "iq4_xs", "q4_0", "q8_0"])
+def test_statistics_change_codes_and_the_file_runs(
+    outtype: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, statistics = calibrated("llama")
+    plain, ours = tmp_path / "plain.gguf", tmp_path / "ours.gguf"
+    convert(ConvertOptions(model, plain, outtype=outtype))
+    convert(ConvertOptions(model, ours, outtype=outtype, calibration=statistics))
+    before, after = contents(plain), contents(ours)
+    assert after[1] == STOCK_TYPES[outtype][1] == before[1]
+    assert before[0]["blk.0.attn_q.weight"] != after[0]["blk.0.attn_q.weight"]
+    assert before[0]["token_embd.weight"] == after[0]["token_embd.weight"]
+    logits = llama.run("llama-completion", "-m", ours, "-n", "4", "-no-cnv", "-p", "The old house")
+    assert logits
+
+
+def test_layer_by_layer_without_statistics_in_the_way(uneven: Make, tmp_path: Path) -> None:
+    """Every matrix of the layers in Q4_K; the codes are those of the grid, and both processors' paths agree."""
+    text = tmp_path / "text.txt"
+    text.write_text("The old house stood on a hill and nobody lived there. " * 200)
+    files = []
+    for native in (True, False):
+        out = tmp_path / f"{native}.gguf"
+        convert(
+            ConvertOptions(
+                uneven("llama"), out, outtype="q4_k", pure=True, calibrate=(text,), tokens=2000, context=128,
+                native=native, fisher=True,
+            )
+        )  # fmt: skip
+        files.append(contents(out))
+    assert files[0] == files[1]
+    kinds = types(out)
+    assert kinds["blk.1.ffn_down.weight"] == Type.Q4_K
+    plain = convert(ConvertOptions(uneven("llama"), tmp_path / "plain.gguf", outtype="q4_k", pure=True))
+    assert plain.rows
+    assert not np.array_equal(
+        np.frombuffer(contents(tmp_path / "plain.gguf")[0]["blk.1.ffn_down.weight"], np.uint8),
+        np.frombuffer(files[0][0]["blk.1.ffn_down.weight"], np.uint8),
+    )
