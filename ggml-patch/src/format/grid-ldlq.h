@@ -33,11 +33,11 @@ GGML_API void grid_ldlq_feed(float * GGML_RESTRICT target, const float * GGML_RE
 //   minimum   the same
 //   low, high least and greatest code
 //   table     level of each code from 0 to high, ascending; NULL where a code is its own level
-GGML_API void grid_ldlq_round(int8_t * GGML_RESTRICT codes, float * GGML_RESTRICT errors, float * GGML_RESTRICT residual,
-                              const float * GGML_RESTRICT weights, const float * GGML_RESTRICT target, int64_t nrows,
-                              const float * GGML_RESTRICT feedback, int64_t stride, const float * GGML_RESTRICT scale,
-                              const float * GGML_RESTRICT minimum, int group, int low, int high,
-                              const float * GGML_RESTRICT table);
+GGML_API void grid_ldlq_round(int8_t * GGML_RESTRICT codes, float * GGML_RESTRICT errors,
+                              float * GGML_RESTRICT residual, const float * GGML_RESTRICT weights,
+                              const float * GGML_RESTRICT target, int64_t nrows, const float * GGML_RESTRICT feedback,
+                              int64_t stride, const float * GGML_RESTRICT scale, const float * GGML_RESTRICT minimum,
+                              int group, int low, int high, const float * GGML_RESTRICT table);
 
 #ifdef __cplusplus
 }
