@@ -78,7 +78,8 @@ def build(tree: Path, work: Path) -> str:
 def compile_ours(tree: Path, out: Path) -> tuple[int, list[str]]:
     """Compile each of our C and C++ files for each processor; how many, and what the compiler complained about."""
     ggml = tree / "ggml" / "src"
-    files = [*sorted(ggml.glob("itq3s-*.c")), *sorted((ggml / "ggml-cpu" / "itq3s").rglob("*.c*"))]
+    names = {path.name for path in (ROOT / "ggml-patch" / "src" / "format").glob("*.c")}
+    files = [*sorted(ggml / name for name in names), *sorted((ggml / "ggml-cpu" / "itq3s").rglob("*.c*"))]
     files = [path for path in files if path.suffix in (".c", ".cpp") and "arm" not in path.parts]
     includes = [f"-I{folder}" for folder in (ggml, ggml / "ggml-cpu", tree / "ggml" / "include")]
     found = []
