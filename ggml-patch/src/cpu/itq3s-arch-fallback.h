@@ -10,4 +10,11 @@
 #else
 #    define quantize_row_q8_K_h_generic        quantize_row_q8_K_h
 #    define ggml_vec_dot_itq3_s_q8_K_h_generic ggml_vec_dot_itq3_s_q8_K_h
+#    define itq3s_repack_itq3_s_generic        itq3s_repack_itq3_s
+#    define itq3s_repack_tq2_0_generic         itq3s_repack_tq2_0
+#    define itq3s_repack_tq1_0_generic         itq3s_repack_tq1_0
+#    define itq3s_gemm_itq3_s_generic          itq3s_gemm_itq3_s
+#    define itq3s_gemm_tq2_0_generic           itq3s_gemm_tq2_0
+#    define itq3s_gemm_tq1_0_generic           itq3s_gemm_tq1_0
+#    define itq3s_reorder_q8_K_h_generic       itq3s_reorder_q8_K_h
 #endif

@@ -1,0 +1,94 @@
+#pragma once
+
+// Products of ITQ3_S, TQ1_0 and TQ2_0 with 16 rows of weights side by side: docs/kernels.md explains them.
+//
+// A panel is 16 rows of a matrix, nb blocks each, repacked to as many bytes as they had: first the codes of block 0 of
+// all rows, of block 1, ..., then the scales in the same order. Codes are words of 32 bits, one of each row beside each
+// other, so that a lane of a register belongs to a row from the first shift to the last sum, and nothing has to be
+// added up across lanes. Every sum of a block is an exact integer, and blocks are added up in order: a row of the
+// result has the same bits whatever the number of columns and whatever other rows are computed with it.
+
+#include "ggml-itq3s.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ITQ3S_PANEL_ROWS 16
+#define ITQ3S_GROUP      16  // columns that one call multiplies, at most
+
+// Codes of a block of ITQ3_S. Byte j of a word belongs to the weights 64*j .. 64*j + 63, of which place p = 8*g + t
+// says which: bit 8*j + g of sel[t] is the selector of weight 64*j + 8*g + t, so that the selector before is the same
+// bit of sel[t - 1], or of sel[7] a bit lower; the symbol of p = 16*a + 8*h + t is in bits 2*(a ^ 1) of qs[2*t + h].
+typedef struct {
+    uint32_t sel[8][ITQ3S_PANEL_ROWS];
+    uint32_t qs[16][ITQ3S_PANEL_ROWS];
+} itq3s_codes_itq3_s;
+typedef struct {
+    ggml_half d[ITQ3S_PANEL_ROWS];
+    ggml_half z[ITQ3S_PANEL_ROWS];
+} itq3s_scales_itq3_s;
+
+// Codes of a block of TQ2_0 and TQ1_0: the words of the block.
+typedef struct {
+    uint32_t qs[16][ITQ3S_PANEL_ROWS];
+} itq3s_codes_tq2_0;
+typedef struct {
+    uint32_t qs[12][ITQ3S_PANEL_ROWS];
+    uint32_t qh[ITQ3S_PANEL_ROWS];
+} itq3s_codes_tq1_0;
+typedef struct {
+    ggml_half d[ITQ3S_PANEL_ROWS];
+} itq3s_scales_tq;
+
+static_assert(sizeof(itq3s_codes_itq3_s) + sizeof(itq3s_scales_itq3_s) == ITQ3S_PANEL_ROWS * sizeof(block_itq3_s),
+              "a panel of ITQ3_S has another size than its rows");
+static_assert(sizeof(itq3s_codes_tq2_0) + sizeof(itq3s_scales_tq) == ITQ3S_PANEL_ROWS * sizeof(block_tq2_0),
+              "a panel of TQ2_0 has another size than its rows");
+static_assert(sizeof(itq3s_codes_tq1_0) + sizeof(itq3s_scales_tq) == ITQ3S_PANEL_ROWS * sizeof(block_tq1_0),
+              "a panel of TQ1_0 has another size than its rows");
+
+// Quantized activations of nc columns of a product, block by block. The 256 bytes of a block are in the order of the
+// kernels, four that meet the four bytes of one word of weights side by side: byte 4*p + j is number 64*j + p of the
+// rotated block for ITQ3_S, and they stay in their order for TQ1_0 and TQ2_0.
+struct itq3s_columns {
+    const int8_t *  q;     // [nb][nc][256], on a 64-byte boundary
+    const float *   d;     // [nb][nc] scales
+    const int32_t * sums;  // [nb][nc] sums of the 256
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Repack n_rows <= 16 rows of nb blocks, row_size bytes apart, into a panel on a 64-byte boundary. Rows that are missing
+// get zeros.
+void itq3s_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+void itq3s_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+void itq3s_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+
+// out[c][r]: the product of row r of a panel and column c of y, 1 <= nc <= ITQ3S_GROUP.
+void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                       float out[][ITQ3S_PANEL_ROWS]);
+void itq3s_gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                      float out[][ITQ3S_PANEL_ROWS]);
+void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                      float out[][ITQ3S_PANEL_ROWS]);
+
+// From 256 bytes of Q8_K_H to the order of the kernels.
+void itq3s_reorder_q8_K_h(const int8_t * q, int8_t * y);
+
+// Generic implementation
+void itq3s_repack_itq3_s_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+void itq3s_repack_tq2_0_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+void itq3s_repack_tq1_0_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+void itq3s_gemm_itq3_s_generic(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                               float out[][ITQ3S_PANEL_ROWS]);
+void itq3s_gemm_tq2_0_generic(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                              float out[][ITQ3S_PANEL_ROWS]);
+void itq3s_gemm_tq1_0_generic(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                              float out[][ITQ3S_PANEL_ROWS]);
+void itq3s_reorder_q8_K_h_generic(const int8_t * q, int8_t * y);
+
+#ifdef __cplusplus
+}
+#endif
