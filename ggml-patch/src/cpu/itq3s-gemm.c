@@ -159,23 +159,23 @@ void itq3s_gemm_itq3_s_generic(int64_t nb, const void * panel, const struct itq3
     }
 }
 
-#define GEMM_TQ(name, codes_t, decode)                                                                          \
-    void name(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, float out[][ROWS]) {      \
-        const codes_t *         codes  = panel;                                                                 \
-        const itq3s_scales_tq * scales = (const void *) (codes + nb);                                           \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                             \
-                                                                                                                \
-        for (int64_t b = 0; b < nb; ++b) {                                                                      \
-            for (int r = 0; r < ROWS; ++r) {                                                                    \
-                int8_t levels[QK_K];                                                                            \
-                decode(&codes[b], r, levels);                                                                   \
-                const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]);                                          \
-                for (int c = 0; c < nc; ++c) {                                                                  \
-                    const int64_t at = b * nc + c;                                                              \
-                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];                    \
-                }                                                                                               \
-            }                                                                                                   \
-        }                                                                                                       \
+#define GEMM_TQ(name, codes_t, decode)                                                                     \
+    void name(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, float out[][ROWS]) { \
+        const codes_t *         codes  = panel;                                                            \
+        const itq3s_scales_tq * scales = (const void *) (codes + nb);                                      \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                        \
+                                                                                                           \
+        for (int64_t b = 0; b < nb; ++b) {                                                                 \
+            for (int r = 0; r < ROWS; ++r) {                                                               \
+                int8_t levels[QK_K];                                                                       \
+                decode(&codes[b], r, levels);                                                              \
+                const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]);                                     \
+                for (int c = 0; c < nc; ++c) {                                                             \
+                    const int64_t at = b * nc + c;                                                         \
+                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];               \
+                }                                                                                          \
+            }                                                                                              \
+        }                                                                                                  \
     }
 
 GEMM_TQ(itq3s_gemm_tq2_0_generic, itq3s_codes_tq2_0, levels_tq2_0)
