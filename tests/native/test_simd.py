@@ -67,7 +67,7 @@ def test_variant_under_the_sanitizers(variant: str, tmp_path: Path) -> None:
 
 
 def test_products(tmp_path: Path) -> None:
-    """mul_mat and mul_mat_id of the built library: rounding away from vec_dot, the same bits at any number of columns."""
+    """mul_mat and mul_mat_id of the built library: vec_dot's result, and the same bits at any number of columns."""
     program = tmp_path / "test-mul-mat"
     subprocess.run(
         [
