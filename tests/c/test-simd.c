@@ -326,7 +326,7 @@ static void test_vectors(const char * path) {
     report(line, blocks > 0 && worst < 1e-6);
 }
 
-#if defined(GGML_TQ_X86)
+#if defined(GGML_TQ_AVX512)
 static void test_ternary(void) {
     static block_tq1_0 x1[MAX_BLOCKS];
     static block_tq2_0 x2[MAX_BLOCKS];
@@ -347,13 +347,11 @@ static void test_ternary(void) {
             }
             float portable, simd;
             ggml_vec_dot_tq1_0_q8_K_generic(nb * QK_K, &portable, 0, x1, 0, y, 0, 1);
-            if (ggml_vec_dot_tq1_0_q8_K_x86(nb * QK_K, &simd, x1, y)) {
-                worst1 = fmax(worst1, fabs((double) simd - portable) / scale);
-            }
+            ggml_vec_dot_tq1_0_q8_K_avx512(nb * QK_K, &simd, x1, y);
+            worst1 = fmax(worst1, fabs((double) simd - portable) / scale);
             ggml_vec_dot_tq2_0_q8_K_generic(nb * QK_K, &portable, 0, x2, 0, y, 0, 1);
-            if (ggml_vec_dot_tq2_0_q8_K_x86(nb * QK_K, &simd, x2, y)) {
-                worst2 = fmax(worst2, fabs((double) simd - portable) / scale);
-            }
+            ggml_vec_dot_tq2_0_q8_K_avx512(nb * QK_K, &simd, x2, y);
+            worst2 = fmax(worst2, fabs((double) simd - portable) / scale);
         }
         char line[80];
         snprintf(line, sizeof(line), "tq1_0 dot, any bytes, activations %d: %.1e", act, worst1);
@@ -370,7 +368,7 @@ int main(int argc, char ** argv) {
     }
     test_activations();
     test_itq3_s();
-#if defined(GGML_TQ_X86)
+#if defined(GGML_TQ_AVX512)
     test_ternary();
 #endif
     if (argc > 1) {

@@ -66,6 +66,11 @@ void itq3s_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t
 void itq3s_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
 void itq3s_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
 
+// The other way round: all 16 rows of a panel. Portable code alone, for whoever asks a buffer for its bytes.
+void itq3s_unpack_itq3_s(const void * panel, int64_t nb, void * rows, size_t row_size);
+void itq3s_unpack_tq2_0(const void * panel, int64_t nb, void * rows, size_t row_size);
+void itq3s_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_size);
+
 // out[c][r]: the product of row r of a panel and column c of y, 1 <= nc <= ITQ3S_GROUP.
 void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                        float out[][ITQ3S_PANEL_ROWS]);
