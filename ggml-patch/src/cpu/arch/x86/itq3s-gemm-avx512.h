@@ -36,26 +36,32 @@ ITQ_INLINE __m512i dot_4(__m512i acc, __m512i codes, const int8_t * y) {
 #endif
 }
 
-// Sums of a block for nc columns. Where there are few, several accumulators take turns: the products have a latency.
+// Columns whose sums are registers, and the sums of one where several take turns because the products have a latency.
+#define DIRECT 16
 #define CHAINS 8
 ITQ_INLINE int chains(int nc) {
     return nc <= 2 ? 8 : nc == 3 ? 4 : nc <= 8 ? 2 : 1;
 }
 
-#define SUMS(nc)                                         \
-    __m512i acc[ITQ3S_GROUP][CHAINS];                    \
-    UNROLL(16) for (int c = 0; c < (nc); ++c) {          \
-        UNROLL(8) for (int i = 0; i < chains(nc); ++i) { \
-            acc[c][i] = _mm512_setzero_si512();          \
-        }                                                \
+// Codes are the levels plus `bias`.
+#define SUMS(nc, bias, sum1)                                \
+    __m512i acc[DIRECT][CHAINS];                            \
+    UNROLL(16) for (int c = 0; c < (nc); ++c) {             \
+        acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]); \
+        UNROLL(8) for (int i = 1; i < chains(nc); ++i) {    \
+            acc[c][i] = _mm512_setzero_si512();             \
+        }                                                   \
     }
 
-// Multiply codes of place p of the activations; `turn` picks the accumulator.
-#define ADD_PRODUCTS(nc, codes, y, p, turn)                          \
-    UNROLL(16) for (int c = 0; c < (nc); ++c) {                      \
-        __m512i * sum = &acc[c][(turn) % chains(nc)];                \
-        *sum          = dot_4(*sum, codes, (y) + 256 * c + 4 * (p)); \
+// Multiply codes of place p of the activations; `turn` picks the sum.
+#define ADD_PRODUCTS(codes, p, turn)                               \
+    UNROLL(16) for (int c = 0; c < nc; ++c) {                      \
+        __m512i * sum = &acc[c][(turn) % chains(nc)];              \
+        *sum          = dot_4(*sum, codes, q + 256 * c + 4 * (p)); \
     }
+
+// Or keep them.
+#define STORE_CODES(codes, p, turn) _mm512_store_si512(kept + 64 * (p), codes);
 
 ITQ_INLINE __m512i sum_chains(const __m512i * acc, int n) {
     __m512i sum = acc[0];
@@ -68,6 +74,111 @@ ITQ_INLINE __m512i sum_chains(const __m512i * acc, int n) {
 ITQ_INLINE __m512 load_halves(const ggml_half * h) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) h));
 }
+
+// What a block is scaled by: (dot * d - total of the activations * dmin) * d of the activations.
+struct block_scales {
+    __m512 d;
+    __m512 dmin;
+    int    has_min;
+};
+
+ITQ_INLINE struct block_scales scales_itq3_s(const itq3s_scales_itq3_s * x) {
+    const __m512 d = _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f));
+    const __m512 z = load_halves(x->z);
+    return (struct block_scales) { d, _mm512_mul_ps(d, z), _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ) };
+}
+
+ITQ_INLINE struct block_scales scales_tq(const itq3s_scales_tq * x) {
+    return (struct block_scales) { load_halves(x->d), _mm512_setzero_ps(), 0 };
+}
+
+ITQ_INLINE __m512 add_block(__m512 sum, __m512i dot, const struct block_scales * x, int32_t total, float d1) {
+    __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), x->d);
+    if (x->has_min) {
+        v = _mm512_fnmadd_ps(x->dmin, _mm512_cvtepi32_ps(_mm512_set1_epi32(total)), v);
+    }
+    return _mm512_fmadd_ps(v, _mm512_set1_ps(d1), sum);
+}
+
+// Products of n <= DIRECT columns and the codes of a block that are kept.
+ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
+                              const float * d1, const int32_t * sum1, const int nc, float out[][ROWS]) {
+    SUMS(nc, bias, sum1)
+    for (int p = 0; p < 64; p += 4) {
+        UNROLL(4) for (int i = 0; i < 4; ++i) {
+            ADD_PRODUCTS(_mm512_load_si512(kept + 64 * (p + i)), p + i, i)
+        }
+    }
+    UNROLL(16) for (int c = 0; c < nc; ++c) {
+        const __m512 sum = _mm512_loadu_ps(out[c]);
+        _mm512_storeu_ps(out[c], add_block(sum, sum_chains(acc[c], chains(nc)), scales, sum1[c], d1[c]));
+    }
+}
+
+// A function for every number of columns.
+#define KEPT(n)                                                 \
+    case n:                                                     \
+        multiply_kept(kept, bias, scales, q, d1, sum1, n, out); \
+        break;
+
+static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
+                             const float * d1, const int32_t * sum1, int nc, float out[][ROWS]) {
+    switch (nc) {
+        KEPT(1)
+        KEPT(2) KEPT(3) KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14)
+            KEPT(15) KEPT(16)
+    }
+}
+
+// The two ways of a product of a type: LEVELS(codes, F) decodes a block and does F(levels, place, turn), CODES is the
+// number that codes are above the levels. Up to DIRECT columns take every level from its register; of more, the levels
+// of a block are kept in the first-level cache and multiplied with DIRECT columns at a time.
+#define GEMM(type, scales_of, LEVELS, CODES)                                                                           \
+    ITQ_INLINE void gemm_##type##_direct(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
+                                         float out[][ROWS]) {                                                          \
+        const itq3s_codes_##type * codes  = panel;                                                                     \
+        const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
+                                                                                                                       \
+        __m512 sums[DIRECT];                                                                                           \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
+            sums[c] = _mm512_setzero_ps();                                                                             \
+        }                                                                                                              \
+        const int8_t *  q    = y->q;                                                                                   \
+        const float *   d1   = y->d;                                                                                   \
+        const int32_t * sum1 = y->sums;                                                                                \
+        for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                        \
+            SUMS(nc, CODES, sum1)                                                                                      \
+            LEVELS(&codes[b], ADD_PRODUCTS)                                                                            \
+            const struct block_scales x = scales_of(&scales[b]);                                                       \
+            UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                  \
+                sums[c] = add_block(sums[c], sum_chains(acc[c], chains(nc)), &x, sum1[c], d1[c]);                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
+            _mm512_storeu_ps(out[c], sums[c]);                                                                         \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,             \
+                                   float out[][ROWS]) {                                                                \
+        const itq3s_codes_##type * codes  = panel;                                                                     \
+        const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
+                                                                                                                       \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                    \
+        for (int64_t b = 0; b < nb; ++b) {                                                                             \
+            uint8_t kept[64 * 64] __attribute__((aligned(64)));                                                        \
+            LEVELS(&codes[b], STORE_CODES)                                                                             \
+            const struct block_scales x = scales_of(&scales[b]);                                                       \
+            for (int c = 0; c < nc; c += DIRECT) {                                                                     \
+                const int64_t at = b * nc + c;                                                                         \
+                multiply_kept_by(kept, CODES, &x, y->q + 256 * at, y->d + at, y->sums + at,                            \
+                                 nc - c < DIRECT ? nc - c : DIRECT, out + c);                                          \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+#define SCALES_itq3_s itq3s_scales_itq3_s
+#define SCALES_tq2_0  itq3s_scales_tq
+#define SCALES_tq1_0  itq3s_scales_tq
 
 //
 // ITQ3_S
@@ -82,72 +193,49 @@ ITQ_INLINE __m512i look_up(__m512i table, __m512i index) {
 #endif
 }
 
-ITQ_INLINE void gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
-                            float out[][ROWS]) {
-    const itq3s_codes_itq3_s *  codes  = panel;
-    const itq3s_scales_itq3_s * scales = (const void *) (codes + nb);
+// Levels plus 64 by symbol, grid, and by grid, symbol.
+ITQ_INLINE __m512i table_even(void) {
+    static const int8_t levels[16] = ITQ3_S_LEVELS;
+    return _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *) levels), _mm_set1_epi8(64)));
+}
 
-    // levels plus 64 by symbol, grid, and by grid, symbol
-    static const int8_t  levels[16] = ITQ3_S_LEVELS;
-    static const uint8_t swap[16]   = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
-    const __m128i        by_symbol  = _mm_add_epi8(_mm_loadu_si128((const __m128i *) levels), _mm_set1_epi8(64));
-    const __m512i        table_even = _mm512_broadcast_i32x4(by_symbol);
-    const __m512i        table_odd =
-        _mm512_broadcast_i32x4(_mm_shuffle_epi8(by_symbol, _mm_loadu_si128((const __m128i *) swap)));
-    const __m512i ones  = _mm512_set1_epi8(0x55);
-    const __m512i pairs = _mm512_set1_epi8(0x33);
+ITQ_INLINE __m512i table_odd(void) {
+    return _mm512_shuffle_epi8(
+        table_even(), _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
 
-    __m512  sums[ITQ3S_GROUP];
-    __m512i grids[16];
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        sums[c] = _mm512_setzero_ps();
+// 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each as symbols are.
+ITQ_INLINE void grids_itq3_s(const itq3s_codes_itq3_s * x, __m512i grids[16]) {
+    const __m512i even = _mm512_set1_epi8(0x55);
+    __m512i       s[14];  // selectors of t = -6 .. 7
+    UNROLL(8) for (int t = 0; t < 8; ++t) {
+        s[6 + t] = _mm512_load_si512(x->sel[t]);
     }
-
-    const int8_t *  q    = y->q;
-    const float *   d1   = y->d;
-    const int32_t * sum1 = y->sums;
-    for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {
-        // selectors of t = -6 .. 7
-        __m512i s[14];
-        UNROLL(8) for (int t = 0; t < 8; ++t) {
-            s[6 + t] = _mm512_load_si512(codes[b].sel[t]);
-        }
-        UNROLL(6) for (int t = 0; t < 6; ++t) {
-            s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
-        }
-        // 2*c1 + c0 of even and of odd bits, two bits each as symbols are
-        UNROLL(8) for (int t = 0; t < 8; ++t) {
-            const __m512i c1 = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
-            const __m512i c0 = _mm512_xor_si512(s[4 + t], s[2 + t]);
-            grids[2 * t]     = _mm512_ternarylogic_epi64(ones, c0, _mm512_add_epi8(c1, c1), 0xCA);
-            grids[2 * t + 1] = _mm512_ternarylogic_epi64(ones, _mm512_srli_epi16(c0, 1), c1, 0xCA);
-        }
-        SUMS(nc)
-        UNROLL(16) for (int i = 0; i < 16; ++i) {
-            const __m512i symbols = _mm512_load_si512(codes[b].qs[i]);
-            const __m512i even    = _mm512_ternarylogic_epi64(pairs, grids[i], symbols, 0xCA);
-            const __m512i odd     = _mm512_ternarylogic_epi64(pairs, symbols, grids[i], 0xCA);
-            const int     p       = 8 * (i % 2) + i / 2;
-            ADD_PRODUCTS(nc, look_up(table_even, even), q, p, 4 * i)
-            ADD_PRODUCTS(nc, look_up(table_odd, odd), q, 16 + p, 4 * i + 1)
-            ADD_PRODUCTS(nc, look_up(table_even, _mm512_srli_epi16(even, 4)), q, 32 + p, 4 * i + 2)
-            ADD_PRODUCTS(nc, look_up(table_odd, _mm512_srli_epi16(odd, 4)), q, 48 + p, 4 * i + 3)
-        }
-
-        const __m512 d0   = _mm512_mul_ps(load_halves(scales[b].d), _mm512_set1_ps(0.03125f));
-        const __m512 dmin = _mm512_mul_ps(d0, load_halves(scales[b].z));
-        UNROLL(16) for (int c = 0; c < nc; ++c) {
-            const __m512i total = _mm512_set1_epi32(sum1[c]);
-            const __m512i dot   = _mm512_sub_epi32(sum_chains(acc[c], chains(nc)), _mm512_slli_epi32(total, 6));
-            const __m512  v =
-                _mm512_fnmadd_ps(dmin, _mm512_cvtepi32_ps(total), _mm512_mul_ps(_mm512_cvtepi32_ps(dot), d0));
-            sums[c] = _mm512_fmadd_ps(v, _mm512_set1_ps(d1[c]), sums[c]);
-        }
+    UNROLL(6) for (int t = 0; t < 6; ++t) {
+        s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
     }
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        _mm512_storeu_ps(out[c], sums[c]);
+    UNROLL(8) for (int t = 0; t < 8; ++t) {
+        const __m512i c1 = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
+        const __m512i c0 = _mm512_xor_si512(s[4 + t], s[2 + t]);
+        grids[2 * t]     = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
+        grids[2 * t + 1] = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
     }
 }
+
+#define LEVELS_ITQ3_S(x, F)                                                                                 \
+    __m512i grids[16];                                                                                      \
+    grids_itq3_s(x, grids);                                                                                 \
+    UNROLL(16) for (int i = 0; i < 16; ++i) {                                                               \
+        const __m512i symbols = _mm512_load_si512((x)->qs[i]);                                              \
+        const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
+        const __m512i odd     = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), symbols, grids[i], 0xCA); \
+        const int     p       = 8 * (i % 2) + i / 2;                                                        \
+        F(look_up(table_even(), even), p, 4 * i)                                                            \
+        F(look_up(table_odd(), odd), 16 + p, 4 * i + 1)                                                     \
+        F(look_up(table_even(), _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2)                             \
+        F(look_up(table_odd(), _mm512_srli_epi16(odd, 4)), 48 + p, 4 * i + 3)                               \
+    }
+GEMM(itq3_s, scales_itq3_s, LEVELS_ITQ3_S, 64)
 
 //
 // TQ2_0 and TQ1_0: trits are stored plus one
@@ -160,44 +248,43 @@ ITQ_INLINE void gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_c
 #    define WHOLE_BYTES 0
 #endif
 
-ITQ_INLINE __m512 add_trits_block(__m512 sums, __m512i dot, int32_t total, const itq3s_scales_tq * scales, float d1) {
-    const __m512 v = _mm512_cvtepi32_ps(_mm512_sub_epi32(dot, _mm512_set1_epi32(total)));
-    return _mm512_fmadd_ps(_mm512_mul_ps(v, load_halves(scales->d)), _mm512_set1_ps(d1), sums);
-}
+#define LEVELS_TQ2_0(x, F)                                                                               \
+    UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
+        const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
+        UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
+            const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
+            F(field, 32 * (w / 8) + 8 * f + w % 8, f)                                                    \
+        }                                                                                                \
+    }
+GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 
-ITQ_INLINE void gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
-                           float out[][ROWS]) {
-    const itq3s_codes_tq2_0 * codes    = panel;
-    const itq3s_scales_tq *   scales   = (const void *) (codes + nb);
-    // With an accumulator for each of the four fields of a byte no field is shifted: its sum is.
-    const int                 by_field = WHOLE_BYTES && chains(nc) >= 4;
+// Few columns: no field of a byte is shifted, its sum is.
+ITQ_INLINE void gemm_tq2_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                               float out[][ROWS]) {
+    const itq3s_codes_tq2_0 * codes  = panel;
+    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
 
-    __m512 sums[ITQ3S_GROUP];
+    __m512 sums[DIRECT];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
-
-    const int8_t *  q    = y->q;
-    const float *   d1   = y->d;
-    const int32_t * sum1 = y->sums;
-    for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {
-        SUMS(nc)
+    const int8_t * q = y->q;
+    for (int64_t b = 0; b < nb; ++b, q += 256 * nc) {
+        const int32_t * sum1 = y->sums + b * nc;
+        SUMS(nc, 1, sum1)
         UNROLL(16) for (int w = 0; w < 16; ++w) {
             const __m512i word = _mm512_load_si512(codes[b].qs[w]);
             UNROLL(4) for (int f = 0; f < 4; ++f) {
-                const int     p     = 32 * (w / 8) + 8 * f + w % 8;
-                const __m512i at    = by_field || f == 0 ? word : _mm512_srli_epi16(word, 2 * f);
-                const __m512i trits = _mm512_and_si512(at, _mm512_set1_epi8((char) (by_field ? 3 << 2 * f : 3)));
-                ADD_PRODUCTS(nc, trits, q, p, 4 * w + f)
+                const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f)));
+                ADD_PRODUCTS(field, 32 * (w / 8) + 8 * f + w % 8, 4 * w + f)
             }
         }
+        const struct block_scales x = scales_tq(&scales[b]);
         UNROLL(16) for (int c = 0; c < nc; ++c) {
-            if (by_field) {
-                UNROLL(8) for (int i = 0; i < chains(nc); ++i) {
-                    acc[c][i] = _mm512_srai_epi32(acc[c][i], 2 * (i % 4));
-                }
+            UNROLL(8) for (int i = 0; i < chains(nc); ++i) {
+                acc[c][i] = _mm512_srai_epi32(acc[c][i], 2 * (i % 4));
             }
-            sums[c] = add_trits_block(sums[c], sum_chains(acc[c], chains(nc)), sum1[c], &scales[b], d1[c]);
+            sums[c] = add_block(sums[c], sum_chains(acc[c], chains(nc)), &x, sum1[c], y->d[b * nc + c]);
         }
     }
     UNROLL(16) for (int c = 0; c < nc; ++c) {
@@ -210,63 +297,62 @@ ITQ_INLINE __m512i next_trits(__m512i bytes) {
     return _mm512_add_epi8(bytes, _mm512_add_epi8(bytes, bytes));
 }
 
-// In the two upper bits, the others are zero. The means are rounded up, so that b - 1 is taken.
-ITQ_INLINE __m512i first_trits_times_64(__m512i bytes) {
+// The means are rounded up, so that b - 1 is taken.
+ITQ_INLINE __m512i first_trits(__m512i bytes) {
     const __m512i less = _mm512_subs_epu8(bytes, _mm512_set1_epi8(1));
     const __m512i mean = _mm512_avg_epu8(less, _mm512_avg_epu8(less, _mm512_setzero_si512()));
-    return _mm512_and_si512(mean, _mm512_set1_epi8((char) 0xC0));
+    return _mm512_and_si512(_mm512_srli_epi16(mean, 6), _mm512_set1_epi8(3));
 }
 
-// Multiply the first trits of `bytes`, place p of the activations, and go on to the next.
-#define ADD_TRITS(p, turn)                                                              \
-    if (by_byte) {                                                                      \
-        ADD_PRODUCTS(nc, bytes, q, p, 2 * (turn))                                       \
-        bytes = next_trits(bytes);                                                      \
-        ADD_PRODUCTS(nc, bytes, q, p, 2 * (turn) + 1)                                   \
-    } else {                                                                            \
-        const __m512i trits = first_trits_times_64(bytes);                              \
-        ADD_PRODUCTS(nc, WHOLE_BYTES ? trits : _mm512_srli_epi16(trits, 6), q, p, turn) \
-        bytes = next_trits(bytes);                                                      \
+#define TRITS_TQ1_0(x, DO, F)                            \
+    UNROLL(12) for (int w = 0; w < 12; ++w) {            \
+        __m512i bytes = _mm512_load_si512((x)->qs[w]);   \
+        UNROLL(5) for (int l = 0; l < 5; ++l) {          \
+            DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
+        }                                                \
+    }                                                    \
+    __m512i bytes = _mm512_load_si512((x)->qh);          \
+    UNROLL(4) for (int l = 0; l < 4; ++l) {              \
+        DO(F, 60 + l, l)                                 \
     }
+#define ONE_TRIT(F, p, turn)                      \
+    {                                             \
+        const __m512i trits = first_trits(bytes); \
+        F(trits, p, turn)                         \
+        bytes = next_trits(bytes);                \
+    }
+#define LEVELS_TQ1_0(x, F) TRITS_TQ1_0(x, ONE_TRIT, F)
+GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
 
-ITQ_INLINE void gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
-                           float out[][ROWS]) {
-    const itq3s_codes_tq1_0 * codes   = panel;
-    const itq3s_scales_tq *   scales  = (const void *) (codes + nb);
-    // sum(t * y) = (3 * sum(b * y) - sum(next b * y)) / 256: for few columns two products are less work than the trit
-    const int                 by_byte = WHOLE_BYTES && nc <= 2;
+// Few columns: sum(t * y) = (3 * sum(b * y) - sum(next b * y)) / 256, two products and no trit.
+#define TWO_BYTES(F, p, turn)  \
+    F(bytes, p, 2 * (turn))    \
+    bytes = next_trits(bytes); \
+    F(bytes, p, 2 * (turn) + 1)
 
-    __m512 sums[ITQ3S_GROUP];
+ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                               float out[][ROWS]) {
+    const itq3s_codes_tq1_0 * codes  = panel;
+    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
+
+    __m512 sums[DIRECT];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
-
-    const int8_t *  q    = y->q;
-    const float *   d1   = y->d;
-    const int32_t * sum1 = y->sums;
-    for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {
-        SUMS(nc)
-        UNROLL(12) for (int w = 0; w < 12; ++w) {
-            __m512i bytes = _mm512_load_si512(codes[b].qs[w]);
-            UNROLL(5) for (int l = 0; l < 5; ++l) {
-                ADD_TRITS(w < 8 ? 8 * l + w : 32 + 4 * l + w, w)
+    const int8_t * q = y->q;
+    for (int64_t b = 0; b < nb; ++b, q += 256 * nc) {
+        const int32_t * sum1 = y->sums + b * nc;
+        SUMS(nc, 0, sum1)
+        TRITS_TQ1_0(&codes[b], TWO_BYTES, ADD_PRODUCTS)
+        const struct block_scales x = scales_tq(&scales[b]);
+        UNROLL(16) for (int c = 0; c < nc; ++c) {
+            __m512i dot = _mm512_setzero_si512();
+            UNROLL(4) for (int i = 0; i < chains(nc); i += 2) {
+                const __m512i twice = _mm512_slli_epi32(acc[c][i], 1);
+                dot = _mm512_add_epi32(dot, _mm512_sub_epi32(_mm512_add_epi32(acc[c][i], twice), acc[c][i + 1]));
             }
-        }
-        __m512i bytes = _mm512_load_si512(codes[b].qh);
-        UNROLL(4) for (int l = 0; l < 4; ++l){ ADD_TRITS(60 + l, l) } UNROLL(16) for (int c = 0; c < nc; ++c) {
-            __m512i dot;
-            if (by_byte) {
-                __m512i at = acc[c][0], next = acc[c][1];
-                UNROLL(3) for (int i = 2; i < chains(nc); i += 2) {
-                    at   = _mm512_add_epi32(at, acc[c][i]);
-                    next = _mm512_add_epi32(next, acc[c][i + 1]);
-                }
-                dot = _mm512_srai_epi32(_mm512_sub_epi32(_mm512_add_epi32(at, _mm512_slli_epi32(at, 1)), next), 8);
-            } else {
-                dot = sum_chains(acc[c], chains(nc));
-                dot = WHOLE_BYTES ? _mm512_srai_epi32(dot, 6) : dot;
-            }
-            sums[c] = add_trits_block(sums[c], dot, sum1[c], &scales[b], d1[c]);
+            dot     = _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(sum1[c]));
+            sums[c] = add_block(sums[c], dot, &x, sum1[c], y->d[b * nc + c]);
         }
     }
     UNROLL(16) for (int c = 0; c < nc; ++c) {
@@ -459,11 +545,3 @@ static void reorder_q8_K_h(const int8_t * q, int8_t * y) {
     _mm512_storeu_si512(y + 128, _mm512_shuffle_i32x4(even_hi, odd_hi, 0x88));
     _mm512_storeu_si512(y + 192, _mm512_shuffle_i32x4(even_hi, odd_hi, 0xDD));
 }
-
-#undef ROWS
-#undef UNROLL
-#undef CHAINS
-#undef SUMS
-#undef ADD_PRODUCTS
-#undef ADD_TRITS
-#undef WHOLE_BYTES

@@ -11,24 +11,38 @@
 
 #if defined(ITQ3S_GEMM_AVX512)
 
-// A function for every number of columns, so that the accumulators are registers.
-#    define CASE(type, n)                      \
-        case n:                                \
-            gemm_##type(nb, panel, y, n, out); \
-            break;
-#    define GEMM(type)                                                                                            \
-        void itq3s_gemm_##type(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,            \
-                               float out[][ITQ3S_PANEL_ROWS]) {                                                   \
-            switch (nc) {                                                                                         \
-                CASE(type, 1)                                                                                     \
-                CASE(type, 2) CASE(type, 3) CASE(type, 4) CASE(type, 5) CASE(type, 6) CASE(type, 7) CASE(type, 8) \
-                    CASE(type, 9) CASE(type, 10) CASE(type, 11) CASE(type, 12) CASE(type, 13) CASE(type, 14)      \
-                        CASE(type, 15) CASE(type, 16)                                                             \
-            }                                                                                                     \
+// A function for every number of columns, so that the sums are registers.
+#    define DIRECT_CASE(type, n)                        \
+        case n:                                         \
+            gemm_##type##_direct(nb, panel, y, n, out); \
+            return;
+#    define PRODUCT(type)                                                                                       \
+        void itq3s_gemm_##type(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,          \
+                               float out[][ITQ3S_PANEL_ROWS]) {                                                 \
+            switch (nc) {                                                                                       \
+                FEW_##type(1) FEW_##type(2) DIRECT_CASE(type, 3) DIRECT_CASE(type, 4) DIRECT_CASE(type, 5)      \
+                    DIRECT_CASE(type, 6) DIRECT_CASE(type, 7) DIRECT_CASE(type, 8) DIRECT_CASE(type, 9)         \
+                        DIRECT_CASE(type, 10) DIRECT_CASE(type, 11) DIRECT_CASE(type, 12) DIRECT_CASE(type, 13) \
+                            DIRECT_CASE(type, 14) DIRECT_CASE(type, 15) DIRECT_CASE(type, 16) default           \
+                    : gemm_##type##_many(nb, panel, y, nc, out);                                                \
+            }                                                                                                   \
         }
-GEMM(itq3_s)
-GEMM(tq2_0)
-GEMM(tq1_0)
+#    define FEW_itq3_s(n) DIRECT_CASE(itq3_s, n)
+#    if WHOLE_BYTES
+#        define FEW_CASE(type, n)                        \
+            case n:                                      \
+                gemm_##type##_few(nb, panel, y, n, out); \
+                return;
+#        define FEW_tq2_0(n) FEW_CASE(tq2_0, n)
+#        define FEW_tq1_0(n) FEW_CASE(tq1_0, n)
+#    else
+#        define FEW_tq2_0(n) DIRECT_CASE(tq2_0, n)
+#        define FEW_tq1_0(n) DIRECT_CASE(tq1_0, n)
+#    endif
+PRODUCT(itq3_s)
+PRODUCT(tq2_0)
+PRODUCT(tq1_0)
+
 void itq3s_reorder_q8_K_h(const int8_t * q, int8_t * y) {
     reorder_q8_K_h(q, y);
 }
