@@ -358,14 +358,15 @@ def write(
     result: dict[str, Any],
     path: Path,
     table: Callable[[dict[str, Any]], str],
-    plot: Callable[[dict[str, Any], Path], None],
+    plot: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
-    """Write a result to ``path`` with .json, its table with .md and its picture with .png; print the table."""
+    """Write a result to ``path`` with .json, its table with .md and any picture with .png; print the table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     text = table(result)
     path.with_suffix(".md").write_text(text)
-    plot(result, path.with_suffix(".png"))
+    if plot:
+        plot(result, path.with_suffix(".png"))
     print(text)
 
 

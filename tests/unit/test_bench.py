@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts.bench import columns, kernels
+import pytest
+
+from scripts.bench import columns, kernels, large, loading
 
 
 def result() -> dict[str, Any]:
@@ -48,3 +50,24 @@ def test_columns(tmp_path: Path) -> None:
     assert "| ITQ3_S over Q4_K | 1.25 | 1.25 |" in text and "| ITQ3_S (AVX2) over Q4_K (AVX2) | 0.80 |" in text
     columns.plot(measured, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_loading(tmp_path: Path) -> None:
+    run = loading.measured(["sh", "-c", "exit 0"])
+    assert 0 < run.seconds < 60 and run.memory > 0
+    samples = {
+        way: {name: [large.Run(2.0 + i, 1.0, 2**20)] for i, name in enumerate(loading.TYPES)} for way in loading.WAYS
+    }
+    threads = {"gguf-itq3s convert": {"1": [large.Run(6.0, 6.0, 1)], "2": [large.Run(4.0, 8.0, 1)]}}
+    result = {
+        "processor": "a processor", "cores": 2, "rounds": 1, "model_bytes": dict.fromkeys(loading.TYPES, 2**21),
+        "loading": loading.medians_of(samples), "quantizing": loading.medians_of(threads),
+    }  # fmt: skip
+    text = re.sub(" +", " ", loading.table(result))
+    assert "| default | ITQ3_S | 2.00 | 0.50 | 1 | 2 |" in text
+    assert "| gguf-itq3s convert | 6.0 | 4.0 | 1.50 |" in text
+
+
+def test_loading_says_what_failed() -> None:
+    with pytest.raises(kernels.BenchError, match="sh failed"):
+        loading.measured(["sh", "-c", "echo no; exit 3"])
