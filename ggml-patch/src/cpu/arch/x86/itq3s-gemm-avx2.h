@@ -101,12 +101,6 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
             break;                                                         \
     }
 
-#if defined(__GNUC__)
-#    define UNROLL_8 _Pragma("GCC unroll 8")
-#else
-#    define UNROLL_8
-#endif
-
 //
 // ITQ3_S
 //
@@ -127,47 +121,66 @@ static inline struct level_tables load_level_tables(void) {
     return t;
 }
 
-// The selectors of t = -6 .. -1: those of t + 8, a bit lower. Weight 0 has zeros before it.
+// The selectors of t = -6 .. 7 beside each other. Those before t = 0 are those of t + 8, a bit lower; weight 0 has zeros
+// before it.
 #define SELECTORS_BEFORE 6
 
-static inline void selectors_before(const itq3s_codes_itq3_s * codes, int half, __m256i before[SELECTORS_BEFORE]) {
+struct selectors {
+    __m256i at[SELECTORS_BEFORE + 8];
+};
+
+static inline void load_selectors(const itq3s_codes_itq3_s * codes, int half, struct selectors * s) {
+    for (int t = 0; t < 8; ++t) {
+        s->at[SELECTORS_BEFORE + t] = load_words(codes->sel[t], half);
+    }
     for (int i = 0; i < SELECTORS_BEFORE; ++i) {
-        const __m256i s = load_words(codes->sel[8 - SELECTORS_BEFORE + i], half);
-        before[i]       = _mm256_add_epi32(s, s);
+        s->at[i] = _mm256_add_epi32(s->at[i + 8], s->at[i + 8]);
     }
 }
 
-static inline __m256i selectors_at(const itq3s_codes_itq3_s * codes, int half, const __m256i * before, int t) {
-    return t < 0 ? before[SELECTORS_BEFORE + t] : load_words(codes->sel[t], half);
-}
-
 // 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of fields[h].
-static inline void grids_itq3_s(const itq3s_codes_itq3_s * codes, int half, const __m256i * before, int t,
-                                __m256i fields[2]) {
-    const __m256i c1 = _mm256_xor_si256(
-        _mm256_xor_si256(selectors_at(codes, half, before, t), selectors_at(codes, half, before, t - 1)),
-        selectors_at(codes, half, before, t - 6));
-    const __m256i c0 =
-        _mm256_xor_si256(selectors_at(codes, half, before, t - 2), selectors_at(codes, half, before, t - 4));
-    const __m256i u = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(c0, 1), c1), _mm256_set1_epi8(0x55));
-    fields[0]       = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
-    fields[1]       = _mm256_xor_si256(c1, u);
+static inline void grids_itq3_s(const struct selectors * selectors, int t, __m256i fields[2]) {
+    const __m256i * s  = selectors->at + SELECTORS_BEFORE + t;
+    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-1]), s[-6]);
+    const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
+    const __m256i   u  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(c0, 1), c1), _mm256_set1_epi8(0x55));
+    fields[0]          = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
+    fields[1]          = _mm256_xor_si256(c1, u);
 }
 
-// Levels plus 64 of four places 16 apart, from their grids and the word of their symbols.
-static inline void levels_of_word(const struct level_tables * tables, __m256i grids, __m256i symbols,
+// Indices of the levels of half a block, two in a byte: even those of a = 0 and 2, odd those of a = 1 and 3.
+struct indices {
+    __m256i even[16];  // 4*symbol + grid, in the order of the words of symbols
+    __m256i odd[16];   // 4*grid + symbol
+};
+
+static inline void make_indices(const itq3s_codes_itq3_s * codes, int half, struct indices * indices) {
+    const __m256i mask = _mm256_set1_epi8(0x33);
+
+    struct selectors selectors;
+    load_selectors(codes, half, &selectors);
+    for (int t = 0; t < 8; ++t) {
+        __m256i fields[2];
+        grids_itq3_s(&selectors, t, fields);
+        for (int h = 0; h < 2; ++h) {
+            const __m256i symbols    = load_words(codes->qs[2 * t + h], half);
+            const __m256i u          = _mm256_and_si256(_mm256_xor_si256(fields[h], symbols), mask);
+            indices->even[2 * t + h] = _mm256_xor_si256(symbols, u);
+            indices->odd[2 * t + h]  = _mm256_xor_si256(fields[h], u);
+        }
+    }
+}
+
+// Levels plus 64 of the four places of a word, 16 apart.
+static inline void levels_of_word(const struct level_tables * tables, const struct indices * indices, int word,
                                   __m256i levels[4]) {
-    const __m256i low = _mm256_set1_epi8(0x0F);
-    const __m256i u   = _mm256_and_si256(_mm256_xor_si256(grids, symbols), _mm256_set1_epi8(0x33));
-
-    // two indices in a byte
-    const __m256i even = _mm256_xor_si256(symbols, u);
-    const __m256i odd  = _mm256_xor_si256(grids, u);
-
-    levels[0] = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(even, low));
-    levels[1] = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(odd, low));
-    levels[2] = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(_mm256_srli_epi16(even, 4), low));
-    levels[3] = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(_mm256_srli_epi16(odd, 4), low));
+    const __m256i low  = _mm256_set1_epi8(0x0F);
+    const __m256i even = indices->even[word];
+    const __m256i odd  = indices->odd[word];
+    levels[0]          = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(even, low));
+    levels[1]          = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(odd, low));
+    levels[2]          = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(_mm256_srli_epi16(even, 4), low));
+    levels[3]          = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(_mm256_srli_epi16(odd, 4), low));
 }
 
 // Scales of a block of ITQ3_S and of what its zero-points take.
@@ -201,20 +214,17 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
     for (int64_t b = 0; b < nb; ++b) {
         const int8_t * q = y->q + b * nc * QK_ITQ3_S;
         for (int half = 0; half < 2; ++half) {
-            __m256i before[SELECTORS_BEFORE];
-            selectors_before(&codes[b], half, before);
+            struct indices indices;
+            make_indices(&codes[b], half, &indices);
 
             __m256i acc[DIRECT_COLUMNS];
             for (int c = 0; c < nc; ++c) {
                 acc[c] = start_itq3_s(y->sums[b * nc + c]);
             }
-            UNROLL_8
             for (int t = 0; t < 8; ++t) {
-                __m256i fields[2];
-                grids_itq3_s(&codes[b], half, before, t, fields);
                 for (int h = 0; h < 2; ++h) {
                     __m256i levels[4];
-                    levels_of_word(&tables, fields[h], load_words(codes[b].qs[2 * t + h], half), levels);
+                    levels_of_word(&tables, &indices, 2 * t + h, levels);
                     for (int a = 0; a < 4; ++a) {
                         for (int c = 0; c < nc; ++c) {
                             acc[c] = dot_levels(acc[c], levels[a], load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t));
@@ -236,15 +246,12 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
 static inline void decode_itq3_s(const itq3s_codes_itq3_s * codes, const struct level_tables * tables,
                                  decoded_block * decoded) {
     for (int half = 0; half < 2; ++half) {
-        __m256i before[SELECTORS_BEFORE];
-        selectors_before(codes, half, before);
-        UNROLL_8
+        struct indices indices;
+        make_indices(codes, half, &indices);
         for (int t = 0; t < 8; ++t) {
-            __m256i fields[2];
-            grids_itq3_s(codes, half, before, t, fields);
             for (int h = 0; h < 2; ++h) {
                 __m256i levels[4];
-                levels_of_word(tables, fields[h], load_words(codes->qs[2 * t + h], half), levels);
+                levels_of_word(tables, &indices, 2 * t + h, levels);
                 for (int a = 0; a < 4; ++a) {
                     store_place(decoded, 16 * a + 8 * h + t, half, levels[a]);
                 }
