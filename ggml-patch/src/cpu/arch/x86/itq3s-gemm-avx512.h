@@ -37,7 +37,7 @@ ITQ_INLINE __m512i dot_4(__m512i acc, __m512i codes, const int8_t * y) {
 }
 
 // Columns whose sums are registers, and the sums of one where several take turns because the products have a latency.
-#define DIRECT 16
+#define TILE   16
 #define CHAINS 8
 ITQ_INLINE int chains(int nc) {
     return nc <= 2 ? 8 : nc == 3 ? 4 : nc <= 8 ? 2 : 1;
@@ -45,7 +45,7 @@ ITQ_INLINE int chains(int nc) {
 
 // Codes are the levels plus `bias`.
 #define SUMS(nc, bias, sum1)                                \
-    __m512i acc[DIRECT][CHAINS];                            \
+    __m512i acc[TILE][CHAINS];                              \
     UNROLL(16) for (int c = 0; c < (nc); ++c) {             \
         acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]); \
         UNROLL(8) for (int i = 1; i < chains(nc); ++i) {    \
@@ -100,7 +100,7 @@ ITQ_INLINE __m512 add_block(__m512 sum, __m512i dot, const struct block_scales *
     return _mm512_fmadd_ps(v, _mm512_set1_ps(d1), sum);
 }
 
-// Products of n <= DIRECT columns and the codes of a block that are kept.
+// Products of n <= TILE columns and the codes of a block that are kept.
 ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
                               const float * d1, const int32_t * sum1, const int nc, float out[][ROWS]) {
     SUMS(nc, bias, sum1)
@@ -126,21 +126,21 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
     switch (nc) {
         KEPT(1)
         KEPT(2)
-        KEPT(3) KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14) KEPT(15)
-            KEPT(16)
+        KEPT(3)
+        KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14) KEPT(15) KEPT(16)
     }
 }
 
 // The two ways of a product of a type: LEVELS(codes, F) decodes a block and does F(levels, place, turn), CODES is the
-// number that codes are above the levels. Up to DIRECT columns take every level from its register; of more, the levels
-// of a block are kept in the first-level cache and multiplied with DIRECT columns at a time.
+// number that codes are above the levels. A few columns take every level from its register; of more, the levels
+// of a block are kept in the first-level cache and multiplied with TILE columns at a time.
 #define GEMM(type, scales_of, LEVELS, CODES)                                                                           \
     ITQ_INLINE void gemm_##type##_direct(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
                                          float out[][ROWS]) {                                                          \
         const itq3s_codes_##type * codes  = panel;                                                                     \
         const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
                                                                                                                        \
-        __m512 sums[DIRECT];                                                                                           \
+        __m512 sums[TILE];                                                                                             \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
             sums[c] = _mm512_setzero_ps();                                                                             \
         }                                                                                                              \
@@ -170,10 +170,10 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
             uint8_t kept[64 * 64] __attribute__((aligned(64)));                                                        \
             LEVELS(&codes[b], STORE_CODES)                                                                             \
             const struct block_scales x = scales_of(&scales[b]);                                                       \
-            for (int c = 0; c < nc; c += DIRECT) {                                                                     \
+            for (int c = 0; c < nc; c += TILE) {                                                                       \
                 const int64_t at = b * nc + c;                                                                         \
                 multiply_kept_by(kept, CODES, &x, y->q + 256 * at, y->d + at, y->sums + at,                            \
-                                 nc - c < DIRECT ? nc - c : DIRECT, out + c);                                          \
+                                 nc - c < TILE ? nc - c : TILE, out + c);                                              \
             }                                                                                                          \
         }                                                                                                              \
     }
@@ -266,7 +266,7 @@ ITQ_INLINE void gemm_tq2_0_few(int64_t nb, const void * panel, const struct itq3
     const itq3s_codes_tq2_0 * codes  = panel;
     const itq3s_scales_tq *   scales = (const void *) (codes + nb);
 
-    __m512 sums[DIRECT];
+    __m512 sums[TILE];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
@@ -339,7 +339,7 @@ ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3
     const itq3s_codes_tq1_0 * codes  = panel;
     const itq3s_scales_tq *   scales = (const void *) (codes + nb);
 
-    __m512 sums[DIRECT];
+    __m512 sums[TILE];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
@@ -375,26 +375,26 @@ ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3
         gemm_##type##_##way(nb, panel, y, n, out); \
         return
 
+#if defined(__AVX512VNNI__)
+#    define MORE_CASES(type)   \
+        CASE(type, direct, 3); \
+        CASE(type, direct, 4); \
+        CASE(type, direct, 5); \
+        CASE(type, direct, 6); \
+        CASE(type, direct, 7); \
+        CASE(type, direct, 8)
+#else
+// with three instructions for a product a compiler takes minutes for the unrolled code
+#    define MORE_CASES(type)
+#endif
+
 #define PRODUCT(type, few)                                                                                         \
     static void itq3s_gemm_##type##_avx512(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
                                            float out[][ROWS]) {                                                    \
         switch (nc) {                                                                                              \
             CASE(type, few, 1);                                                                                    \
             CASE(type, few, 2);                                                                                    \
-            CASE(type, direct, 3);                                                                                 \
-            CASE(type, direct, 4);                                                                                 \
-            CASE(type, direct, 5);                                                                                 \
-            CASE(type, direct, 6);                                                                                 \
-            CASE(type, direct, 7);                                                                                 \
-            CASE(type, direct, 8);                                                                                 \
-            CASE(type, direct, 9);                                                                                 \
-            CASE(type, direct, 10);                                                                                \
-            CASE(type, direct, 11);                                                                                \
-            CASE(type, direct, 12);                                                                                \
-            CASE(type, direct, 13);                                                                                \
-            CASE(type, direct, 14);                                                                                \
-            CASE(type, direct, 15);                                                                                \
-            CASE(type, direct, 16);                                                                                \
+            MORE_CASES(type);                                                                                      \
             default:                                                                                               \
                 gemm_##type##_many(nb, panel, y, nc, out);                                                         \
         }                                                                                                          \
