@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Benchmark the kernels: one run, one table, one JSON file, one plot.
 
-Compares ITQ3_S, TQ1_0 and TQ2_0 with the types of llama.cpp: vec_dot and tiled product, llama-bench on a random Llama
+Compares ITQ3_S, TQ1_0 and TQ2_0 with the types of llama.cpp: vec_dot and matrix product, llama-bench on a random Llama
 of 0.6 billion weights, quantization. The builds under comparison (this one, the same llama.cpp without the patch, this
 one compiled for AVX2 only) and the types are timed in turn, round after round, and medians are taken, because machines
 drift. Only ratios inside one run mean something.
@@ -270,7 +270,7 @@ def roofline_table(result: dict[str, Any]) -> str:
     limits = medians["roofline"]
     header = [
         "type", "memory feeds, G weights/s", "vec_dot, part of the products limit",
-        "tiled, part of the products limit", "generation, GB/s", "part of the memory limit",
+        "product, part of the products limit", "generation, GB/s", "part of the memory limit",
     ]  # fmt: skip
     products = limits.get("products")
     rows = []

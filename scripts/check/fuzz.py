@@ -68,7 +68,10 @@ ENCODED = {
 PARTS = [
     Part("decode", "decoding any bytes as ITQ3_S, TQ1_0, TQ2_0, against the format's text", {"blocks": "blocks"}),
     Part("dot", "`vec_dot` of this processor against the portable C and float64", {"blocks": "blocks"}),
-    Part("tiled", "products of 1 to 300 columns and 1 to 600 rows against `vec_dot`", {"elements": "elements"}),
+    Part(
+        "mul-mat", "products of 1 to 300 columns and 1 to 600 rows against `vec_dot`, their kernels against portable C",
+        {"elements": "elements"},
+    ),
     Part("encode", "the encoders, on any float32", ENCODED),
     Part("encode-vectors", "the same in vectors, as they are for use: address sanitizer alone", ENCODED, share=2),
     Part(

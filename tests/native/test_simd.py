@@ -39,23 +39,21 @@ def features() -> set[str]:
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
 
 
-def run(folder: Path, flags: list[str], deterministic: bool = False) -> str:
+def run(folder: Path, flags: list[str]) -> str:
     program = simd_program.compile_program(folder, os.environ.get("CC", "cc"), "x86", flags)
     vectors = simd_program.write_vectors(folder / "vectors.bin")
-    env = {**os.environ, "GGML_ITQ3S_DETERMINISTIC": str(int(deterministic))}
-    done = subprocess.run([program, vectors], capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run([program, vectors], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant(variant: str, deterministic: bool, tmp_path: Path) -> None:
+def test_variant(variant: str, tmp_path: Path) -> None:
     flags, needs = VARIANTS[variant]
     missing = set(needs) - features()
     if missing:
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    text = run(tmp_path, flags, deterministic)
+    text = run(tmp_path, flags)
     assert text.splitlines()[-1] == "0 failed" and "reference blocks" in text
 
 
@@ -68,20 +66,16 @@ def test_variant_under_the_sanitizers(variant: str, tmp_path: Path) -> None:
     assert run(tmp_path, [*flags, *sanitizers.FLAGS]).splitlines()[-1] == "0 failed"
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_tiled_product(deterministic: bool, tmp_path: Path) -> None:
-    """mul_mat and mul_mat_id of the built library against its vec_dot: to rounding, or to the bit if asked."""
-    program = tmp_path / "test-tiled"
+def test_products(tmp_path: Path) -> None:
+    """mul_mat and mul_mat_id of the built library: vec_dot's result, and the same bits at any number of columns."""
+    program = tmp_path / "test-mul-mat"
     subprocess.run(
         [
             os.environ.get("CC", "cc"), "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror",
-            f"-I{ggml_library.headers()}", llama.ROOT / "tests" / "c" / "test-tiled.c", "-o", program,
+            f"-I{ggml_library.headers()}", llama.ROOT / "tests" / "c" / "test-mul-mat.c", "-o", program,
             "-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm",
         ],
         check=True,
     )  # fmt: skip
-    env = {k: v for k, v in os.environ.items() if k != "GGML_ITQ3S_DETERMINISTIC"}
-    if deterministic:
-        env["GGML_ITQ3S_DETERMINISTIC"] = "1"
-    done = subprocess.run([program], capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -72,6 +72,64 @@ void itq3s_repack_tq1_0_generic(const void * rows, size_t row_size, int n_rows, 
     }
 }
 
+static void store_word(uint8_t * bytes, uint32_t word) {
+    for (int j = 0; j < 4; ++j) {
+        bytes[j] = (uint8_t) (word >> 8 * j);
+    }
+}
+
+void itq3s_unpack_itq3_s(const void * panel, int64_t nb, void * rows, size_t row_size) {
+    const itq3s_codes_itq3_s *  codes  = panel;
+    const itq3s_scales_itq3_s * scales = (const void *) (codes + nb);
+
+    for (int r = 0; r < ROWS; ++r) {
+        block_itq3_s * x = (void *) ((char *) rows + (size_t) r * row_size);
+        for (int64_t b = 0; b < nb; ++b) {
+            memset(&x[b], 0, sizeof(x[b]));
+            for (int k = 0; k < QK_ITQ3_S; ++k) {
+                const int      t = k % 8, h = k / 8 % 2, a = k / 16 % 4, j = k / 64;
+                const uint32_t selector = codes[b].sel[t][r] >> k / 8 & 1;
+                const uint32_t symbol   = codes[b].qs[2 * t + h][r] >> (8 * j + 2 * (a ^ 1)) & 3;
+                x[b].sel[k / 8] |= (uint8_t) (selector << t);
+                x[b].qs[k % 64] |= (uint8_t) (symbol << 2 * j);
+            }
+            x[b].d = scales[b].d[r];
+            x[b].z = scales[b].z[r];
+        }
+    }
+}
+
+void itq3s_unpack_tq2_0(const void * panel, int64_t nb, void * rows, size_t row_size) {
+    const itq3s_codes_tq2_0 * codes  = panel;
+    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
+
+    for (int r = 0; r < ROWS; ++r) {
+        block_tq2_0 * x = (void *) ((char *) rows + (size_t) r * row_size);
+        for (int64_t b = 0; b < nb; ++b) {
+            for (int w = 0; w < 16; ++w) {
+                store_word(x[b].qs + 4 * w, codes[b].qs[w][r]);
+            }
+            x[b].d = scales[b].d[r];
+        }
+    }
+}
+
+void itq3s_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_size) {
+    const itq3s_codes_tq1_0 * codes  = panel;
+    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
+
+    for (int r = 0; r < ROWS; ++r) {
+        block_tq1_0 * x = (void *) ((char *) rows + (size_t) r * row_size);
+        for (int64_t b = 0; b < nb; ++b) {
+            for (int w = 0; w < 12; ++w) {
+                store_word(x[b].qs + 4 * w, codes[b].qs[w][r]);
+            }
+            store_word(x[b].qh, codes[b].qh[r]);
+            x[b].d = scales[b].d[r];
+        }
+    }
+}
+
 //
 // products
 //
@@ -159,23 +217,23 @@ void itq3s_gemm_itq3_s_generic(int64_t nb, const void * panel, const struct itq3
     }
 }
 
-#define GEMM_TQ(name, codes_t, decode)                                                                          \
-    void name(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, float out[][ROWS]) {      \
-        const codes_t *         codes  = panel;                                                                 \
-        const itq3s_scales_tq * scales = (const void *) (codes + nb);                                           \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                             \
-                                                                                                                \
-        for (int64_t b = 0; b < nb; ++b) {                                                                      \
-            for (int r = 0; r < ROWS; ++r) {                                                                    \
-                int8_t levels[QK_K];                                                                            \
-                decode(&codes[b], r, levels);                                                                   \
-                const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]);                                          \
-                for (int c = 0; c < nc; ++c) {                                                                  \
-                    const int64_t at = b * nc + c;                                                              \
-                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];                    \
-                }                                                                                               \
-            }                                                                                                   \
-        }                                                                                                       \
+#define GEMM_TQ(name, codes_t, decode)                                                                     \
+    void name(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, float out[][ROWS]) { \
+        const codes_t *         codes  = panel;                                                            \
+        const itq3s_scales_tq * scales = (const void *) (codes + nb);                                      \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                        \
+                                                                                                           \
+        for (int64_t b = 0; b < nb; ++b) {                                                                 \
+            for (int r = 0; r < ROWS; ++r) {                                                               \
+                int8_t levels[QK_K];                                                                       \
+                decode(&codes[b], r, levels);                                                              \
+                const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]);                                     \
+                for (int c = 0; c < nc; ++c) {                                                             \
+                    const int64_t at = b * nc + c;                                                         \
+                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];               \
+                }                                                                                          \
+            }                                                                                              \
+        }                                                                                                  \
     }
 
 GEMM_TQ(itq3s_gemm_tq2_0_generic, itq3s_codes_tq2_0, levels_tq2_0)

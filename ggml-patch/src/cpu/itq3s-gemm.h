@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #define ITQ3S_PANEL_ROWS 16
-#define ITQ3S_GROUP      16  // columns that one call multiplies, at most
+#define ITQ3S_GROUP      64  // columns that one call multiplies, at most
 
 // Codes of a block of ITQ3_S. Byte j of a word belongs to the weights 64*j .. 64*j + 63, of which place p = 8*g + t
 // says which: bit 8*j + g of sel[t] is the selector of weight 64*j + 8*g + t, so that the selector before is the same
@@ -65,6 +65,11 @@ extern "C" {
 void itq3s_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
 void itq3s_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
 void itq3s_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+
+// The other way round: all 16 rows of a panel. Portable code alone, for whoever asks a buffer for its bytes.
+void itq3s_unpack_itq3_s(const void * panel, int64_t nb, void * rows, size_t row_size);
+void itq3s_unpack_tq2_0(const void * panel, int64_t nb, void * rows, size_t row_size);
+void itq3s_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_size);
 
 // out[c][r]: the product of row r of a panel and column c of y, 1 <= nc <= ITQ3S_GROUP.
 void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,

@@ -8,19 +8,7 @@
 
 #include <assert.h>
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
-
-int itq3_s_deterministic(void) {
-    static _Atomic int known = -1;
-    int                value = known;
-    if (value < 0) {
-        const char * text = getenv("GGML_ITQ3S_DETERMINISTIC");
-        value             = text != NULL && *text != '\0' && strcmp(text, "0") != 0;
-        known             = value;
-    }
-    return value;
-}
 
 void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
     quantize_row_itq3_s_ref(x, y, k);

@@ -21,11 +21,6 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
 void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, size_t bx,
                                 const void * GGML_RESTRICT vy, size_t by, int nrc);
 
-// Whether the environment variable GGML_ITQ3S_DETERMINISTIC is set to anything but 0: dot products of ITQ3_S, TQ1_0 and
-// TQ2_0 then add up blocks in the order of the tiled product, so that a row has the same bits whatever the number of
-// columns. It is read once.
-int itq3_s_deterministic(void);
-
 // Generic implementation
 void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
 void ggml_vec_dot_itq3_s_q8_K_h_generic(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx,

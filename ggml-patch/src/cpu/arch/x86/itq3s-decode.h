@@ -1,6 +1,6 @@
 #pragma once
 
-// From a block of ITQ3_S to its levels, AVX2 and AVX-512: what the dot product and the tiled product share.
+// From a block of ITQ3_S to its levels, AVX2 and AVX-512, for the dot product.
 
 #include "ggml-itq3s.h"
 

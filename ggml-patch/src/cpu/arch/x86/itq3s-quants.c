@@ -7,8 +7,6 @@
 #include "quants.h"
 #include "simd-mappings.h"
 
-#include "itq3s-sum.h"
-
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -148,31 +146,6 @@ static inline float zero_point_term(const block_itq3_s * x, const block_q8_K * y
     return GGML_CPU_FP16_TO_FP32(x->d) * y->d * GGML_CPU_FP16_TO_FP32(x->z) * (float) total;
 }
 
-// Scales of n <= ITQ3_S_SUM_BLOCKS blocks; returns whether one has a zero-point. Only the literal ternary code has any.
-static inline int block_scales(const block_itq3_s * x, const block_q8_K * y, int n, struct itq3_s_block_scales * s) {
-    ITQ3_S_LOAD_SCALES(x, y, n, s);
-    s->d0       = _mm_mul_ps(s->d0, _mm_set1_ps(0.03125f));
-    int has_min = 0;
-    for (int i = 0; i < n; ++i) {
-        has_min |= x[i].z & 0x7FFF;
-    }
-    if (has_min) {
-        float z[ITQ3_S_SUM_BLOCKS]    = { 0.0f };
-        float sums[ITQ3_S_SUM_BLOCKS] = { 0.0f };
-        for (int i = 0; i < n; ++i) {
-            int32_t total = 0;
-            for (int j = 0; j < QK_ITQ3_S / 16; ++j) {
-                total += y[i].bsums[j];
-            }
-            z[i]    = GGML_CPU_FP16_TO_FP32(x[i].z);
-            sums[i] = (float) total;
-        }
-        s->dmin = _mm_mul_ps(s->d0, _mm_loadu_ps(z));
-        s->sum  = _mm_loadu_ps(sums);
-    }
-    return has_min;
-}
-
 #endif  // __AVX2__
 
 #if defined(ITQ3_S_AVX512)
@@ -196,31 +169,6 @@ static inline __m512i dot_start(const block_q8_K * y) {
 
 #if defined(ITQ3_S_AVX512) && defined(__AVX512VBMI__)
 
-static inline __m512i product(const struct itq3_s_tables * tables, const block_itq3_s * x, const block_q8_K * y) {
-    const __m512i q   = _mm512_loadu_si512(x->qs);
-    __m512i       acc = dot_start(y);
-    for (int word = 0; word < 4; ++word) {
-        acc = dot_64(acc, itq3_s_levels_64(tables, x, q, word), y->qs + 64 * word);
-    }
-    return acc;
-}
-
-// In the order of the tiled product.
-static float dot_ordered(const struct itq3_s_tables * tables, const block_itq3_s * x, const block_q8_K * y, int nb) {
-    __m128 sum = _mm_setzero_ps();
-    for (int i = 0; i < nb; i += ITQ3_S_SUM_BLOCKS) {
-        const int m = nb - i < ITQ3_S_SUM_BLOCKS ? nb - i : ITQ3_S_SUM_BLOCKS;
-        __m512i   acc[ITQ3_S_SUM_BLOCKS];
-        for (int b = 0; b < ITQ3_S_SUM_BLOCKS; ++b) {
-            acc[b] = b < m ? product(tables, &x[i + b], &y[i + b]) : _mm512_setzero_si512();
-        }
-        struct itq3_s_block_scales scales;
-        const int                  has_min = block_scales(x + i, y + i, m, &scales);
-        sum                                = itq3_s_add_blocks(sum, itq3_s_sum_4x16(acc), &scales, has_min);
-    }
-    return _mm_cvtss_f32(sum);
-}
-
 void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, size_t bx,
                                 const void * GGML_RESTRICT vy, size_t by, int nrc) {
     assert(n % QK_ITQ3_S == 0);
@@ -235,16 +183,19 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
     const int                          nb = n / QK_ITQ3_S;
 
     const struct itq3_s_tables tables = itq3_s_load_tables();
-    if (itq3_s_deterministic()) {
-        *s = dot_ordered(&tables, x, y, nb);
-        return;
-    }
 
     __m512 sum  = _mm512_setzero_ps();
     float  zsum = 0.0f;
     for (int i = 0; i < nb; ++i) {
+        const __m512i q   = _mm512_loadu_si512(x[i].qs);
+        __m512i       acc = dot_start(&y[i]);
+
+        for (int word = 0; word < 4; ++word) {
+            acc = dot_64(acc, itq3_s_levels_64(&tables, &x[i], q, word), y[i].qs + 64 * word);
+        }
+
         const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;
-        sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(product(&tables, &x[i], &y[i])), sum);
+        sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
         zsum += zero_point_term(&x[i], &y[i]);
     }
     *s = 0.03125f * (_mm512_reduce_add_ps(sum) - zsum);
@@ -259,40 +210,30 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
 
 #        define DECODED 64  // bytes a block
 
-typedef __m512i acc_t;
+typedef __m512 sum_t;
 
 static inline void decode(const block_itq3_s * x, int n, int pairs, uint8_t * decoded) {
     itq3_s_decode_grids(x, n, pairs, decoded);
 }
 
-static inline void products(const block_itq3_s * x, const block_q8_K * y, int n, const uint8_t * decoded, acc_t * acc) {
+static inline sum_t add_products(sum_t sum, const block_itq3_s * x, const block_q8_K * y, int n,
+                                 const uint8_t * decoded) {
     for (int i = 0; i < n; ++i) {
         __m512i levels[4];
         itq3_s_levels_4x64(decoded + DECODED * i, x[i].qs, levels);
 
-        acc[i] = dot_start(&y[i]);
+        __m512i acc = dot_start(&y[i]);
         for (int word = 0; word < 4; ++word) {
-            acc[i] = dot_64(acc[i], levels[word], y[i].qs + 64 * word);
+            acc = dot_64(acc, levels[word], y[i].qs + 64 * word);
         }
+        const float d = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;
+        sum           = _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
     }
+    return sum;
 }
-
-static inline __m128i sums(const acc_t * acc) {
-    return itq3_s_sum_4x16(acc);
-}
-
-static inline acc_t acc_zero(void) {
-    return _mm512_setzero_si512();
-}
-
-typedef __m512 sum_t;
 
 static inline sum_t sum_zero(void) {
     return _mm512_setzero_ps();
-}
-
-static inline sum_t add_scaled(sum_t sum, acc_t acc, float d) {
-    return _mm512_fmadd_ps(_mm512_set1_ps(d), _mm512_cvtepi32_ps(acc), sum);
 }
 
 static inline float sum_all(sum_t sum) {
@@ -303,7 +244,7 @@ static inline float sum_all(sum_t sum) {
 
 #        define DECODED ITQ3_S_COLUMNS
 
-typedef __m256i acc_t;
+typedef __m256 sum_t;
 
 static inline void decode(const block_itq3_s * x, int n, int pairs, uint8_t * decoded) {
     itq3_s_transpose(x, n, pairs, decoded);
@@ -318,7 +259,7 @@ static inline __m256i dot_32(__m256i acc, __m256i levels, const int8_t * y) {
 #        endif
 }
 
-static inline acc_t product(const block_q8_K * y, const uint8_t * indices) {
+static inline sum_t add_product(sum_t sum, const block_itq3_s * x, const block_q8_K * y, const uint8_t * indices) {
     // -64 times the sum of the activations takes the levels' offset back
     __m256i acc0 = _mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) y->bsums), _mm256_set1_epi16(-64));
     __m256i acc1 = _mm256_setzero_si256();
@@ -328,11 +269,18 @@ static inline acc_t product(const block_q8_K * y, const uint8_t * indices) {
         acc0 = dot_32(acc0, lower, y->qs + m);
         acc1 = dot_32(acc1, upper, y->qs + 128 + m);
     }
-    return _mm256_add_epi32(acc0, acc1);
+    const __m256 f = _mm256_cvtepi32_ps(_mm256_add_epi32(acc0, acc1));
+    const __m256 d = _mm256_set1_ps(GGML_CPU_FP16_TO_FP32(x->d) * y->d);
+#        if defined(__FMA__)
+    return _mm256_fmadd_ps(d, f, sum);
+#        else
+    return _mm256_add_ps(_mm256_mul_ps(d, f), sum);
+#        endif
 }
 
 // The indices of a block are made while the one before is multiplied.
-static inline void products(const block_itq3_s * x, const block_q8_K * y, int n, const uint8_t * decoded, acc_t * acc) {
+static inline sum_t add_products(sum_t sum, const block_itq3_s * x, const block_q8_K * y, int n,
+                                 const uint8_t * decoded) {
     _Alignas(64) uint8_t indices[BATCH][QK_ITQ3_S / 2];
     itq3_s_indices(decoded, x[0].qs, indices[0]);
 #        if defined(__GNUC__)
@@ -340,32 +288,13 @@ static inline void products(const block_itq3_s * x, const block_q8_K * y, int n,
 #        endif
     for (int i = 0; i < n - 1; ++i) {
         itq3_s_indices(decoded + DECODED * (i + 1), x[i + 1].qs, indices[i + 1]);
-        acc[i] = product(&y[i], indices[i]);
+        sum = add_product(sum, &x[i], &y[i], indices[i]);
     }
-    acc[n - 1] = product(&y[n - 1], indices[n - 1]);
+    return add_product(sum, &x[n - 1], &y[n - 1], indices[n - 1]);
 }
-
-static inline __m128i sums(const acc_t * acc) {
-    return itq3_s_sum_4x8(acc);
-}
-
-static inline acc_t acc_zero(void) {
-    return _mm256_setzero_si256();
-}
-
-typedef __m256 sum_t;
 
 static inline sum_t sum_zero(void) {
     return _mm256_setzero_ps();
-}
-
-static inline sum_t add_scaled(sum_t sum, acc_t acc, float d) {
-    const __m256 f = _mm256_cvtepi32_ps(acc);
-#        if defined(__FMA__)
-    return _mm256_fmadd_ps(_mm256_set1_ps(d), f, sum);
-#        else
-    return _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(d), f), sum);
-#        endif
 }
 
 static inline float sum_all(sum_t sum) {
@@ -391,11 +320,8 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
 
     _Alignas(64) uint8_t decoded[DECODED * BATCH];
 
-    const int deterministic = itq3_s_deterministic();
-    acc_t     acc[BATCH + ITQ3_S_SUM_BLOCKS];
-    __m128    ordered = _mm_setzero_ps();
-    sum_t     sum     = sum_zero();
-    float     zsum    = 0.0f;
+    sum_t sum  = sum_zero();
+    float zsum = 0.0f;
     for (int i = 0; i < nb; i += BATCH) {
         const int m = nb - i < BATCH ? nb - i : BATCH;
         for (int b = 0; b < m; b += ITQ3_S_GROUP) {
@@ -409,25 +335,12 @@ void ggml_vec_dot_itq3_s_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const
                 decode(x + i + b, left, 1, decoded + DECODED * b);
             }
         }
-        products(x + i, y + i, m, decoded, acc);
-        if (!deterministic) {
-            for (int b = 0; b < m; ++b) {
-                sum = add_scaled(sum, acc[b], GGML_CPU_FP16_TO_FP32(x[i + b].d) * y[i + b].d);
-                zsum += zero_point_term(&x[i + b], &y[i + b]);
-            }
-            continue;
-        }
-        for (int b = m; b % ITQ3_S_SUM_BLOCKS != 0; ++b) {
-            acc[b] = acc_zero();
-        }
-        for (int b = 0; b < m; b += ITQ3_S_SUM_BLOCKS) {
-            const int                  left = m - b < ITQ3_S_SUM_BLOCKS ? m - b : ITQ3_S_SUM_BLOCKS;
-            struct itq3_s_block_scales scales;
-            const int                  has_min = block_scales(x + i + b, y + i + b, left, &scales);
-            ordered                            = itq3_s_add_blocks(ordered, sums(acc + b), &scales, has_min);
+        sum = add_products(sum, x + i, y + i, m, decoded);
+        for (int b = i; b < i + m; ++b) {
+            zsum += zero_point_term(&x[b], &y[b]);
         }
     }
-    *s = deterministic ? _mm_cvtss_f32(ordered) : 0.03125f * (sum_all(sum) - zsum);
+    *s = 0.03125f * (sum_all(sum) - zsum);
 }
 
 #    undef BATCH

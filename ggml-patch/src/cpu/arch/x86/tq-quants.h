@@ -1,6 +1,6 @@
 #pragma once
 
-// TQ1_0 and TQ2_0 with AVX2 and with AVX-512 VNNI.
+// TQ1_0 and TQ2_0 with AVX-512 VNNI.
 
 #ifndef GGML_COMMON_DECL
 #    ifdef __cplusplus
@@ -13,32 +13,25 @@
 
 #include "ggml.h"
 
-#include <stdbool.h>
-
-#if defined(__AVX2__)
-#    define GGML_TQ_X86
-
-#    ifdef __cplusplus
-extern "C" {
-#    endif
-
-// The dot product, or false where upstream's own is meant.
-bool ggml_vec_dot_tq1_0_q8_K_x86(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
-                                 const void * GGML_RESTRICT vy);
-bool ggml_vec_dot_tq2_0_q8_K_x86(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
-                                 const void * GGML_RESTRICT vy);
-
-#    ifdef __cplusplus
-}
-#    endif
-#endif
-
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VNNI__)
 #    define GGML_TQ_AVX512
 
 #    include <immintrin.h>
 #    include <string.h>
+
+#    ifdef __cplusplus
+extern "C" {
+#    endif
+
+void ggml_vec_dot_tq1_0_q8_K_avx512(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
+                                    const void * GGML_RESTRICT vy);
+void ggml_vec_dot_tq2_0_q8_K_avx512(int n, float * GGML_RESTRICT s, const void * GGML_RESTRICT vx,
+                                    const void * GGML_RESTRICT vy);
+
+#    ifdef __cplusplus
+}
+#    endif
 
 // Trits plus one of the 128 weights in 32 bytes of TQ2_0, in the order of the weights.
 static inline void tq2_0_trits_128(const uint8_t * qs, __m512i * lo, __m512i * hi) {
