@@ -81,25 +81,52 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
     return _mm256_load_si256((const __m256i *) decoded->operands[p][half]);
 }
 
-#define DIRECT_COLUMNS 2
-#define TILE_COLUMNS   4
+#define DIRECT_COLUMNS 3
 
-#define EACH_TILE(columns, decoded, scales, y, first, nc, out)             \
-    int c = 0;                                                             \
-    for (; c + TILE_COLUMNS <= (nc); c += TILE_COLUMNS) {                  \
-        columns(decoded, scales, y, (first) + c, TILE_COLUMNS, (out) + c); \
-    }                                                                      \
-    switch ((nc) - c) {                                                    \
-        case 3:                                                            \
-            columns(decoded, scales, y, (first) + c, 3, (out) + c);        \
-            break;                                                         \
-        case 2:                                                            \
-            columns(decoded, scales, y, (first) + c, 2, (out) + c);        \
-            break;                                                         \
-        case 1:                                                            \
-            columns(decoded, scales, y, (first) + c, 1, (out) + c);        \
-            break;                                                         \
+// TILE_COLUMNS columns share the loads of operands. CHAINS sums of a column take turns, because dpbusd has a latency;
+// the products of 16 bits have none in their chain but the addition, and their parts take the registers.
+#if defined(__AVXVNNI__)
+#    define TILE_COLUMNS 6
+#    define CHAINS       4
+#else
+#    define TILE_COLUMNS 4
+#    define CHAINS       1
+#endif
+
+#define TILE_CASE(n, columns, ...)         \
+    case n:                                \
+        columns(__VA_ARGS__, n, out + c_); \
+        break;
+#if TILE_COLUMNS == 6
+#    define TILE_CASES_5_6(columns, ...) TILE_CASE(5, columns, __VA_ARGS__) TILE_CASE(6, columns, __VA_ARGS__)
+#else
+#    define TILE_CASES_5_6(columns, ...)
+#endif
+
+// columns(decoded, scales, y, index of the first column, their number, out) for all nc columns of a block, in tiles of
+// about the same width.
+#define EACH_TILE(columns, decoded, scales, y, first, nc, out)                                \
+    for (int c_ = 0, n_, left_ = (nc + TILE_COLUMNS - 1) / TILE_COLUMNS; c_ < nc; c_ += n_) { \
+        n_ = (nc - c_ + left_ - 1) / left_;                                                   \
+        --left_;                                                                              \
+        switch (n_) {                                                                         \
+            TILE_CASE(1, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(2, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(3, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(4, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASES_5_6(columns, decoded, scales, y, (first) + c_)                         \
+            default:                                                                          \
+                break;                                                                        \
+        }                                                                                     \
     }
+
+static inline __m256i sum_chains(const __m256i acc[CHAINS]) {
+    __m256i sum = acc[0];
+    for (int i = 1; i < CHAINS; ++i) {
+        sum = _mm256_add_epi32(sum, acc[i]);
+    }
+    return sum;
+}
 
 //
 // ITQ3_S
@@ -217,9 +244,12 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
             struct indices indices;
             make_indices(&codes[b], half, &indices);
 
-            __m256i acc[DIRECT_COLUMNS];
+            __m256i acc[DIRECT_COLUMNS][CHAINS];
             for (int c = 0; c < nc; ++c) {
-                acc[c] = start_itq3_s(y->sums[b * nc + c]);
+                acc[c][0] = start_itq3_s(y->sums[b * nc + c]);
+                for (int i = 1; i < CHAINS; ++i) {
+                    acc[c][i] = _mm256_setzero_si256();
+                }
             }
             for (int t = 0; t < 8; ++t) {
                 for (int h = 0; h < 2; ++h) {
@@ -227,7 +257,8 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
                     levels_of_word(&tables, &indices, 2 * t + h, levels);
                     for (int a = 0; a < 4; ++a) {
                         for (int c = 0; c < nc; ++c) {
-                            acc[c] = dot_levels(acc[c], levels[a], load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t));
+                            const __m256i four = load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t);
+                            acc[c][a % CHAINS] = dot_levels(acc[c][a % CHAINS], levels[a], four);
                         }
                     }
                 }
@@ -236,7 +267,7 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
             const struct block_scales s = scales_itq3_s(&scales[b], half);
             for (int c = 0; c < nc; ++c) {
                 const int64_t at = b * nc + c;
-                add_block_itq3_s(out[c] + HALF_ROWS * half, acc[c], s, y->sums[at], y->d[at]);
+                add_block_itq3_s(out[c] + HALF_ROWS * half, sum_chains(acc[c]), s, y->sums[at], y->d[at]);
             }
         }
     }
@@ -310,6 +341,9 @@ static inline void itq3s_gemm_itq3_s_avx2(int64_t nb, const void * panel, const 
         case 2:
             gemm_direct_itq3_s(nb, panel, y, 2, out);
             break;
+        case 3:
+            gemm_direct_itq3_s(nb, panel, y, 3, out);
+            break;
         default:
             gemm_decoded_itq3_s(nb, panel, y, nc, out);
     }
@@ -324,9 +358,13 @@ static inline void add_block_tq(float * out, __m256i acc, __m256 d0, float d1) {
     _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
 }
 
-// Sums of products of small operands: with AVX-VNNI 32 bits hold them, else 16 bits hold TRIT_SUMS of operands up to 3,
-// TRIT_SUMS / 4 of operands up to 12: 42 * 3 * 2 * 127 < 2^15.
-#define TRIT_SUMS 42
+// Sums of products of small operands. 16 bits hold those of 42 places with operands up to 3, of 10 with operands up to
+// 12: 42 * 3 * 2 * 127 < 2^15. With AVX-VNNI they have 32 bits.
+#if defined(__AVXVNNI__)
+#    define TRIT_RUN PLACES
+#else
+#    define TRIT_RUN (PLACES / 2)
+#endif
 
 static inline __m256i add_trits(__m256i acc, __m256i operands, __m256i y) {
 #if defined(__AVXVNNI__)
@@ -347,34 +385,45 @@ static inline __m256i widen_trits(__m256i acc) {
 // Columns at .. at + n - 1 of a block that is decoded, and what its operands exceed the weights by.
 ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
                            int64_t at, const int offset, const int n, float out[][ITQ3S_PANEL_ROWS]) {
-    const int8_t * q = y->q + at * QK_K;
+    const int8_t * q      = y->q + at * QK_K;
+    const int      chains = CHAINS > 1 && n <= 2 ? 2 : 1;
 
     __m256i acc[TILE_COLUMNS][2];
     for (int c = 0; c < n; ++c) {
-        acc[c][0] = acc[c][1] = _mm256_set1_epi32(-offset * y->sums[at + c]);
+        acc[c][0] = acc[c][1] = _mm256_setzero_si256();
     }
     for (int p = 0; p < PLACES;) {
-        __m256i sums[TILE_COLUMNS][2];
+        __m256i sums[TILE_COLUMNS][2][2];
         for (int c = 0; c < n; ++c) {
-            sums[c][0] = sums[c][1] = _mm256_setzero_si256();
+            for (int i = 0; i < chains; ++i) {
+                sums[c][0][i] = sums[c][1][i] = _mm256_setzero_si256();
+            }
         }
-        for (const int end = p + PLACES / 2; p < end; ++p) {  // PLACES / 2 <= TRIT_SUMS
-            const __m256i lo = load_decoded(decoded, p, 0);
-            const __m256i hi = load_decoded(decoded, p, 1);
-            for (int c = 0; c < n; ++c) {
-                const __m256i four = load_place(q + c * QK_K, p);
-                sums[c][0]         = add_trits(sums[c][0], lo, four);
-                sums[c][1]         = add_trits(sums[c][1], hi, four);
+        for (const int end = p + TRIT_RUN; p < end; p += 2) {
+            for (int i = 0; i < 2; ++i) {
+                const __m256i lo = load_decoded(decoded, p + i, 0);
+                const __m256i hi = load_decoded(decoded, p + i, 1);
+                for (int c = 0; c < n; ++c) {
+                    const __m256i four  = load_place(q + c * QK_K, p + i);
+                    __m256i *     to_lo = &sums[c][0][i % chains];
+                    __m256i *     to_hi = &sums[c][1][i % chains];
+                    *to_lo              = add_trits(*to_lo, lo, four);
+                    *to_hi              = add_trits(*to_hi, hi, four);
+                }
             }
         }
         for (int c = 0; c < n; ++c) {
-            acc[c][0] = _mm256_add_epi32(acc[c][0], widen_trits(sums[c][0]));
-            acc[c][1] = _mm256_add_epi32(acc[c][1], widen_trits(sums[c][1]));
+            for (int i = 0; i < chains; ++i) {
+                acc[c][0] = _mm256_add_epi32(acc[c][0], widen_trits(sums[c][0][i]));
+                acc[c][1] = _mm256_add_epi32(acc[c][1], widen_trits(sums[c][1][i]));
+            }
         }
     }
     for (int c = 0; c < n; ++c) {
+        const __m256i start = _mm256_set1_epi32(-offset * y->sums[at + c]);
         for (int half = 0; half < 2; ++half) {
-            add_block_tq(out[c] + HALF_ROWS * half, acc[c][half], d0[half], y->d[at + c]);
+            const __m256i sum = _mm256_add_epi32(acc[c][half], start);
+            add_block_tq(out[c] + HALF_ROWS * half, sum, d0[half], y->d[at + c]);
         }
     }
 }
@@ -398,22 +447,32 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
     for (int64_t b = 0; b < nb; ++b) {
         const int8_t * q = y->q + b * QK_K;
         for (int half = 0; half < 2; ++half) {
-            __m256i acc   = _mm256_set1_epi32(-y->sums[b]);
-            __m256i sum   = _mm256_setzero_si256();
+            __m256i sum[CHAINS];
             __m256i acc_4 = _mm256_setzero_si256();
-            for (int w = 0; w < 16; w += 4) {
-                __m256i sum_4 = _mm256_setzero_si256();
-                for (int i = w; i < w + 4; ++i) {
-                    const __m256i x = load_words(codes[b].qs[i], half);
-                    const __m256i u = _mm256_srli_epi16(x, 4);
-                    sum             = add_trits(sum, _mm256_and_si256(x, ones), load_place(q, place_tq2_0(i, 0)));
-                    sum_4           = add_trits(sum_4, _mm256_and_si256(x, fours), load_place(q, place_tq2_0(i, 1)));
-                    sum             = add_trits(sum, _mm256_and_si256(u, ones), load_place(q, place_tq2_0(i, 2)));
-                    sum_4           = add_trits(sum_4, _mm256_and_si256(u, fours), load_place(q, place_tq2_0(i, 3)));
-                }
-                acc_4 = _mm256_add_epi32(acc_4, widen_trits(sum_4));
+            for (int i = 0; i < CHAINS; ++i) {
+                sum[i] = _mm256_setzero_si256();
             }
-            acc = _mm256_add_epi32(acc, _mm256_add_epi32(widen_trits(sum), _mm256_srai_epi32(acc_4, 2)));
+            for (int w = 0; w < 16; w += 4) {
+                const int8_t * v = q + 4 * place_tq2_0(w, 0);
+                __m256i        sum_4[CHAINS];
+                for (int i = 0; i < CHAINS; ++i) {
+                    sum_4[i] = _mm256_setzero_si256();
+                }
+                for (int i = 0; i < 4; ++i) {
+                    const __m256i x = load_words(codes[b].qs[w + i], half);
+                    const __m256i u = _mm256_srli_epi16(x, 4);
+
+                    __m256i * s   = &sum[i % CHAINS];
+                    __m256i * s_4 = &sum_4[i % CHAINS];
+                    *s            = add_trits(*s, _mm256_and_si256(x, ones), load_place(v, i));
+                    *s_4          = add_trits(*s_4, _mm256_and_si256(x, fours), load_place(v, 8 + i));
+                    *s            = add_trits(*s, _mm256_and_si256(u, ones), load_place(v, 16 + i));
+                    *s_4          = add_trits(*s_4, _mm256_and_si256(u, fours), load_place(v, 24 + i));
+                }
+                acc_4 = _mm256_add_epi32(acc_4, widen_trits(sum_chains(sum_4)));
+            }
+            __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sum)), _mm256_srai_epi32(acc_4, 2));
+            acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(y->sums[b]));
             add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
         }
     }
@@ -470,24 +529,24 @@ static inline __m256i next_tq1_0(__m256i b) {
     return _mm256_add_epi8(b, _mm256_add_epi8(b, b));
 }
 
-// Calls each(place, operands) for the 64 places of a block: 5 trits of words 0 .. 7 and 8 .. 11, 4 of the last.
+// Calls each(part, trit, place, operands) for the 64 places of a block: 5 trits of words 0 .. 7 and 8 .. 11, 4 of the last.
 #define EACH_PLACE_TQ1_0(codes, half, each)               \
     for (int w = 0; w < 8; ++w) {                         \
         __m256i x = load_words((codes)->qs[w], half);     \
         for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
-            each(0, 8 * l + w, trits_tq1_0(x));           \
+            each(0, l, 8 * l + w, trits_tq1_0(x));        \
         }                                                 \
     }                                                     \
     for (int w = 0; w < 4; ++w) {                         \
         __m256i x = load_words((codes)->qs[8 + w], half); \
         for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
-            each(1, 40 + 4 * l + w, trits_tq1_0(x));      \
+            each(1, l, 40 + 4 * l + w, trits_tq1_0(x));   \
         }                                                 \
     }                                                     \
     {                                                     \
         __m256i x = load_words((codes)->qh, half);        \
         for (int l = 0; l < 4; ++l, x = next_tq1_0(x)) {  \
-            each(1, 60 + l, trits_tq1_0(x));              \
+            each(1, l, 60 + l, trits_tq1_0(x));           \
         }                                                 \
     }
 
@@ -500,12 +559,16 @@ static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struc
     for (int64_t b = 0; b < nb; ++b) {
         const int8_t * q = y->q + b * QK_K;
         for (int half = 0; half < 2; ++half) {
-            __m256i sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };  // 40 and 24 <= TRIT_SUMS
-#define ADD(part, place, operands) sums[part] = add_trits(sums[part], operands, load_place(q, place))
+            __m256i sums[2][CHAINS];  // of 40 and of 24 places
+            for (int i = 0; i < CHAINS; ++i) {
+                sums[0][i] = sums[1][i] = _mm256_setzero_si256();
+            }
+#define ADD(part, l, place, operands) \
+    sums[part][(l) % CHAINS] = add_trits(sums[part][(l) % CHAINS], operands, load_place(q, place))
             EACH_PLACE_TQ1_0(&codes[b], half, ADD)
 #undef ADD
-            const __m256i acc = _mm256_add_epi32(_mm256_set1_epi32(-2 * y->sums[b]),
-                                                 _mm256_add_epi32(widen_trits(sums[0]), widen_trits(sums[1])));
+            __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sums[0])), widen_trits(sum_chains(sums[1])));
+            acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(2 * y->sums[b]));
             add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
         }
     }
@@ -513,7 +576,7 @@ static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struc
 
 static inline void decode_tq1_0(const itq3s_codes_tq1_0 * codes, decoded_block * decoded) {
     for (int half = 0; half < 2; ++half) {
-#define STORE(part, place, operands) store_place(decoded, place, half, operands)
+#define STORE(part, l, place, operands) store_place(decoded, place, half, operands)
         EACH_PLACE_TQ1_0(codes, half, STORE)
 #undef STORE
     }
