@@ -1,15 +1,14 @@
 // One round of the kernel benchmark, one thread; scripts/bench/kernels.py runs it for several builds of ggml in turn and takes
 // medians.
 //
-//   bench-kernels dot|tiled|quantize TYPE...     TYPE: name=number of a ggml_type, e.g. Q3_K=11
+//   bench-kernels COLUMNS|quantize TYPE...     TYPE: name=number of a ggml_type, e.g. Q3_K=11
 //   bench-kernels roofline THREADS
 //
-// Prints "name value" lines: G weights/s of vec_dot, G products/s of a matrix product with 512 columns, M weights/s of
-// ggml_quantize_chunk; GB/s of reading memory and G products/s of the 8-bit dot product on registers.
+// Prints "name value" lines: G products/s of a matrix product with so many columns, in the buffer type that llama.cpp
+// picks, M weights/s of ggml_quantize_chunk; GB/s of reading memory and G products/s of the 8-bit dot product on
+// registers.
 
-#include "ggml-backend.h"
-#include "ggml-cpu.h"
-#include "ggml.h"
+#include "product.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -27,10 +26,10 @@
 #    include <pthread.h>
 #endif
 
-#define K       4096
-#define DOT_M   64    // rows of the dot product: they stay in the second-level cache
-#define TILED_M 1024  // rows and columns of the matrix product
-#define TILED_N 512
+#define K           4096
+#define CACHED_ROWS 512  // rows of weights that stay in the second-level cache
+#define ROWS        1024
+#define MANY        64  // columns from which on the products take longer than reading the weights
 
 static double now(void) {
     struct timespec t;
@@ -38,110 +37,20 @@ static double now(void) {
     return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
 }
 
-static void * checked(void * p) {
-    if (!p) {
-        fprintf(stderr, "error: out of memory\n");
-        exit(1);
-    }
-    return p;
-}
+// Products of K x rows weights and `columns` columns, in G/s.
+static void bench_product(const char * name, enum ggml_type type, int64_t columns) {
+    struct product p = new_product(type, K, columns < MANY ? CACHED_ROWS : ROWS, columns, 1);
+    run_product(&p);
 
-static float * gaussian(int64_t n) {
-    static uint64_t state = 88172645463325252u;
-    float *         x     = checked(malloc((size_t) n * sizeof(*x)));
-    for (int64_t i = 0; i < n; ++i) {
-        float sum = 0.0f;
-        for (int j = 0; j < 4; ++j) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            sum += (float) (uint32_t) (state >> 32) * 0x1p-32f - 0.5f;
-        }
-        x[i] = 0.03f * sum;
-    }
-    return x;
-}
-
-// `rows` rows of K weights in the type; a few that are quantized, repeated.
-static char * weights(enum ggml_type type, int rows) {
-    const int    distinct = 8;
-    const size_t size     = ggml_row_size(type, K);
-    float *      x        = gaussian((int64_t) distinct * K);
-    char *       w        = checked(malloc(size * (size_t) rows));
-    float *      imatrix  = checked(malloc(K * sizeof(*imatrix)));
-    for (int i = 0; i < K; ++i) {
-        imatrix[i] = 1.0f;
-    }
-    ggml_quantize_chunk(type, x, w, 0, distinct, K, imatrix);
-    for (int i = distinct; i < rows; ++i) {
-        memcpy(w + size * (size_t) i, w + size * (size_t) (i % distinct), size);
-    }
-    free(imatrix);
-    free(x);
-    return w;
-}
-
-static void bench_dot(const char * name, enum ggml_type type) {
-    const struct ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(type);
-    const struct ggml_type_traits_cpu * act    = ggml_get_type_traits_cpu(traits->vec_dot_type);
-    const size_t                        size   = ggml_row_size(type, K);
-
-    char *  w = weights(type, DOT_M);
-    float * x = gaussian(K);
-    char *  y = checked(malloc(ggml_row_size(traits->vec_dot_type, K)));
-    act->from_float(x, y, K);
-
-    double         best = INFINITY;
-    volatile float sink = 0.0f;
-    const double   end  = now() + 0.05;
+    double       best  = INFINITY;
+    const double start = now();
     do {
-        const double start = now();
-        for (int repeat = 0; repeat < 40; ++repeat) {
-            for (int i = 0; i < DOT_M; ++i) {
-                float s;
-                traits->vec_dot(K, &s, 0, w + size * (size_t) i, 0, y, 0, 1);
-                sink += s;
-            }
-        }
-        best = fmin(best, now() - start);
-    } while (now() < end);
-    printf("%s %.6g\n", name, 40.0 * DOT_M * K / best * 1e-9);
-    free(w);
-    free(x);
-    free(y);
-}
-
-static void bench_tiled(const char * name, enum ggml_type type) {
-    ggml_backend_t backend = checked(ggml_backend_cpu_init());
-    ggml_backend_cpu_set_n_threads(backend, 1);
-
-    struct ggml_init_params params = { .mem_size = 1 << 20, .mem_buffer = NULL, .no_alloc = true };
-    struct ggml_context *   ctx    = checked(ggml_init(params));
-    struct ggml_tensor *    a      = ggml_new_tensor_2d(ctx, type, K, TILED_M);
-    struct ggml_tensor *    b      = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, K, TILED_N);
-    struct ggml_cgraph *    graph  = ggml_new_graph(ctx);
-    ggml_build_forward_expand(graph, ggml_mul_mat(ctx, a, b));
-    ggml_backend_buffer_t buffer = checked(ggml_backend_alloc_ctx_tensors(ctx, backend));
-
-    char *  w = weights(type, TILED_M);
-    float * x = gaussian((int64_t) K * TILED_N);
-    ggml_backend_tensor_set(a, w, 0, ggml_nbytes(a));
-    ggml_backend_tensor_set(b, x, 0, ggml_nbytes(b));
-
-    ggml_backend_graph_compute(backend, graph);
-    double       best = INFINITY;
-    const double end  = now() + 0.1;
-    do {
-        const double start = now();
-        ggml_backend_graph_compute(backend, graph);
-        best = fmin(best, now() - start);
-    } while (now() < end);
-    printf("%s %.6g\n", name, (double) K * TILED_M * TILED_N / best * 1e-9);
-    free(w);
-    free(x);
-    ggml_backend_buffer_free(buffer);
-    ggml_free(ctx);
-    ggml_backend_free(backend);
+        const double from = now();
+        run_product(&p);
+        best = fmin(best, now() - from);
+    } while (now() < start + 0.1);
+    printf("%s %.6g\n", name, (double) K * (columns < MANY ? CACHED_ROWS : ROWS) * (double) columns / best * 1e-9);
+    free_product(&p);
 }
 
 static void bench_quantize(const char * name, enum ggml_type type) {
@@ -290,7 +199,7 @@ static void bench_products(void) {
 
 int main(int argc, char ** argv) {
     if (argc < 3) {
-        fprintf(stderr, "usage: bench-kernels dot|tiled|quantize NAME=TYPE... | bench-kernels roofline THREADS\n");
+        fprintf(stderr, "usage: bench-kernels COLUMNS|quantize NAME=TYPE... | bench-kernels roofline THREADS\n");
         return 1;
     }
     ggml_cpu_init();
@@ -307,12 +216,10 @@ int main(int argc, char ** argv) {
         }
         *number                   = 0;
         const enum ggml_type type = (enum ggml_type) atoi(number + 1);
-        if (!strcmp(mode, "dot")) {
-            bench_dot(argv[i], type);
-        } else if (!strcmp(mode, "tiled")) {
-            bench_tiled(argv[i], type);
-        } else if (!strcmp(mode, "quantize")) {
+        if (!strcmp(mode, "quantize")) {
             bench_quantize(argv[i], type);
+        } else if (atoi(mode) > 0) {
+            bench_product(argv[i], type, atoi(mode));
         } else {
             fprintf(stderr, "error: unknown mode %s\n", mode);
             return 1;

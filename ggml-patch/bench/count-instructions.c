@@ -1,10 +1,9 @@
-// Instructions that vec_dot of a type executes per 256 weights, counted by single-stepping: the difference between a
-// row of 32 blocks and one of 16, divided by 16. Linux only.
+// Instructions that a product with one column executes per 256 weights, counted by single-stepping: the difference
+// between 128 rows of 16 blocks and 64, divided by their blocks. Linux only.
 //
 //   count-instructions NAME=TYPE...     prints "name instructions"
 
-#include "ggml-cpu.h"
-#include "ggml.h"
+#include "product.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -41,29 +40,18 @@ static long count_steps(pid_t child) {
     }
 }
 
+#define BLOCKS 16
+#define ROWS   64
+
 static void run(enum ggml_type type) {
-    const int                           n      = 32 * 256;
-    const struct ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(type);
-    const struct ggml_type_traits_cpu * act    = ggml_get_type_traits_cpu(traits->vec_dot_type);
-
-    float * x = malloc((size_t) n * sizeof(*x));
-    char *  w = malloc(ggml_row_size(type, n));
-    char *  y = malloc(ggml_row_size(traits->vec_dot_type, n));
-    if (!x || !w || !y) {
-        die("malloc");
-    }
-    for (int i = 0; i < n; ++i) {
-        x[i] = (float) (i * 7919 % 101 - 50) * 0.01f;
-    }
-    ggml_quantize_chunk(type, x, w, 0, 1, n, NULL);
-    act->from_float(x, y, n);
-
-    float s;
-    traits->vec_dot(n, &s, 0, w, 0, y, 0, 1);  // resolve symbols
+    const struct product half = new_product(type, BLOCKS * 256, ROWS, 1, 1);
+    const struct product full = new_product(type, BLOCKS * 256, 2 * ROWS, 1, 1);
+    run_product(&half);  // resolve symbols
+    run_product(&full);
     raise(SIGSTOP);
-    traits->vec_dot(n / 2, &s, 0, w, 0, y, 0, 1);
+    run_product(&half);
     raise(SIGSTOP);
-    traits->vec_dot(n, &s, 0, w, 0, y, 0, 1);
+    run_product(&full);
     raise(SIGSTOP);
 }
 
@@ -94,7 +82,7 @@ int main(int argc, char ** argv) {
         }
         const long half = count_steps(child);
         const long full = count_steps(child);
-        printf("%s %.1f\n", argv[i], (double) (full - half) / 16);
+        printf("%s %.1f\n", argv[i], (double) (full - half) / (BLOCKS * ROWS));
         ptrace(PTRACE_CONT, child, NULL, NULL);
         waitpid(child, &status, 0);
     }

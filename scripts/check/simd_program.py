@@ -33,7 +33,7 @@ def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) ->
         "-Wno-uninitialized", "-Wno-maybe-uninitialized",
         "-ffunction-sections", "-Wl,--gc-sections", *flags, f"-I{include}", f"-I{SOURCES / 'format'}",
         *(part for path in ("include", "src", "src/ggml-cpu") for part in ("-isystem", str(ggml / path))),
-        str(ROOT / "tests" / "c" / "test-simd.c"), str(SOURCES / "cpu" / "itq3s-quants.c"),
+        str(ROOT / "tests" / "c" / "test-simd.c"), *map(str, sorted((SOURCES / "cpu").glob("*.c"))),
         *map(str, sorted((SOURCES / "cpu" / "arch" / arch).glob("*.c"))), str(SOURCES / "format" / "itq3s-decode.c"),
         str(ggml / "src" / "ggml-cpu" / "quants.c"), "-o", str(program), "-lm",
     ]  # fmt: skip

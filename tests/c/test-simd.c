@@ -5,6 +5,7 @@
 //
 // Prints a line per check; the exit status is 1 when one fails.
 
+#include "itq3s/itq3s-gemm.h"
 #include "itq3s/itq3s-quants.h"
 #if defined(__x86_64__) || defined(__i386__)
 #    include "itq3s/arch/x86/tq-quants.h"
@@ -253,14 +254,19 @@ static void itq3_s_case(block_itq3_s * x, int nb, int kind) {
     }
 }
 
+#define ITQ3_S_CASES 12
+
+static const char * const itq3_s_names[ITQ3_S_CASES] = {
+    "random",    "selectors 1", "symbols 3",  "selectors 1, symbols 3",
+    "level 63",  "level -63",   "d negative", "d subnormal",
+    "d maximal", "z not zero",  "ternary",    "d zero, z -0"
+};
+
 static void test_itq3_s(void) {
-    static const char * names[]       = { "random",    "selectors 1", "symbols 3",  "selectors 1, symbols 3",
-                                          "level 63",  "level -63",   "d negative", "d subnormal",
-                                          "d maximal", "z not zero",  "ternary",    "d zero, z -0" };
     static const char * activations[] = { "random", "127", "-127", "+-127" };
     static block_itq3_s x[MAX_BLOCKS];
     static block_q8_K   y[MAX_BLOCKS];
-    for (int kind = 0; kind < 12; ++kind) {
+    for (int kind = 0; kind < ITQ3_S_CASES; ++kind) {
         for (int act = 0; act < 4; ++act) {
             double worst = 0.0;
             for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
@@ -283,8 +289,197 @@ static void test_itq3_s(void) {
                 worst = fmax(worst, isfinite(simd) ? fabs((double) simd - portable) / scale : INFINITY);
             }
             char line[80];
-            snprintf(line, sizeof(line), "itq3_s dot: %s, activations %s: %.1e", names[kind], activations[act], worst);
+            snprintf(line, sizeof(line), "itq3_s dot: %s, activations %s: %.1e", itq3_s_names[kind], activations[act],
+                     worst);
             report(line, worst < 1e-6);
+        }
+    }
+}
+
+//
+// panels
+//
+
+typedef void repack_t(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+typedef void gemm_t(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                    float out[][ITQ3S_PANEL_ROWS]);
+typedef void vec_dot_t(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
+
+#define MAX_PANEL_BLOCKS 5
+
+struct panel_type {
+    const char * name;
+    size_t       block_size;
+    int          rotated;  // activations in the order of ITQ3_S
+    repack_t *   repack;
+    repack_t *   repack_generic;
+    gemm_t *     gemm;
+    gemm_t *     gemm_generic;
+    vec_dot_t *  vec_dot_generic;
+};
+
+static const struct panel_type panel_types[] = {
+    { "itq3_s", sizeof(block_itq3_s), 1, itq3s_repack_itq3_s, itq3s_repack_itq3_s_generic, itq3s_gemm_itq3_s,
+      itq3s_gemm_itq3_s_generic, ggml_vec_dot_itq3_s_q8_K_h_generic },
+    { "tq2_0", sizeof(block_tq2_0), 0, itq3s_repack_tq2_0, itq3s_repack_tq2_0_generic, itq3s_gemm_tq2_0,
+      itq3s_gemm_tq2_0_generic, ggml_vec_dot_tq2_0_q8_K_generic },
+    { "tq1_0", sizeof(block_tq1_0), 0, itq3s_repack_tq1_0, itq3s_repack_tq1_0_generic, itq3s_gemm_tq1_0,
+      itq3s_gemm_tq1_0_generic, ggml_vec_dot_tq1_0_q8_K_generic },
+};
+
+// Rows of nb blocks, and the scale of the weights of every block of every row, times the largest of them.
+static void panel_case(const struct panel_type * t, int kind, char * rows, int n_rows, int nb, double * largest) {
+    for (int i = 0; i < n_rows * nb; ++i) {
+        char * block = rows + (size_t) i * t->block_size;
+        if (t->rotated) {
+            block_itq3_s * x = (block_itq3_s *) block;
+            itq3_s_case(x, 1, kind);
+            if (kind == 8 && random_u32() & 1) {
+                x->d ^= 0x8000;
+            }
+            largest[i] = fabs((double) ggml_fp16_to_fp32(x->d) / 32) * (64 + fabs((double) ggml_fp16_to_fp32(x->z)));
+            continue;
+        }
+        random_bytes(block, t->block_size);
+        if (kind == 1) {  // all fields 3, all trits 2
+            memset(block, 0xFF, t->block_size);
+        }
+        const ggml_half d = half(random_uniform());
+        memcpy(block + t->block_size - sizeof(d), &d, sizeof(d));
+        largest[i] = 2 * fabs((double) ggml_fp16_to_fp32(d));
+    }
+}
+
+// Columns first .. first + nc - 1 of nb blocks of activations each, in the order of a product.
+static void panel_columns(const struct panel_type * t, const block_q8_K * y, int nb, int first, int nc, int8_t * q,
+                          float * d, int32_t * sums) {
+    for (int b = 0; b < nb; ++b) {
+        for (int c = 0; c < nc; ++c) {
+            const block_q8_K * block = &y[(first + c) * nb + b];
+            const int          at    = b * nc + c;
+            if (t->rotated) {
+                itq3s_reorder_q8_K_h_generic(block->qs, q + at * QK_K);
+            } else {
+                memcpy(q + at * QK_K, block->qs, QK_K);
+            }
+            d[at]    = block->d;
+            sums[at] = 0;
+            for (int j = 0; j < QK_K / 16; ++j) {
+                sums[at] += block->bsums[j];
+            }
+        }
+    }
+}
+
+static void test_reorder(void) {
+    int ok = 1;
+    for (int round = 0; round < 10; ++round) {
+        int8_t              q[QK_K];
+        _Alignas(64) int8_t a[QK_K];
+        _Alignas(64) int8_t b[QK_K];
+        random_bytes(q, sizeof(q));
+        itq3s_reorder_q8_K_h_generic(q, a);
+        itq3s_reorder_q8_K_h(q, b);
+        ok &= memcmp(a, b, sizeof(a)) == 0;
+    }
+    report("reorder_q8_K_h, same bytes", ok);
+}
+
+static void test_repack(const struct panel_type * t) {
+    static char              rows[ITQ3S_PANEL_ROWS * (MAX_PANEL_BLOCKS * sizeof(block_itq3_s) + 6)];
+    static _Alignas(64) char a[(ITQ3S_PANEL_ROWS + 1) * MAX_PANEL_BLOCKS * sizeof(block_itq3_s)];
+    static _Alignas(64) char b[sizeof(a)];
+
+    int ok = 1;
+    for (int nb = 1; nb <= MAX_PANEL_BLOCKS; ++nb) {
+        for (int n_rows = 1; n_rows <= ITQ3S_PANEL_ROWS; ++n_rows) {
+            const size_t row_size = (size_t) nb * t->block_size + 2 * (size_t) (n_rows % 4);
+            random_bytes(rows, sizeof(rows));
+            memset(a, 0x55, sizeof(a));
+            memset(b, 0x55, sizeof(b));
+            t->repack_generic(rows, row_size, n_rows, nb, a);
+            t->repack(rows, row_size, n_rows, nb, b);
+            ok &= memcmp(a, b, sizeof(a)) == 0;
+        }
+    }
+    char line[80];
+    snprintf(line, sizeof(line), "%s panel, same bytes", t->name);
+    report(line, ok);
+}
+
+static void test_gemm(const struct panel_type * t, const char * name, int kind, int act) {
+    static char                rows[ITQ3S_PANEL_ROWS * MAX_PANEL_BLOCKS * sizeof(block_itq3_s)];
+    static double              largest[ITQ3S_PANEL_ROWS * MAX_PANEL_BLOCKS];
+    static _Alignas(64) char   panel[sizeof(rows)];
+    static block_q8_K          y[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
+    static _Alignas(64) int8_t q[ITQ3S_GROUP * MAX_PANEL_BLOCKS * QK_K];
+    static float               d[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
+    static int32_t             sums[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
+    const struct itq3s_columns columns = { q, d, sums };
+
+    double worst     = 0.0;
+    int    same_bits = 1;
+    for (int nb = 1; nb <= MAX_PANEL_BLOCKS; nb += 4) {
+        panel_case(t, kind, rows, ITQ3S_PANEL_ROWS, nb, largest);
+        t->repack_generic(rows, nb * t->block_size, ITQ3S_PANEL_ROWS, nb, panel);
+        random_q8_K(y, ITQ3S_GROUP * nb, act);
+
+        float want[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
+        float got[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
+        panel_columns(t, y, nb, 0, ITQ3S_GROUP, q, d, sums);
+        t->gemm_generic(nb, panel, &columns, ITQ3S_GROUP, want);
+        memset(got, 0x55, sizeof(got));
+        t->gemm(nb, panel, &columns, ITQ3S_GROUP, got);
+        for (int c = 0; c < ITQ3S_GROUP; ++c) {
+            for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+                double scale = FLT_MIN;  // what the terms amount to
+                for (int b = 0; b < nb; ++b) {
+                    for (int j = 0; j < QK_K; ++j) {
+                        const block_q8_K * block = &y[c * nb + b];
+                        scale += largest[r * nb + b] * fabs((double) block->d * block->qs[j]);
+                    }
+                }
+                double error = fabs((double) got[c][r] - want[c][r]);
+                if (c < 4) {
+                    float dot;
+                    t->vec_dot_generic(nb * QK_K, &dot, 0, rows + (size_t) r * nb * t->block_size, 0, y + c * nb, 0, 1);
+                    error = fmax(error, fabs((double) got[c][r] - dot));
+                }
+                worst = fmax(worst, isfinite(got[c][r]) ? error / scale : INFINITY);
+            }
+        }
+
+        static const int groups[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 33, 63 };
+        for (size_t g = 0; g < sizeof(groups) / sizeof(*groups); ++g) {
+            const int nc = groups[g];
+            for (int first = 0; first + nc <= ITQ3S_GROUP; first += ITQ3S_GROUP - nc) {
+                float some[ITQ3S_GROUP + 1][ITQ3S_PANEL_ROWS];
+                panel_columns(t, y, nb, first, nc, q, d, sums);
+                memset(some, 0x55, sizeof(some));
+                t->gemm(nb, panel, &columns, nc, some);
+                same_bits &= memcmp(some, got[first], (size_t) nc * sizeof(*some)) == 0;
+                uint32_t after;
+                memcpy(&after, some[nc], sizeof(after));
+                same_bits &= after == 0x55555555;  // nothing is written behind the columns
+            }
+        }
+    }
+    char line[80];
+    snprintf(line, sizeof(line), "%s panel: %s, activations %d: %.1e", t->name, name, act, worst);
+    report(line, worst < 1e-6);
+    snprintf(line, sizeof(line), "%s panel: %s, activations %d, same bits", t->name, name, act);
+    report(line, same_bits);
+}
+
+static void test_panels(void) {
+    test_reorder();
+    for (size_t i = 0; i < sizeof(panel_types) / sizeof(*panel_types); ++i) {
+        const struct panel_type * t = &panel_types[i];
+        test_repack(t);
+        for (int kind = 0; kind < (t->rotated ? ITQ3_S_CASES : 2); ++kind) {
+            for (int act = 0; act < 4; ++act) {
+                test_gemm(t, t->rotated ? itq3_s_names[kind] : kind == 1 ? "bytes 255" : "any bytes", kind, act);
+            }
         }
     }
 }
@@ -368,6 +563,7 @@ int main(int argc, char ** argv) {
     }
     test_activations();
     test_itq3_s();
+    test_panels();
 #if defined(GGML_TQ_AVX512)
     test_ternary();
 #endif

@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #define ITQ3S_PANEL_ROWS 16
-#define ITQ3S_GROUP      16  // columns that one call multiplies, at most
+#define ITQ3S_GROUP      64  // columns that one call multiplies, at most
 
 // Codes of a block of ITQ3_S. Byte j of a word belongs to the weights 64*j .. 64*j + 63, of which place p = 8*g + t
 // says which: bit 8*j + g of sel[t] is the selector of weight 64*j + 8*g + t, so that the selector before is the same

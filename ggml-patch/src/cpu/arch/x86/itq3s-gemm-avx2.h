@@ -1,0 +1,719 @@
+#pragma once
+
+// Panels of ITQ3_S, TQ1_0 and TQ2_0 and their products with AVX2: 8 of the 16 rows in a register, half a panel.
+// Included by itq3s-gemm.c after simd-mappings.h.
+
+#include "../../itq3s-gemm.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+#define HALF_ROWS 8
+#define PLACES    64  // words of weights of a block of 256: place p meets bytes 4*p .. 4*p + 3 of the activations
+
+//
+// common parts
+//
+
+static inline __m256i load_words(const uint32_t * words, int half) {
+    return _mm256_load_si256((const __m256i *) (words + HALF_ROWS * half));
+}
+
+// The four activations of a place, for all rows.
+static inline __m256i load_place(const int8_t * q, int p) {
+    int32_t four;
+    memcpy(&four, q + 4 * p, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
+
+static inline __m256 load_scales(const ggml_half * halves, int half) {
+    halves += HALF_ROWS * half;
+#if defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_load_si128((const __m128i *) halves));
+#else
+    float f[HALF_ROWS];
+    for (int r = 0; r < HALF_ROWS; ++r) {
+        f[r] = GGML_CPU_FP16_TO_FP32(halves[r]);
+    }
+    return _mm256_loadu_ps(f);
+#endif
+}
+
+static inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) {
+#if defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return _mm256_add_ps(c, _mm256_mul_ps(a, b));
+#endif
+}
+
+static inline __m256 subtract_product(__m256 a, __m256 b, __m256 c) {
+#if defined(__FMA__)
+    return _mm256_fnmadd_ps(b, c, a);
+#else
+    return _mm256_sub_ps(a, _mm256_mul_ps(b, c));
+#endif
+}
+
+// Sums of 4 products each of levels up to 127 and activations: two of them fill 16 bits.
+static inline __m256i dot_levels(__m256i acc, __m256i levels, __m256i y) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, levels, y);
+#else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(levels, y), _mm256_set1_epi16(1)));
+#endif
+}
+
+static inline __m256i start_itq3_s(int32_t sum) {
+    return _mm256_set1_epi32(-64 * sum);  // takes the offset of the levels back
+}
+
+// Operands of all places of a block, unsigned bytes.
+typedef struct {
+    _Alignas(64) uint8_t operands[PLACES][2][32];
+} decoded_block;
+
+static inline void store_place(decoded_block * decoded, int p, int half, __m256i operands) {
+    _mm256_store_si256((__m256i *) decoded->operands[p][half], operands);
+}
+
+static inline __m256i load_decoded(const decoded_block * decoded, int p, int half) {
+    return _mm256_load_si256((const __m256i *) decoded->operands[p][half]);
+}
+
+#define DIRECT_COLUMNS 2
+#define TILE_COLUMNS   4
+
+#define EACH_TILE(columns, decoded, scales, y, first, nc, out)             \
+    int c = 0;                                                             \
+    for (; c + TILE_COLUMNS <= (nc); c += TILE_COLUMNS) {                  \
+        columns(decoded, scales, y, (first) + c, TILE_COLUMNS, (out) + c); \
+    }                                                                      \
+    switch ((nc) - c) {                                                    \
+        case 3:                                                            \
+            columns(decoded, scales, y, (first) + c, 3, (out) + c);        \
+            break;                                                         \
+        case 2:                                                            \
+            columns(decoded, scales, y, (first) + c, 2, (out) + c);        \
+            break;                                                         \
+        case 1:                                                            \
+            columns(decoded, scales, y, (first) + c, 1, (out) + c);        \
+            break;                                                         \
+    }
+
+//
+// ITQ3_S
+//
+
+struct level_tables {
+    __m256i even;  // levels plus 64 by 4*symbol + grid
+    __m256i odd;   // by 4*grid + symbol
+};
+
+static inline struct level_tables load_level_tables(void) {
+    static const int8_t levels[16] = ITQ3_S_LEVELS;
+    const __m128i       even       = _mm_add_epi8(_mm_loadu_si128((const __m128i *) levels), _mm_set1_epi8(64));
+    const __m128i       swap       = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+
+    struct level_tables t;
+    t.even = _mm256_broadcastsi128_si256(even);
+    t.odd  = _mm256_broadcastsi128_si256(_mm_shuffle_epi8(even, swap));
+    return t;
+}
+
+// The selectors of t = -6 .. 7 beside each other. Those before t = 0 are those of t + 8, a bit lower; weight 0 has zeros
+// before it.
+#define SELECTORS_BEFORE 6
+
+struct selectors {
+    __m256i at[SELECTORS_BEFORE + 8];
+};
+
+static inline void load_selectors(const itq3s_codes_itq3_s * codes, int half, struct selectors * s) {
+    for (int t = 0; t < 8; ++t) {
+        s->at[SELECTORS_BEFORE + t] = load_words(codes->sel[t], half);
+    }
+    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
+        s->at[i] = _mm256_add_epi32(s->at[i + 8], s->at[i + 8]);
+    }
+}
+
+// 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of fields[h].
+static inline void grids_itq3_s(const struct selectors * selectors, int t, __m256i fields[2]) {
+    const __m256i * s  = selectors->at + SELECTORS_BEFORE + t;
+    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-1]), s[-6]);
+    const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
+    const __m256i   u  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(c0, 1), c1), _mm256_set1_epi8(0x55));
+    fields[0]          = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
+    fields[1]          = _mm256_xor_si256(c1, u);
+}
+
+// Indices of the levels of half a block, two in a byte: even those of a = 0 and 2, odd those of a = 1 and 3.
+struct indices {
+    __m256i even[16];  // 4*symbol + grid, in the order of the words of symbols
+    __m256i odd[16];   // 4*grid + symbol
+};
+
+static inline void make_indices(const itq3s_codes_itq3_s * codes, int half, struct indices * indices) {
+    const __m256i mask = _mm256_set1_epi8(0x33);
+
+    struct selectors selectors;
+    load_selectors(codes, half, &selectors);
+    for (int t = 0; t < 8; ++t) {
+        __m256i fields[2];
+        grids_itq3_s(&selectors, t, fields);
+        for (int h = 0; h < 2; ++h) {
+            const __m256i symbols    = load_words(codes->qs[2 * t + h], half);
+            const __m256i u          = _mm256_and_si256(_mm256_xor_si256(fields[h], symbols), mask);
+            indices->even[2 * t + h] = _mm256_xor_si256(symbols, u);
+            indices->odd[2 * t + h]  = _mm256_xor_si256(fields[h], u);
+        }
+    }
+}
+
+// Levels plus 64 of the four places of a word, 16 apart.
+static inline void levels_of_word(const struct level_tables * tables, const struct indices * indices, int word,
+                                  __m256i levels[4]) {
+    const __m256i low  = _mm256_set1_epi8(0x0F);
+    const __m256i even = indices->even[word];
+    const __m256i odd  = indices->odd[word];
+    levels[0]          = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(even, low));
+    levels[1]          = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(odd, low));
+    levels[2]          = _mm256_shuffle_epi8(tables->even, _mm256_and_si256(_mm256_srli_epi16(even, 4), low));
+    levels[3]          = _mm256_shuffle_epi8(tables->odd, _mm256_and_si256(_mm256_srli_epi16(odd, 4), low));
+}
+
+// Scales of a block of ITQ3_S and of what its zero-points take.
+struct block_scales {
+    __m256 d0;
+    __m256 dmin;
+};
+
+static inline struct block_scales scales_itq3_s(const itq3s_scales_itq3_s * scales, int half) {
+    struct block_scales s;
+    s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
+    s.dmin = _mm256_mul_ps(s.d0, load_scales(scales->z, half));
+    return s;
+}
+
+// A block's sums to its part of the result.
+static inline void add_block_itq3_s(float * out, __m256i acc, struct block_scales s, int32_t sum, float d1) {
+    const __m256 v =
+        subtract_product(_mm256_mul_ps(_mm256_cvtepi32_ps(acc), s.d0), s.dmin, _mm256_set1_ps((float) sum));
+    _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
+}
+
+// Few columns: levels go from the table into the products.
+ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                                   float out[][ITQ3S_PANEL_ROWS]) {
+    const itq3s_codes_itq3_s *  codes  = (const itq3s_codes_itq3_s *) panel;
+    const itq3s_scales_itq3_s * scales = (const itq3s_scales_itq3_s *) (codes + nb);
+    const struct level_tables   tables = load_level_tables();
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const int8_t * q = y->q + b * nc * QK_ITQ3_S;
+        for (int half = 0; half < 2; ++half) {
+            struct indices indices;
+            make_indices(&codes[b], half, &indices);
+
+            __m256i acc[DIRECT_COLUMNS];
+            for (int c = 0; c < nc; ++c) {
+                acc[c] = start_itq3_s(y->sums[b * nc + c]);
+            }
+            for (int t = 0; t < 8; ++t) {
+                for (int h = 0; h < 2; ++h) {
+                    __m256i levels[4];
+                    levels_of_word(&tables, &indices, 2 * t + h, levels);
+                    for (int a = 0; a < 4; ++a) {
+                        for (int c = 0; c < nc; ++c) {
+                            acc[c] = dot_levels(acc[c], levels[a], load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t));
+                        }
+                    }
+                }
+            }
+
+            const struct block_scales s = scales_itq3_s(&scales[b], half);
+            for (int c = 0; c < nc; ++c) {
+                const int64_t at = b * nc + c;
+                add_block_itq3_s(out[c] + HALF_ROWS * half, acc[c], s, y->sums[at], y->d[at]);
+            }
+        }
+    }
+}
+
+// Levels plus 64 of a block, for all rows.
+static inline void decode_itq3_s(const itq3s_codes_itq3_s * codes, const struct level_tables * tables,
+                                 decoded_block * decoded) {
+    for (int half = 0; half < 2; ++half) {
+        struct indices indices;
+        make_indices(codes, half, &indices);
+        for (int t = 0; t < 8; ++t) {
+            for (int h = 0; h < 2; ++h) {
+                __m256i levels[4];
+                levels_of_word(tables, &indices, 2 * t + h, levels);
+                for (int a = 0; a < 4; ++a) {
+                    store_place(decoded, 16 * a + 8 * h + t, half, levels[a]);
+                }
+            }
+        }
+    }
+}
+
+// Columns c .. c + n - 1 of a block that is decoded.
+ITQ_INLINE void columns_itq3_s(const decoded_block * decoded, const struct block_scales s[2],
+                               const struct itq3s_columns * y, int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
+    const int8_t * q = y->q + at * QK_ITQ3_S;
+
+    __m256i acc[TILE_COLUMNS][2];
+    for (int c = 0; c < n; ++c) {
+        acc[c][0] = acc[c][1] = start_itq3_s(y->sums[at + c]);
+    }
+    for (int p = 0; p < PLACES; ++p) {
+        const __m256i lo = load_decoded(decoded, p, 0);
+        const __m256i hi = load_decoded(decoded, p, 1);
+        for (int c = 0; c < n; ++c) {
+            const __m256i four = load_place(q + c * QK_ITQ3_S, p);
+            acc[c][0]          = dot_levels(acc[c][0], lo, four);
+            acc[c][1]          = dot_levels(acc[c][1], hi, four);
+        }
+    }
+    for (int c = 0; c < n; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            add_block_itq3_s(out[c] + HALF_ROWS * half, acc[c][half], s[half], y->sums[at + c], y->d[at + c]);
+        }
+    }
+}
+
+// Many columns: a block is decoded to memory once.
+static inline void gemm_decoded_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                                       float out[][ITQ3S_PANEL_ROWS]) {
+    const itq3s_codes_itq3_s *  codes  = (const itq3s_codes_itq3_s *) panel;
+    const itq3s_scales_itq3_s * scales = (const itq3s_scales_itq3_s *) (codes + nb);
+    const struct level_tables   tables = load_level_tables();
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        decoded_block decoded;
+        decode_itq3_s(&codes[b], &tables, &decoded);
+        const struct block_scales s[2] = { scales_itq3_s(&scales[b], 0), scales_itq3_s(&scales[b], 1) };
+        EACH_TILE(columns_itq3_s, &decoded, s, y, b * nc, nc, out)
+    }
+}
+
+static inline void itq3s_gemm_itq3_s_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                                          float out[][ITQ3S_PANEL_ROWS]) {
+    switch (nc) {
+        case 1:
+            gemm_direct_itq3_s(nb, panel, y, 1, out);
+            break;
+        case 2:
+            gemm_direct_itq3_s(nb, panel, y, 2, out);
+            break;
+        default:
+            gemm_decoded_itq3_s(nb, panel, y, nc, out);
+    }
+}
+
+//
+// TQ2_0 and TQ1_0
+//
+
+static inline void add_block_tq(float * out, __m256i acc, __m256 d0, float d1) {
+    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(acc), d0);
+    _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
+}
+
+// Sums of products of small operands: with AVX-VNNI 32 bits hold them, else 16 bits hold TRIT_SUMS of operands up to 3,
+// TRIT_SUMS / 4 of operands up to 12: 42 * 3 * 2 * 127 < 2^15.
+#define TRIT_SUMS 42
+
+static inline __m256i add_trits(__m256i acc, __m256i operands, __m256i y) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, operands, y);
+#else
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(operands, y));
+#endif
+}
+
+static inline __m256i widen_trits(__m256i acc) {
+#if defined(__AVXVNNI__)
+    return acc;
+#else
+    return _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
+#endif
+}
+
+// Columns at .. at + n - 1 of a block that is decoded, and what its operands exceed the weights by.
+ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
+                           int64_t at, const int offset, const int n, float out[][ITQ3S_PANEL_ROWS]) {
+    const int8_t * q = y->q + at * QK_K;
+
+    __m256i acc[TILE_COLUMNS][2];
+    for (int c = 0; c < n; ++c) {
+        acc[c][0] = acc[c][1] = _mm256_set1_epi32(-offset * y->sums[at + c]);
+    }
+    for (int p = 0; p < PLACES;) {
+        __m256i sums[TILE_COLUMNS][2];
+        for (int c = 0; c < n; ++c) {
+            sums[c][0] = sums[c][1] = _mm256_setzero_si256();
+        }
+        for (const int end = p + PLACES / 2; p < end; ++p) {  // PLACES / 2 <= TRIT_SUMS
+            const __m256i lo = load_decoded(decoded, p, 0);
+            const __m256i hi = load_decoded(decoded, p, 1);
+            for (int c = 0; c < n; ++c) {
+                const __m256i four = load_place(q + c * QK_K, p);
+                sums[c][0]         = add_trits(sums[c][0], lo, four);
+                sums[c][1]         = add_trits(sums[c][1], hi, four);
+            }
+        }
+        for (int c = 0; c < n; ++c) {
+            acc[c][0] = _mm256_add_epi32(acc[c][0], widen_trits(sums[c][0]));
+            acc[c][1] = _mm256_add_epi32(acc[c][1], widen_trits(sums[c][1]));
+        }
+    }
+    for (int c = 0; c < n; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            add_block_tq(out[c] + HALF_ROWS * half, acc[c][half], d0[half], y->d[at + c]);
+        }
+    }
+}
+
+//
+// TQ2_0: trit f of the bytes of word w is at place 32*(w / 8) + 8*f + w % 8, stored plus one
+//
+
+static inline int place_tq2_0(int w, int f) {
+    return 32 * (w / 8) + 8 * f + w % 8;
+}
+
+static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y,
+                                     float out[][ITQ3S_PANEL_ROWS]) {
+    const itq3s_codes_tq2_0 * codes  = (const itq3s_codes_tq2_0 *) panel;
+    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
+    memset(out, 0, sizeof(*out));
+
+    const __m256i ones  = _mm256_set1_epi8(0x03);
+    const __m256i fours = _mm256_set1_epi8(0x0C);  // 4 times a trit
+    for (int64_t b = 0; b < nb; ++b) {
+        const int8_t * q = y->q + b * QK_K;
+        for (int half = 0; half < 2; ++half) {
+            __m256i acc   = _mm256_set1_epi32(-y->sums[b]);
+            __m256i sum   = _mm256_setzero_si256();
+            __m256i acc_4 = _mm256_setzero_si256();
+            for (int w = 0; w < 16; w += 4) {
+                __m256i sum_4 = _mm256_setzero_si256();
+                for (int i = w; i < w + 4; ++i) {
+                    const __m256i x = load_words(codes[b].qs[i], half);
+                    const __m256i u = _mm256_srli_epi16(x, 4);
+                    sum             = add_trits(sum, _mm256_and_si256(x, ones), load_place(q, place_tq2_0(i, 0)));
+                    sum_4           = add_trits(sum_4, _mm256_and_si256(x, fours), load_place(q, place_tq2_0(i, 1)));
+                    sum             = add_trits(sum, _mm256_and_si256(u, ones), load_place(q, place_tq2_0(i, 2)));
+                    sum_4           = add_trits(sum_4, _mm256_and_si256(u, fours), load_place(q, place_tq2_0(i, 3)));
+                }
+                acc_4 = _mm256_add_epi32(acc_4, widen_trits(sum_4));
+            }
+            acc = _mm256_add_epi32(acc, _mm256_add_epi32(widen_trits(sum), _mm256_srai_epi32(acc_4, 2)));
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
+        }
+    }
+}
+
+static inline void decode_tq2_0(const itq3s_codes_tq2_0 * codes, decoded_block * decoded) {
+    const __m256i mask = _mm256_set1_epi8(0x03);
+    for (int w = 0; w < 16; ++w) {
+        for (int half = 0; half < 2; ++half) {
+            const __m256i x = load_words(codes->qs[w], half);
+            store_place(decoded, place_tq2_0(w, 0), half, _mm256_and_si256(x, mask));
+            store_place(decoded, place_tq2_0(w, 1), half, _mm256_and_si256(_mm256_srli_epi16(x, 2), mask));
+            store_place(decoded, place_tq2_0(w, 2), half, _mm256_and_si256(_mm256_srli_epi16(x, 4), mask));
+            store_place(decoded, place_tq2_0(w, 3), half, _mm256_and_si256(_mm256_srli_epi16(x, 6), mask));
+        }
+    }
+}
+
+ITQ_INLINE void columns_tq2_0(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
+                              int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
+    columns_tq(decoded, d0, y, at, 1, n, out);
+}
+
+static inline void itq3s_gemm_tq2_0_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                                         float out[][ITQ3S_PANEL_ROWS]) {
+    if (nc == 1) {
+        gemm_direct_tq2_0(nb, panel, y, out);
+        return;
+    }
+    const itq3s_codes_tq2_0 * codes  = (const itq3s_codes_tq2_0 *) panel;
+    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        decoded_block decoded;
+        decode_tq2_0(&codes[b], &decoded);
+        const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };
+        EACH_TILE(columns_tq2_0, &decoded, d0, y, b * nc, nc, out)
+    }
+}
+
+//
+// TQ1_0: a byte is a fraction of 256, its next trit the integer part of three times that
+//
+
+// The trit plus one of every byte, which is the weight plus two. With 253 in the place of zero the roundings of both
+// averages cancel: the upper two bits are 1 + floor(3*b / 256) for all 256 bytes.
+static inline __m256i trits_tq1_0(__m256i b) {
+    const __m256i v = _mm256_avg_epu8(b, _mm256_avg_epu8(b, _mm256_set1_epi8((char) 253)));
+    return _mm256_and_si256(_mm256_srli_epi16(v, 6), _mm256_set1_epi8(0x03));
+}
+
+static inline __m256i next_tq1_0(__m256i b) {
+    return _mm256_add_epi8(b, _mm256_add_epi8(b, b));
+}
+
+// Calls each(place, operands) for the 64 places of a block: 5 trits of words 0 .. 7 and 8 .. 11, 4 of the last.
+#define EACH_PLACE_TQ1_0(codes, half, each)               \
+    for (int w = 0; w < 8; ++w) {                         \
+        __m256i x = load_words((codes)->qs[w], half);     \
+        for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
+            each(0, 8 * l + w, trits_tq1_0(x));           \
+        }                                                 \
+    }                                                     \
+    for (int w = 0; w < 4; ++w) {                         \
+        __m256i x = load_words((codes)->qs[8 + w], half); \
+        for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
+            each(1, 40 + 4 * l + w, trits_tq1_0(x));      \
+        }                                                 \
+    }                                                     \
+    {                                                     \
+        __m256i x = load_words((codes)->qh, half);        \
+        for (int l = 0; l < 4; ++l, x = next_tq1_0(x)) {  \
+            each(1, 60 + l, trits_tq1_0(x));              \
+        }                                                 \
+    }
+
+static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y,
+                                     float out[][ITQ3S_PANEL_ROWS]) {
+    const itq3s_codes_tq1_0 * codes  = (const itq3s_codes_tq1_0 *) panel;
+    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
+    memset(out, 0, sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const int8_t * q = y->q + b * QK_K;
+        for (int half = 0; half < 2; ++half) {
+            __m256i sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };  // 40 and 24 <= TRIT_SUMS
+#define ADD(part, place, operands) sums[part] = add_trits(sums[part], operands, load_place(q, place))
+            EACH_PLACE_TQ1_0(&codes[b], half, ADD)
+#undef ADD
+            const __m256i acc = _mm256_add_epi32(_mm256_set1_epi32(-2 * y->sums[b]),
+                                                 _mm256_add_epi32(widen_trits(sums[0]), widen_trits(sums[1])));
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
+        }
+    }
+}
+
+static inline void decode_tq1_0(const itq3s_codes_tq1_0 * codes, decoded_block * decoded) {
+    for (int half = 0; half < 2; ++half) {
+#define STORE(part, place, operands) store_place(decoded, place, half, operands)
+        EACH_PLACE_TQ1_0(codes, half, STORE)
+#undef STORE
+    }
+}
+
+ITQ_INLINE void columns_tq1_0(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
+                              int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
+    columns_tq(decoded, d0, y, at, 2, n, out);
+}
+
+static inline void itq3s_gemm_tq1_0_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                                         float out[][ITQ3S_PANEL_ROWS]) {
+    if (nc == 1) {
+        gemm_direct_tq1_0(nb, panel, y, out);
+        return;
+    }
+    const itq3s_codes_tq1_0 * codes  = (const itq3s_codes_tq1_0 *) panel;
+    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        decoded_block decoded;
+        decode_tq1_0(&codes[b], &decoded);
+        const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };
+        EACH_TILE(columns_tq1_0, &decoded, d0, y, b * nc, nc, out)
+    }
+}
+
+//
+// repacking
+//
+
+// Row r of a panel; rows that are missing read the same zeros for every block.
+struct row_reader {
+    const char * bytes;
+    size_t       stride;
+};
+
+static inline void open_rows(struct row_reader readers[ITQ3S_PANEL_ROWS], const void * rows, size_t row_size,
+                             int n_rows, size_t block_size) {
+    static const char zeros[sizeof(block_itq3_s)];  // the largest block
+    for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+        readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
+        readers[r].stride = r < n_rows ? block_size : 0;
+    }
+}
+
+static inline const void * block_at(const struct row_reader * reader, int64_t b) {
+    return reader->bytes + (size_t) b * reader->stride;
+}
+
+static inline __m256i load_2x128(const void * lo, const void * hi) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) lo)),
+                                   _mm_loadu_si128((const __m128i *) hi), 1);
+}
+
+// r[i] holds words w .. w + 3 of row i in its lower half and of row i + 4 in its upper half; words + 16*i gets word
+// w + i of rows 0 .. 7.
+static inline void store_transposed(uint32_t * words, const size_t step, const __m256i r[4]) {
+    const __m256i a = _mm256_unpacklo_epi32(r[0], r[1]);
+    const __m256i b = _mm256_unpackhi_epi32(r[0], r[1]);
+    const __m256i c = _mm256_unpacklo_epi32(r[2], r[3]);
+    const __m256i d = _mm256_unpackhi_epi32(r[2], r[3]);
+    _mm256_store_si256((__m256i *) words, _mm256_unpacklo_epi64(a, c));
+    _mm256_store_si256((__m256i *) (words + step), _mm256_unpackhi_epi64(a, c));
+    _mm256_store_si256((__m256i *) (words + 2 * step), _mm256_unpacklo_epi64(b, d));
+    _mm256_store_si256((__m256i *) (words + 3 * step), _mm256_unpackhi_epi64(b, d));
+}
+
+// Words 0 .. n_words - 1, a multiple of four, of blocks of 16 rows.
+ITQ_INLINE void transpose_words(const struct row_reader * readers, int64_t b, size_t offset, const int n_words,
+                                uint32_t words[][ITQ3S_PANEL_ROWS]) {
+    for (int half = 0; half < 2; ++half) {
+        for (int w = 0; w < n_words; w += 4) {
+            __m256i r[4];
+            for (int i = 0; i < 4; ++i) {
+                const struct row_reader * from = readers + HALF_ROWS * half + i;
+                r[i]                           = load_2x128((const char *) block_at(&from[0], b) + offset + 4 * w,
+                                                            (const char *) block_at(&from[4], b) + offset + 4 * w);
+            }
+            store_transposed(words[w] + HALF_ROWS * half, ITQ3S_PANEL_ROWS, r);
+        }
+    }
+}
+
+// Exchanges fields of the bytes of two registers: those of *a that mask selects `shift` bits up with those of *b that
+// mask selects. shift is known to the compiler.
+#define SWAP_FIELDS(a, b, shift, mask)                                                                  \
+    do {                                                                                                \
+        const __m256i swap_ =                                                                           \
+            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(a, shift), b), _mm256_set1_epi8(mask)); \
+        b = _mm256_xor_si256(b, swap_);                                                                 \
+        a = _mm256_xor_si256(a, _mm256_slli_epi16(swap_, shift));                                       \
+    } while (0)
+
+static inline void repack_symbols(const struct row_reader * readers, int64_t b, int half,
+                                  uint32_t qs[16][ITQ3S_PANEL_ROWS]) {
+    __m256i words[4][4];  // [place / 4][row]: rows i and i + 4 in the halves of a register
+    for (int i = 0; i < 4; ++i) {
+        const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[HALF_ROWS * half + i], b);
+        const block_itq3_s * y = (const block_itq3_s *) block_at(&readers[HALF_ROWS * half + i + 4], b);
+
+        // byte 8*h + t of register a has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields
+        // become the register, and the other way round
+        __m256i v0 = load_2x128(x->qs, y->qs);
+        __m256i v1 = load_2x128(x->qs + 16, y->qs + 16);
+        __m256i v2 = load_2x128(x->qs + 32, y->qs + 32);
+        __m256i v3 = load_2x128(x->qs + 48, y->qs + 48);
+        // a = 1, 0, 3, 2 in fields 0 .. 3
+        SWAP_FIELDS(v1, v0, 2, 0x33);
+        SWAP_FIELDS(v3, v2, 2, 0x33);
+        SWAP_FIELDS(v1, v3, 4, 0x0F);
+        SWAP_FIELDS(v0, v2, 4, 0x0F);
+        const __m256i lo01 = _mm256_unpacklo_epi8(v1, v0);
+        const __m256i hi01 = _mm256_unpackhi_epi8(v1, v0);
+        const __m256i lo23 = _mm256_unpacklo_epi8(v3, v2);
+        const __m256i hi23 = _mm256_unpackhi_epi8(v3, v2);
+        words[0][i]        = _mm256_unpacklo_epi16(lo01, lo23);
+        words[1][i]        = _mm256_unpackhi_epi16(lo01, lo23);
+        words[2][i]        = _mm256_unpacklo_epi16(hi01, hi23);
+        words[3][i]        = _mm256_unpackhi_epi16(hi01, hi23);
+    }
+    for (int w = 0; w < 4; ++w) {
+        // places 4*w .. 4*w + 3 of 8*h + t, to word 2*t + h
+        store_transposed(qs[2 * (4 * w % 8) + w / 2] + HALF_ROWS * half, 2 * ITQ3S_PANEL_ROWS, words[w]);
+    }
+}
+
+static inline void itq3s_repack_itq3_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_codes_itq3_s *  codes  = (itq3s_codes_itq3_s *) panel;
+    itq3s_scales_itq3_s * scales = (itq3s_scales_itq3_s *) (codes + nb);
+
+    struct row_reader readers[ITQ3S_PANEL_ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
+    for (int64_t b = 0; b < nb; ++b) {
+        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[r], b);
+            __m256i              s = _mm256_loadu_si256((const __m256i *) x->sel);
+            for (int t = 7; t >= 0; --t, s = _mm256_add_epi8(s, s)) {
+                codes[b].sel[t][r] = (uint32_t) _mm256_movemask_epi8(s);
+            }
+            scales[b].d[r] = x->d;
+            scales[b].z[r] = x->z;
+        }
+        repack_symbols(readers, b, 0, codes[b].qs);
+        repack_symbols(readers, b, 1, codes[b].qs);
+    }
+}
+
+static inline void itq3s_repack_tq2_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_codes_tq2_0 * codes  = (itq3s_codes_tq2_0 *) panel;
+    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
+
+    struct row_reader readers[ITQ3S_PANEL_ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
+    for (int64_t b = 0; b < nb; ++b) {
+        transpose_words(readers, b, offsetof(block_tq2_0, qs), 16, codes[b].qs);
+        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            scales[b].d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
+        }
+    }
+}
+
+static inline void itq3s_repack_tq1_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_codes_tq1_0 * codes  = (itq3s_codes_tq1_0 *) panel;
+    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
+
+    struct row_reader readers[ITQ3S_PANEL_ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
+    for (int64_t b = 0; b < nb; ++b) {
+        transpose_words(readers, b, offsetof(block_tq1_0, qs), 12, codes[b].qs);
+        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            const block_tq1_0 * x = (const block_tq1_0 *) block_at(&readers[r], b);
+            memcpy(&codes[b].qh[r], x->qh, sizeof(x->qh));
+            scales[b].d[r] = x->d;
+        }
+    }
+}
+
+static inline void itq3s_reorder_q8_K_h_avx2(const int8_t * q, int8_t * y) {
+    for (int p = 0; p < 64; p += 32) {
+        const __m256i a = _mm256_loadu_si256((const __m256i *) (q + p));
+        const __m256i b = _mm256_loadu_si256((const __m256i *) (q + 64 + p));
+        const __m256i c = _mm256_loadu_si256((const __m256i *) (q + 128 + p));
+        const __m256i d = _mm256_loadu_si256((const __m256i *) (q + 192 + p));
+
+        const __m256i ab_lo = _mm256_unpacklo_epi8(a, b);
+        const __m256i ab_hi = _mm256_unpackhi_epi8(a, b);
+        const __m256i cd_lo = _mm256_unpacklo_epi8(c, d);
+        const __m256i cd_hi = _mm256_unpackhi_epi8(c, d);
+        // places 0 .. 3 and 16 .. 19, 4 .. 7 and 20 .. 23, ...
+        const __m256i v0    = _mm256_unpacklo_epi16(ab_lo, cd_lo);
+        const __m256i v1    = _mm256_unpackhi_epi16(ab_lo, cd_lo);
+        const __m256i v2    = _mm256_unpacklo_epi16(ab_hi, cd_hi);
+        const __m256i v3    = _mm256_unpackhi_epi16(ab_hi, cd_hi);
+
+        __m256i * to = (__m256i *) (y + 4 * p);
+        _mm256_storeu_si256(to, _mm256_permute2x128_si256(v0, v1, 0x20));
+        _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(v2, v3, 0x20));
+        _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(v0, v1, 0x31));
+        _mm256_storeu_si256(to + 3, _mm256_permute2x128_si256(v2, v3, 0x31));
+    }
+}
