@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -14,6 +16,8 @@ from safetensors import safe_open
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import llama
+import llama_server
+from checkpoints import NOVEL
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import blocks, native
 from gguf_itq3s.codec.types import ITQ3_S
@@ -152,6 +156,50 @@ def test_threads_do_not_change_the_text(files: dict[str, Path]) -> None:
     one, two = (llama.run("llama-completion", *options, "-t", n).stdout for n in ("1", "2"))
     assert one == two
     assert len(one.partition(PROMPT)[2]) > 60
+
+
+@pytest.mark.parametrize("kind", ["pure", "tq2_0"])
+def test_the_buffer_of_panels_holds_the_matrices(files: dict[str, Path], kind: str) -> None:
+    """Not the look-up of embeddings, and nothing with --no-repack; the text is the same."""
+    tensors = gguf.GGUFReader(files[kind]).tensors
+    ours = (ITQ3_S, gguf.GGMLQuantizationType.TQ1_0, gguf.GGMLQuantizationType.TQ2_0)
+    sizes = []
+    for tensor in tensors:
+        if tensor.tensor_type in ours:  # the embedding too, which is the output
+            panels = int(tensor.shape[1]) // 16
+            sizes.append(panels * -(-(int(tensor.n_bytes) // panels) // 64) * 64)
+    assert len(sizes) in (42, 43)
+    options: list[str | Path] = [
+        "-m", files[kind], "-p", PROMPT, "-n", "32", "--temp", "0", "-no-cnv", "--no-warmup", "-t", "2", "-v"
+    ]  # fmt: skip
+    texts = []
+    for more, held in (([], sum(sizes)), (["-lm", "none"], sum(sizes)), (["-nr"], 0)):
+        done = llama.run("llama-completion", *options, *more)
+        buffers = re.findall(r"(\S+) model buffer size = +([0-9.]+) MiB", done.stderr)
+        assert buffers, done.stderr[-2000:]
+        assert sum(float(size) for name, size in buffers if name == "CPU_ITQ3S") == pytest.approx(
+            held / 2**20, abs=0.02
+        )
+        texts.append(done.stdout)
+    assert len(texts[0].partition(PROMPT)[2]) > 60 and len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("kind", ["itq3_s", "tq2_0"])
+def test_a_text_does_not_depend_on_those_beside_it(files: dict[str, Path], kind: str) -> None:
+    """Greedy, alone and among eight. Flash attention, upstream's, computes 64 tokens in another order than fewer."""
+    words = NOVEL.read_text().split()
+    prompts = [" ".join(words[97 * i : 97 * i + 3 + 5 * (i % 9)]) for i in range(24)]
+    with llama_server.running("-m", files[kind], "-np", "8", "-c", "4096", "-fa", "off") as server:
+
+        def text(prompt: str) -> str:
+            body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+            return str(server.post("/completion", body)["content"])
+
+        alone = [text(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(text, prompts))
+    assert all(len(answer) > 20 for answer in alone)
+    assert together == alone
 
 
 def test_mixture_of_experts_runs(tmp_path: Path) -> None:
