@@ -56,6 +56,7 @@ eval: build ## compare all types on the bundled model and its twins: KL divergen
 bench: build ## measure the CPU kernels beside llama.cpp's types
 	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)
 	$(PY) scripts/bench/columns.py $(BENCH_ARGS)
+	$(PY) scripts/bench/loading.py $(BENCH_ARGS)
 
 test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
 	$(PY) scripts/check/arm.py

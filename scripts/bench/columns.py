@@ -3,14 +3,14 @@
 
 One column is generation, a few are speculative drafts and the slots of a server, many are prompts. The types are timed
 in turn, round after round, on the random Llama of scripts/bench/kernels.py, one thread; medians are taken, and only
-ratios inside one run mean something. Writes columns.json, columns.md and columns.png.
+ratios inside one run mean something. Some types are timed again in a build for AVX2 only. Writes columns.json,
+columns.md and columns.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -28,29 +28,27 @@ TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K", "Q3_K", "IQ4_XS", "IQ3_S", "IQ3_XXS")
 #: Runs of a test, by its columns: short tests are repeated.
 REPEATS: Final = {columns: max(1, 16 // columns) for columns in COLUMNS}
 
-Speeds = dict[str, dict[int, list[float]]]
 
-
-def one_round(samples: Speeds, paths: Mapping[str, Path]) -> None:
+def one_round(samples: kernels.Samples, libraries: Mapping[str, Path | None], paths: Mapping[str, Path]) -> None:
     """One measurement of every type and number of columns, a number of columns after the other."""
     for columns in COLUMNS:
-        command: list[str | Path] = [
-            *kernels.pin(),
-            kernels.BIN / "llama-bench",
-            "-o",
-            "json",
-            "-t",
-            "1",
-            "-n",
-            "0",
-            "-p",
-            str(columns),
-        ]
-        command += ["-b", "512", "-ub", "512", "-r", str(REPEATS[columns])]
-        for path in paths.values():
-            command += ["-m", path]
-        for result in json.loads(kernels.run(command)):
-            samples[Path(result["model_filename"]).stem][columns].append(float(result["avg_ts"]))
+        for build, library in libraries.items():
+            command: list[str | Path] = [
+                *kernels.pin(),
+                kernels.BIN / "llama-bench",
+                "-o",
+                "json",
+                "-t",
+                "1",
+                "-n",
+                "0",
+            ]
+            command += ["-p", str(columns), "-b", "512", "-ub", "512", "-r", str(REPEATS[columns])]
+            for name in kernels.AVX2_TYPES if build else TYPES:
+                command += ["-m", paths[name]]
+            for result in json.loads(kernels.run(command, library=library)):
+                name = kernels.label(Path(result["model_filename"]).stem, build)
+                samples[name][str(columns)].append(float(result["avg_ts"]))
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -59,12 +57,11 @@ def table(result: Mapping[str, Any]) -> str:
     head = f"{result['processor']}, one thread, {result['rounds']} interleaved rounds, medians.\n\n"
     columns = [str(number) for number in COLUMNS]
     rows = [[name, *(f"{speeds[name][number]:.1f}" for number in columns)] for name in speeds]
-    ours = speeds["ITQ3_S"]
-    ratios = [
-        [f"ITQ3_S over {name}", *(f"{ours[number] / speeds[name][number]:.2f}" for number in columns)]
-        for name in speeds
-        if name != "ITQ3_S"
-    ]
+    ratios = [["ITQ3_S over its 1 column", *(f"{speeds['ITQ3_S'][n] / speeds['ITQ3_S']['1']:.2f}" for n in columns)]]
+    for name in speeds:
+        ours = kernels.label("ITQ3_S", "AVX2" if "AVX2" in name else "")
+        if name != ours:
+            ratios.append([f"{ours} over {name}", *(f"{speeds[ours][n] / speeds[name][n]:.2f}" for n in columns)])
     return (
         f"{head}{report.markdown(['tokens/s by columns', *columns], rows)}\n{report.markdown(['', *columns], ratios)}"
     )
@@ -79,6 +76,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(8, 4.6))
     for name, speeds in result["medians"].items():
+        if "AVX2" in name:
+            continue
         own = name == "ITQ3_S"
         axis.plot(
             [int(number) for number in speeds], list(speeds.values()), marker="o", markersize=4, label=name,
@@ -106,27 +105,22 @@ def main() -> int:
     try:
         if not (kernels.BIN / "llama-bench").exists():
             raise kernels.BenchError("build/bin/llama-bench is missing; run make build")
-        kernels.OUT.mkdir(parents=True, exist_ok=True)
+        libraries = kernels.build(stock=False)
         paths = kernels.models(TYPES)
-        samples: Speeds = defaultdict(lambda: defaultdict(list))
+        samples: kernels.Samples = defaultdict(lambda: defaultdict(list))
         for number in range(arguments.rounds):
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
-            one_round(samples, paths)
+            one_round(samples, libraries, paths)
     except kernels.BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     result = {
         "processor": kernels.processor(),
         "rounds": arguments.rounds,
-        "medians": {n: {str(c): statistics.median(v) for c, v in s.items()} for n, s in samples.items()},
+        "medians": kernels.medians_of(samples),
         "samples": samples,
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "columns.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    (arguments.output / "columns.md").write_text(text)
-    plot(result, arguments.output / "columns.png")
-    print(text)
+    kernels.write(result, arguments.output / "columns", table, plot)
     return 0
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,32 @@ TYPES = {
 }  # fmt: skip
 STOCK_TYPES = ("TQ1_0", "TQ2_0")
 AVX2_TYPES = ("ITQ3_S", "Q3_K", "Q4_K", "IQ3_S")
+COLUMNS = (1, 4, 512)
 QUANTIZED = ("ITQ3_S", "Q3_K", "IQ3_S")
 AVX2_OPTIONS = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))]
 
 # What may not be lost: test, numerator, denominator, least ratio.
 TARGETS = [
-    ("dot", "ITQ3_S", "Q3_K", 1.8),
-    ("dot", "ITQ3_S", "Q4_K", 1.3),
-    ("dot", "ITQ3_S", "IQ3_S", 4.0),
-    ("dot", "ITQ3_S (AVX2)", "Q3_K (AVX2)", 1.1),
+    ("products_1", "ITQ3_S", "Q3_K", 2.8),
+    ("products_1", "ITQ3_S", "Q4_K", 1.3),
+    ("products_1", "ITQ3_S", "IQ3_S", 4.0),
+    ("products_1", "ITQ3_S (AVX2)", "Q3_K (AVX2)", 1.3),
+    ("products_4", "ITQ3_S", "Q4_K", 1.8),
+    ("products_4", "ITQ3_S (AVX2)", "Q4_K (AVX2)", 1.2),
+    ("products_4", "TQ2_0", "TQ2_0 (stock)", 2.0),
+    ("products_4", "TQ1_0", "TQ1_0 (stock)", 2.5),
     ("generation", "ITQ3_S", "Q3_K", 1.3),
     ("generation", "ITQ3_S", "IQ3_S", 3.5),
     ("generation", "ITQ3_S", "Q4_K", 1.15),
+    ("generation", "ITQ3_S (AVX2)", "Q4_K (AVX2)", 1.0),
+    ("generation", "ITQ3_S (AVX2)", "Q3_K (AVX2)", 1.8),
+    ("generation", "ITQ3_S (AVX2)", "IQ3_S (AVX2)", 3.5),
     ("prompt", "ITQ3_S", "IQ3_S", 1.1),
     ("prompt", "ITQ3_S", "Q3_K", 1.1),
     ("prompt", "ITQ3_S", "Q4_K", 1.6),
+    ("prompt", "ITQ3_S (AVX2)", "Q4_K (AVX2)", 1.7),
+    ("prompt", "ITQ3_S (AVX2)", "Q3_K (AVX2)", 1.3),
+    ("prompt", "ITQ3_S (AVX2)", "IQ3_S (AVX2)", 1.2),
     ("generation", "TQ2_0", "TQ2_0 (stock)", 1.05),
     ("generation", "TQ1_0", "TQ1_0 (stock)", 1.5),
     ("prompt", "TQ2_0", "TQ2_0 (stock)", 2.5),
@@ -71,15 +82,16 @@ TARGETS = [
 ABSOLUTE_TARGETS = [("quantize", "ITQ3_S", 30.0), ("quantize", "ITQ3_S (numpy)", 0.8)]
 
 UNITS = {
-    "dot": "vec_dot, G weights/s",
-    "tiled": "matrix product, 512 columns, G products/s",
+    "products_1": "product with 1 column, weights in the cache, G/s",
+    "products_4": "product with 4 columns, weights in the cache, G/s",
+    "products_512": "product with 512 columns, G/s",
     "prompt": "prompt of 512, tokens/s, one thread",
     "generation": "generation, tokens/s, one thread",
     "prompt_all": "prompt of 512, tokens/s, all cores",
     "generation_all": "generation, tokens/s, all cores",
     "quantize": "quantization, M weights/s, one thread",
     "roofline": "limits: memory in GB/s by threads, 8-bit products on registers in G/s",
-    "instructions": "vec_dot, instructions per 256 weights",
+    "instructions": "product with 1 column, instructions per 256 weights",
 }
 
 Samples = dict[str, dict[str, list[float]]]
@@ -128,8 +140,8 @@ def build_library(name: str, source: Path, options: list[str]) -> Path:
     return folder
 
 
-def build() -> dict[str, Path | None]:
-    """Library folder of every build under comparison: "" is build/bin itself."""
+def build(stock: bool = True) -> dict[str, Path | None]:
+    """Library folder of every build under comparison: "" is build/bin itself, "stock" has no patch."""
     OUT.mkdir(parents=True, exist_ok=True)
     script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
     command = ["cmake", f"-DTREE={OUT / 'patched'}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)]
@@ -137,7 +149,9 @@ def build() -> dict[str, Path | None]:
     found = re.search(r"upstream (.*)", done.stdout + done.stderr)
     if done.returncode or not found:
         raise BenchError(f"the source of llama.cpp could not be prepared:\n{done.stdout}{done.stderr}")
-    libraries: dict[str, Path | None] = {"": None, "stock": build_library("stock", Path(found[1].strip()), [])}
+    libraries: dict[str, Path | None] = {"": None}
+    if stock:
+        libraries["stock"] = build_library("stock", Path(found[1].strip()), [])
     if platform.machine() in ("x86_64", "AMD64"):
         libraries["AVX2"] = build_library("avx2", OUT / "patched", AVX2_OPTIONS)
     for name, flags in (("bench-kernels", ["-O3", "-march=native"]), ("count-instructions", ["-O1"])):
@@ -180,25 +194,23 @@ def pin() -> list[str]:
     return ["taskset", "-c", str(max(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
 
 
-def kernel_round(samples: Samples, libraries: dict[str, Path | None], mode: str) -> None:
+def kernel_round(samples: Samples, libraries: dict[str, Path | None], columns: int) -> None:
     for build, library in libraries.items():
-        if mode == "tiled" and build == "AVX2":
-            continue
         arguments = [f"{name}={TYPES[name]}" for name in names_of(build)]
-        for line in run([*pin(), OUT / "bench-kernels", mode, *arguments], library=library).splitlines():
+        for line in run([*pin(), OUT / "bench-kernels", str(columns), *arguments], library=library).splitlines():
             name, value = line.split()
-            samples[mode][label(name, build)].append(float(value))
+            samples[f"products_{columns}"][label(name, build)].append(float(value))
 
 
 def llama_round(samples: Samples, libraries: dict[str, Path | None], paths: dict[str, Path], threads: int) -> None:
     suffix = "" if threads == 1 else "_all"
-    for build in ("", "stock"):
+    for build, library in libraries.items():
         names = list(names_of(build))
         command: list[str | Path] = [*(pin() if threads == 1 else []), BIN / "llama-bench", "-o", "json", "-r", "1"]
         command += ["-p", "512", "-n", "32", "-t", str(threads), "--no-warmup"]
         for name in names:
             command += ["-m", paths[name]]
-        results = json.loads(run(command, library=libraries[build]))
+        results = json.loads(run(command, library=library))
         for result in results:
             name = Path(result["model_filename"]).stem
             test = "prompt" if result["n_prompt"] else "generation"
@@ -274,26 +286,26 @@ def roofline_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     products = limits.get("products")
     rows = []
-    for name, dot in medians["dot"].items():
+    for name, one in medians["products_1"].items():
         if "AVX2" in name:
             continue  # the limit of the products is that of the full instruction set
-        tiled = medians["tiled"].get(name)
-        tokens = medians.get("generation", {}).get(name)
-        read = tokens * result["model_bytes"][name.split()[0]] * 1e-9 if tokens else None
+        many = medians["products_512"].get(name)
         cells = [
             f"{limits['memory_1'] / bytes_per_weight(name):.1f}",
-            f"{dot / products:.0%}" if products else "",
-            f"{tiled / products:.0%}" if products and tiled else "",
-            f"{read:.1f}" if read else "",
-            f"{read / limits['memory_1']:.0%}" if read else "",
+            f"{one / products:.0%}" if products else "",
+            f"{many / products:.0%}" if products and many else "",
         ]
+        for test, limit in (("generation", "memory_1"), ("generation_all", f"memory_{result['cores']}")):
+            tokens = medians.get(test, {}).get(name)
+            read = tokens * result["model_bytes"][name.split()[0]] * 1e-9 if tokens else None
+            cells += [f"{read:.1f}", f"{read / limits[limit]:.0%}"] if read else ["", ""]
         rows.append([name, *cells])
     return report.markdown(header, rows)
 
 
 def table(result: dict[str, Any]) -> str:
     medians = result["medians"]
-    tests = [t for t in ("dot", "tiled", "generation", "prompt", "generation_all", "prompt_all") if t in medians]
+    tests = [t for t in UNITS if t in medians and t not in ("quantize", "roofline")]
     rows = []
     for name in dict.fromkeys(n for test in tests for n in medians[test]):
         cells = [f"{medians[test][name]:.1f}" if name in medians[test] else "" for test in tests]
@@ -310,7 +322,7 @@ def table(result: dict[str, Any]) -> str:
             parts.append(f"{UNITS[test]}: {values}.\n")
     parts += [
         "Distance from the limits of one core. Weights/s the memory can feed: its GB/s by the bytes of a weight;"
-        " vec_dot has its data in the cache and may exceed it. Generation: GB/s of model read.\n",
+        " the product with 1 column has them in the cache and may exceed it. Generation: GB/s of model read.\n",
         roofline_table(result),
     ]
     checks = []
@@ -327,7 +339,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tests = [test for test in ("dot", "tiled", "generation", "prompt") if test in result["medians"]]
+    tests = [test for test in ("products_1", "products_4", "generation", "prompt") if test in result["medians"]]
     figure, axes = plt.subplots(1, len(tests), figsize=(4.2 * len(tests), 4.6), squeeze=False)
     for axis, test in zip(axes[0], tests, strict=True):
         values = dict(sorted(result["medians"][test].items(), key=lambda item: item[1]))
@@ -340,6 +352,27 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def write(
+    result: dict[str, Any],
+    path: Path,
+    table: Callable[[dict[str, Any]], str],
+    plot: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """Write a result to ``path`` with .json, its table with .md and any picture with .png; print the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    path.with_suffix(".md").write_text(text)
+    if plot:
+        plot(result, path.with_suffix(".png"))
+    print(text)
+
+
+def medians_of(samples: Samples) -> dict[str, dict[str, float]]:
+    """The medians of two-level samples."""
+    return {test: {name: statistics.median(v) for name, v in names.items()} for test, names in samples.items()}
 
 
 def main() -> int:
@@ -362,14 +395,14 @@ def main() -> int:
         for i in range(arguments.rounds):
             print(f"round {i + 1} of {arguments.rounds}", file=sys.stderr)
             roofline_round(samples, cores)
-            for mode in ("dot", "tiled"):
-                kernel_round(samples, libraries, mode)
+            for columns in COLUMNS:
+                kernel_round(samples, libraries, columns)
             if not arguments.kernels_only:
                 llama_round(samples, libraries, paths, 1)
                 if cores > 1:
                     llama_round(samples, libraries, paths, cores)
                 quantize_round(samples)
-        medians = {t: {n: statistics.median(v) for n, v in names.items()} for t, names in samples.items()}
+        medians = medians_of(samples)
         result = {
             "processor": processor(),
             "cores": cores,
@@ -384,12 +417,7 @@ def main() -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    (arguments.output / "bench.md").write_text(text)
-    plot(result, arguments.output / "bench.png")
-    print(text)
+    write(result, arguments.output / "bench", table, plot)
     return 0
 
 

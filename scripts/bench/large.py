@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -112,21 +112,39 @@ def write_model(folder: Path, shape: Shape, vocabulary: int) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+#: A process begins with the largest resident set of the one that starts it, which must be small.
+TIMER: Final = """
+import json, os, sys, time
+started = time.monotonic()
+child = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(child, 0)
+scale = 1 if sys.platform == "darwin" else 1024
+times = time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * scale
+with open(sys.argv[1], "w") as file:
+    json.dump(times, file)
+sys.exit(status != 0)
+"""
+
+
+def timed(command: list[str]) -> Run | None:
+    """Run a program and measure it; None if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "times")
+        done = subprocess.run([sys.executable, "-S", "-c", TIMER, result, *command], check=False)
+        return None if done.returncode else Run(*json.loads(result.read_text()))
+
+
 def run(*arguments: str | Path) -> Run:
     """Run a subcommand of gguf-itq3s and measure it.
 
     Raises:
         UserError: it failed.
     """
-    command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
     print("$ gguf-itq3s", *arguments, file=sys.stderr, flush=True)
-    started = time.monotonic()
-    child = os.posix_spawn(command[0], command, dict(os.environ))
-    _, status, usage = os.wait4(child, 0)
-    if status:
+    done = timed([sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)])
+    if done is None:
         raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
-    scale = 1 if sys.platform == "darwin" else 1024
-    return Run(time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * scale)
+    return done
 
 
 def size_of(path: Path) -> int:

@@ -37,7 +37,7 @@ ITQ_INLINE __m512i dot_4(__m512i acc, __m512i codes, const int8_t * y) {
 }
 
 // Columns whose sums are registers, and the sums of one where several take turns because the products have a latency.
-#define DIRECT 16
+#define TILE   16
 #define CHAINS 8
 ITQ_INLINE int chains(int nc) {
     return nc <= 2 ? 8 : nc == 3 ? 4 : nc <= 8 ? 2 : 1;
@@ -45,7 +45,7 @@ ITQ_INLINE int chains(int nc) {
 
 // Codes are the levels plus `bias`.
 #define SUMS(nc, bias, sum1)                                \
-    __m512i acc[DIRECT][CHAINS];                            \
+    __m512i acc[TILE][CHAINS];                              \
     UNROLL(16) for (int c = 0; c < (nc); ++c) {             \
         acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]); \
         UNROLL(8) for (int i = 1; i < chains(nc); ++i) {    \
@@ -100,7 +100,7 @@ ITQ_INLINE __m512 add_block(__m512 sum, __m512i dot, const struct block_scales *
     return _mm512_fmadd_ps(v, _mm512_set1_ps(d1), sum);
 }
 
-// Products of n <= DIRECT columns and the codes of a block that are kept.
+// Products of n <= TILE columns and the codes of a block that are kept.
 ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
                               const float * d1, const int32_t * sum1, const int nc, float out[][ROWS]) {
     SUMS(nc, bias, sum1)
@@ -125,21 +125,22 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
                              const float * d1, const int32_t * sum1, int nc, float out[][ROWS]) {
     switch (nc) {
         KEPT(1)
-        KEPT(2) KEPT(3) KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14)
-            KEPT(15) KEPT(16)
+        KEPT(2)
+        KEPT(3)
+        KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14) KEPT(15) KEPT(16)
     }
 }
 
 // The two ways of a product of a type: LEVELS(codes, F) decodes a block and does F(levels, place, turn), CODES is the
-// number that codes are above the levels. Up to DIRECT columns take every level from its register; of more, the levels
-// of a block are kept in the first-level cache and multiplied with DIRECT columns at a time.
+// number that codes are above the levels. A few columns take every level from its register; of more, the levels
+// of a block are kept in the first-level cache and multiplied with TILE columns at a time.
 #define GEMM(type, scales_of, LEVELS, CODES)                                                                           \
     ITQ_INLINE void gemm_##type##_direct(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
                                          float out[][ROWS]) {                                                          \
         const itq3s_codes_##type * codes  = panel;                                                                     \
         const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
                                                                                                                        \
-        __m512 sums[DIRECT];                                                                                           \
+        __m512 sums[TILE];                                                                                             \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
             sums[c] = _mm512_setzero_ps();                                                                             \
         }                                                                                                              \
@@ -169,10 +170,10 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
             uint8_t kept[64 * 64] __attribute__((aligned(64)));                                                        \
             LEVELS(&codes[b], STORE_CODES)                                                                             \
             const struct block_scales x = scales_of(&scales[b]);                                                       \
-            for (int c = 0; c < nc; c += DIRECT) {                                                                     \
+            for (int c = 0; c < nc; c += TILE) {                                                                       \
                 const int64_t at = b * nc + c;                                                                         \
                 multiply_kept_by(kept, CODES, &x, y->q + 256 * at, y->d + at, y->sums + at,                            \
-                                 nc - c < DIRECT ? nc - c : DIRECT, out + c);                                          \
+                                 nc - c < TILE ? nc - c : TILE, out + c);                                              \
             }                                                                                                          \
         }                                                                                                              \
     }
@@ -258,13 +259,14 @@ GEMM(itq3_s, scales_itq3_s, LEVELS_ITQ3_S, 64)
     }
 GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 
+#if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
 ITQ_INLINE void gemm_tq2_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
                                float out[][ROWS]) {
     const itq3s_codes_tq2_0 * codes  = panel;
     const itq3s_scales_tq *   scales = (const void *) (codes + nb);
 
-    __m512 sums[DIRECT];
+    __m512 sums[TILE];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
@@ -291,6 +293,7 @@ ITQ_INLINE void gemm_tq2_0_few(int64_t nb, const void * panel, const struct itq3
         _mm512_storeu_ps(out[c], sums[c]);
     }
 }
+#endif
 
 // A byte b of TQ1_0 is a fraction of 256, and t = floor(3*b / 256) its first trit; 3*b - 256*t is the byte of the next.
 ITQ_INLINE __m512i next_trits(__m512i bytes) {
@@ -324,18 +327,19 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
 #define LEVELS_TQ1_0(x, F) TRITS_TQ1_0(x, ONE_TRIT, F)
 GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
 
+#if WHOLE_BYTES
 // Few columns: sum(t * y) = (3 * sum(b * y) - sum(next b * y)) / 256, two products and no trit.
-#define TWO_BYTES(F, p, turn)  \
-    F(bytes, p, 2 * (turn))    \
-    bytes = next_trits(bytes); \
-    F(bytes, p, 2 * (turn) + 1)
+#    define TWO_BYTES(F, p, turn)  \
+        F(bytes, p, 2 * (turn))    \
+        bytes = next_trits(bytes); \
+        F(bytes, p, 2 * (turn) + 1)
 
 ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
                                float out[][ROWS]) {
     const itq3s_codes_tq1_0 * codes  = panel;
     const itq3s_scales_tq *   scales = (const void *) (codes + nb);
 
-    __m512 sums[DIRECT];
+    __m512 sums[TILE];
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         sums[c] = _mm512_setzero_ps();
     }
@@ -359,6 +363,50 @@ ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3
         _mm512_storeu_ps(out[c], sums[c]);
     }
 }
+#endif
+
+//
+// products
+//
+
+// A function for every number of columns, so that the sums are registers.
+#define CASE(type, way, n)                         \
+    case n:                                        \
+        gemm_##type##_##way(nb, panel, y, n, out); \
+        return
+
+#if defined(__AVX512VNNI__)
+#    define MORE_CASES(type)   \
+        CASE(type, direct, 3); \
+        CASE(type, direct, 4); \
+        CASE(type, direct, 5); \
+        CASE(type, direct, 6); \
+        CASE(type, direct, 7); \
+        CASE(type, direct, 8)
+#else
+// with three instructions for a product a compiler takes minutes for the unrolled code
+#    define MORE_CASES(type)
+#endif
+
+#define PRODUCT(type, few)                                                                                         \
+    static void itq3s_gemm_##type##_avx512(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
+                                           float out[][ROWS]) {                                                    \
+        switch (nc) {                                                                                              \
+            CASE(type, few, 1);                                                                                    \
+            CASE(type, few, 2);                                                                                    \
+            MORE_CASES(type);                                                                                      \
+            default:                                                                                               \
+                gemm_##type##_many(nb, panel, y, nc, out);                                                         \
+        }                                                                                                          \
+    }
+PRODUCT(itq3_s, direct)
+#if WHOLE_BYTES
+PRODUCT(tq2_0, few)
+PRODUCT(tq1_0, few)
+#else
+PRODUCT(tq2_0, direct)
+PRODUCT(tq1_0, direct)
+#endif
 
 //
 // repacking
@@ -420,7 +468,7 @@ ITQ_INLINE __m512i transpose_bits(__m512i x) {
 #    endif
 }
 
-static void repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     // byte a ^ 1 of word 2*t + h from byte 16*a + 8*h + t
 #    define WORD(t, h) 16 + 8 * h + t, 8 * h + t, 48 + 8 * h + t, 32 + 8 * h + t
 #    define WORDS(t)   WORD(t, 0), WORD(t, 1)
@@ -488,7 +536,7 @@ static void repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_
     }
 }
 
-static void repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     itq3s_codes_tq2_0 * codes  = panel;
     itq3s_scales_tq *   scales = (void *) (codes + nb);
     for (int64_t b = 0; b < nb; ++b) {
@@ -505,7 +553,7 @@ static void repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t
     }
 }
 
-static void repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     itq3s_codes_tq1_0 * codes  = panel;
     itq3s_scales_tq *   scales = (void *) (codes + nb);
     for (int64_t b = 0; b < nb; ++b) {
@@ -524,10 +572,24 @@ static void repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t
     }
 }
 
+#else
+
+static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_repack_itq3_s_generic(rows, row_size, n_rows, nb, panel);
+}
+
+static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_repack_tq2_0_generic(rows, row_size, n_rows, nb, panel);
+}
+
+static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    itq3s_repack_tq1_0_generic(rows, row_size, n_rows, nb, panel);
+}
+
 #endif  // VBMI
 
 // From [4][64] to [64][4] bytes.
-static void reorder_q8_K_h(const int8_t * q, int8_t * y) {
+static void itq3s_reorder_q8_K_h_avx512(const int8_t * q, int8_t * y) {
     const __m512i a = _mm512_loadu_si512(q), b = _mm512_loadu_si512(q + 64);
     const __m512i c = _mm512_loadu_si512(q + 128), d = _mm512_loadu_si512(q + 192);
 
