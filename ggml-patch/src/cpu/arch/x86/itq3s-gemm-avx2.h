@@ -4,6 +4,7 @@
 // Included by itq3s-gemm.c after simd-mappings.h.
 
 #include "../../itq3s-gemm.h"
+#include "itq3s-repack-avx2.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -606,155 +607,8 @@ static inline void itq3s_gemm_tq1_0_avx2(int64_t nb, const void * panel, const s
 }
 
 //
-// repacking
+// activations
 //
-
-// Row r of a panel; rows that are missing read the same zeros for every block.
-struct row_reader {
-    const char * bytes;
-    size_t       stride;
-};
-
-static inline void open_rows(struct row_reader readers[ITQ3S_PANEL_ROWS], const void * rows, size_t row_size,
-                             int n_rows, size_t block_size) {
-    static const char zeros[sizeof(block_itq3_s)];  // the largest block
-    for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-        readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
-        readers[r].stride = r < n_rows ? block_size : 0;
-    }
-}
-
-static inline const void * block_at(const struct row_reader * reader, int64_t b) {
-    return reader->bytes + (size_t) b * reader->stride;
-}
-
-static inline __m256i load_2x128(const void * lo, const void * hi) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) lo)),
-                                   _mm_loadu_si128((const __m128i *) hi), 1);
-}
-
-// r[i] holds words w .. w + 3 of row i in its lower half and of row i + 4 in its upper half; words + 16*i gets word
-// w + i of rows 0 .. 7.
-static inline void store_transposed(uint32_t * words, const size_t step, const __m256i r[4]) {
-    const __m256i a = _mm256_unpacklo_epi32(r[0], r[1]);
-    const __m256i b = _mm256_unpackhi_epi32(r[0], r[1]);
-    const __m256i c = _mm256_unpacklo_epi32(r[2], r[3]);
-    const __m256i d = _mm256_unpackhi_epi32(r[2], r[3]);
-    _mm256_store_si256((__m256i *) words, _mm256_unpacklo_epi64(a, c));
-    _mm256_store_si256((__m256i *) (words + step), _mm256_unpackhi_epi64(a, c));
-    _mm256_store_si256((__m256i *) (words + 2 * step), _mm256_unpacklo_epi64(b, d));
-    _mm256_store_si256((__m256i *) (words + 3 * step), _mm256_unpackhi_epi64(b, d));
-}
-
-// Words 0 .. n_words - 1, a multiple of four, of blocks of 16 rows.
-ITQ_INLINE void transpose_words(const struct row_reader * readers, int64_t b, size_t offset, const int n_words,
-                                uint32_t words[][ITQ3S_PANEL_ROWS]) {
-    for (int half = 0; half < 2; ++half) {
-        for (int w = 0; w < n_words; w += 4) {
-            __m256i r[4];
-            for (int i = 0; i < 4; ++i) {
-                const struct row_reader * from = readers + HALF_ROWS * half + i;
-                r[i]                           = load_2x128((const char *) block_at(&from[0], b) + offset + 4 * w,
-                                                            (const char *) block_at(&from[4], b) + offset + 4 * w);
-            }
-            store_transposed(words[w] + HALF_ROWS * half, ITQ3S_PANEL_ROWS, r);
-        }
-    }
-}
-
-// Exchanges fields of the bytes of two registers: those of *a that mask selects `shift` bits up with those of *b that
-// mask selects. shift is known to the compiler.
-#define SWAP_FIELDS(a, b, shift, mask)                                                                  \
-    do {                                                                                                \
-        const __m256i swap_ =                                                                           \
-            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(a, shift), b), _mm256_set1_epi8(mask)); \
-        b = _mm256_xor_si256(b, swap_);                                                                 \
-        a = _mm256_xor_si256(a, _mm256_slli_epi16(swap_, shift));                                       \
-    } while (0)
-
-static inline void repack_symbols(const struct row_reader * readers, int64_t b, int half,
-                                  uint32_t qs[16][ITQ3S_PANEL_ROWS]) {
-    __m256i words[4][4];  // [place / 4][row]: rows i and i + 4 in the halves of a register
-    for (int i = 0; i < 4; ++i) {
-        const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[HALF_ROWS * half + i], b);
-        const block_itq3_s * y = (const block_itq3_s *) block_at(&readers[HALF_ROWS * half + i + 4], b);
-
-        // byte 8*h + t of register a has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields
-        // become the register, and the other way round
-        __m256i v0 = load_2x128(x->qs, y->qs);
-        __m256i v1 = load_2x128(x->qs + 16, y->qs + 16);
-        __m256i v2 = load_2x128(x->qs + 32, y->qs + 32);
-        __m256i v3 = load_2x128(x->qs + 48, y->qs + 48);
-        // a = 1, 0, 3, 2 in fields 0 .. 3
-        SWAP_FIELDS(v1, v0, 2, 0x33);
-        SWAP_FIELDS(v3, v2, 2, 0x33);
-        SWAP_FIELDS(v1, v3, 4, 0x0F);
-        SWAP_FIELDS(v0, v2, 4, 0x0F);
-        const __m256i lo01 = _mm256_unpacklo_epi8(v1, v0);
-        const __m256i hi01 = _mm256_unpackhi_epi8(v1, v0);
-        const __m256i lo23 = _mm256_unpacklo_epi8(v3, v2);
-        const __m256i hi23 = _mm256_unpackhi_epi8(v3, v2);
-        words[0][i]        = _mm256_unpacklo_epi16(lo01, lo23);
-        words[1][i]        = _mm256_unpackhi_epi16(lo01, lo23);
-        words[2][i]        = _mm256_unpacklo_epi16(hi01, hi23);
-        words[3][i]        = _mm256_unpackhi_epi16(hi01, hi23);
-    }
-    for (int w = 0; w < 4; ++w) {
-        // places 4*w .. 4*w + 3 of 8*h + t, to word 2*t + h
-        store_transposed(qs[2 * (4 * w % 8) + w / 2] + HALF_ROWS * half, 2 * ITQ3S_PANEL_ROWS, words[w]);
-    }
-}
-
-static inline void itq3s_repack_itq3_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_itq3_s *  codes  = (itq3s_codes_itq3_s *) panel;
-    itq3s_scales_itq3_s * scales = (itq3s_scales_itq3_s *) (codes + nb);
-
-    struct row_reader readers[ITQ3S_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[r], b);
-            __m256i              s = _mm256_loadu_si256((const __m256i *) x->sel);
-            for (int t = 7; t >= 0; --t, s = _mm256_add_epi8(s, s)) {
-                codes[b].sel[t][r] = (uint32_t) _mm256_movemask_epi8(s);
-            }
-            scales[b].d[r] = x->d;
-            scales[b].z[r] = x->z;
-        }
-        repack_symbols(readers, b, 0, codes[b].qs);
-        repack_symbols(readers, b, 1, codes[b].qs);
-    }
-}
-
-static inline void itq3s_repack_tq2_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq2_0 * codes  = (itq3s_codes_tq2_0 *) panel;
-    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
-
-    struct row_reader readers[ITQ3S_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
-    for (int64_t b = 0; b < nb; ++b) {
-        transpose_words(readers, b, offsetof(block_tq2_0, qs), 16, codes[b].qs);
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            scales[b].d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
-        }
-    }
-}
-
-static inline void itq3s_repack_tq1_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq1_0 * codes  = (itq3s_codes_tq1_0 *) panel;
-    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
-
-    struct row_reader readers[ITQ3S_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
-    for (int64_t b = 0; b < nb; ++b) {
-        transpose_words(readers, b, offsetof(block_tq1_0, qs), 12, codes[b].qs);
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            const block_tq1_0 * x = (const block_tq1_0 *) block_at(&readers[r], b);
-            memcpy(&codes[b].qh[r], x->qh, sizeof(x->qh));
-            scales[b].d[r] = x->d;
-        }
-    }
-}
 
 static inline void itq3s_reorder_q8_K_h_avx2(const int8_t * q, int8_t * y) {
     for (int p = 0; p < 64; p += 32) {

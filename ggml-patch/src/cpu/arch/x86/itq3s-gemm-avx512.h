@@ -4,6 +4,7 @@
 // docs/kernels.md explains it.
 
 #include "../../itq3s-gemm.h"
+#include "itq3s-repack-avx2.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -119,15 +120,27 @@ ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block
 #define KEPT(n)                                                 \
     case n:                                                     \
         multiply_kept(kept, bias, scales, q, d1, sum1, n, out); \
-        break;
+        break
 
 static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
                              const float * d1, const int32_t * sum1, int nc, float out[][ROWS]) {
     switch (nc) {
-        KEPT(1)
-        KEPT(2)
-        KEPT(3)
-        KEPT(4) KEPT(5) KEPT(6) KEPT(7) KEPT(8) KEPT(9) KEPT(10) KEPT(11) KEPT(12) KEPT(13) KEPT(14) KEPT(15) KEPT(16)
+        KEPT(1);
+        KEPT(2);
+        KEPT(3);
+        KEPT(4);
+        KEPT(5);
+        KEPT(6);
+        KEPT(7);
+        KEPT(8);
+        KEPT(9);
+        KEPT(10);
+        KEPT(11);
+        KEPT(12);
+        KEPT(13);
+        KEPT(14);
+        KEPT(15);
+        KEPT(16);
     }
 }
 
@@ -573,19 +586,9 @@ static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_
 }
 
 #else
-
-static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_repack_itq3_s_generic(rows, row_size, n_rows, nb, panel);
-}
-
-static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_repack_tq2_0_generic(rows, row_size, n_rows, nb, panel);
-}
-
-static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_repack_tq1_0_generic(rows, row_size, n_rows, nb, panel);
-}
-
+#    define itq3s_repack_itq3_s_avx512 itq3s_repack_itq3_s_avx2
+#    define itq3s_repack_tq2_0_avx512  itq3s_repack_tq2_0_avx2
+#    define itq3s_repack_tq1_0_avx512  itq3s_repack_tq1_0_avx2
 #endif  // VBMI
 
 // From [4][64] to [64][4] bytes.
