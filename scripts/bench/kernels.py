@@ -281,8 +281,9 @@ def roofline_table(result: dict[str, Any]) -> str:
     medians = result["medians"]
     limits = medians["roofline"]
     header = [
-        "type", "memory feeds, G weights/s", "vec_dot, part of the products limit",
-        "product, part of the products limit", "generation, GB/s", "part of the memory limit",
+        "type", "memory feeds, G weights/s", "1 column, part of the products limit",
+        "512 columns, part of the products limit", "generation, GB/s", "part of the memory limit",
+        "all cores, GB/s", "part of their memory limit",
     ]  # fmt: skip
     products = limits.get("products")
     rows = []

@@ -256,6 +256,7 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
                 for (int h = 0; h < 2; ++h) {
                     __m256i levels[4];
                     levels_of_word(&tables, &indices, 2 * t + h, levels);
+                    ITQ3S_PREFETCH(&codes[b], 16 * half + 2 * t + h);
                     for (int a = 0; a < 4; ++a) {
                         for (int c = 0; c < nc; ++c) {
                             const __m256i four = load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t);
@@ -447,6 +448,9 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
     const __m256i fours = _mm256_set1_epi8(0x0C);  // 4 times a trit
     for (int64_t b = 0; b < nb; ++b) {
         const int8_t * q = y->q + b * QK_K;
+        for (int line = 0; line < 16; ++line) {
+            ITQ3S_PREFETCH(&codes[b], line);
+        }
         for (int half = 0; half < 2; ++half) {
             __m256i sum[CHAINS];
             __m256i acc_4 = _mm256_setzero_si256();
@@ -559,6 +563,9 @@ static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struc
 
     for (int64_t b = 0; b < nb; ++b) {
         const int8_t * q = y->q + b * QK_K;
+        for (int line = 0; line < 16; ++line) {
+            ITQ3S_PREFETCH(&codes[b], line);
+        }
         for (int half = 0; half < 2; ++half) {
             __m256i sums[2][CHAINS];  // of 40 and of 24 places
             for (int i = 0; i < CHAINS; ++i) {

@@ -244,6 +244,8 @@ ITQ_INLINE void grids_itq3_s(const itq3s_codes_itq3_s * x, __m512i grids[16]) {
         const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
         const __m512i odd     = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), symbols, grids[i], 0xCA); \
         const int     p       = 8 * (i % 2) + i / 2;                                                        \
+        ITQ3S_PREFETCH(x, i);                                                                               \
+        ITQ3S_PREFETCH(x, 16 + i);                                                                          \
         F(look_up(table_even(), even), p, 4 * i)                                                            \
         F(look_up(table_odd(), odd), 16 + p, 4 * i + 1)                                                     \
         F(look_up(table_even(), _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2)                             \
