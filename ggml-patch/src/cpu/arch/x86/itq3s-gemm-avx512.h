@@ -13,9 +13,11 @@
 
 #if defined(__clang__)
 #    define UNROLL(n) _Pragma("unroll")
-#else
+#elif defined(__GNUC__)
 #    define PRAGMA(text) _Pragma(#text)
 #    define UNROLL(n)    PRAGMA(GCC unroll n)
+#else
+#    define UNROLL(n)
 #endif
 
 // Four products of unsigned codes below 128 and the four signed activations at y, added to 32 bits.
@@ -180,7 +182,7 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
                                                                                                                        \
         memset(out, 0, (size_t) nc * sizeof(*out));                                                                    \
         for (int64_t b = 0; b < nb; ++b) {                                                                             \
-            uint8_t kept[64 * 64] __attribute__((aligned(64)));                                                        \
+            _Alignas(64) uint8_t kept[64 * 64];                                                                        \
             LEVELS(&codes[b], STORE_CODES)                                                                             \
             const struct block_scales x = scales_of(&scales[b]);                                                       \
             for (int c = 0; c < nc; c += TILE) {                                                                       \
