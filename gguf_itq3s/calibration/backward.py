@@ -169,7 +169,7 @@ class OutputFisher:
                 target[part] = hidden.grad.cpu().numpy()
                 squares[:] = [sum(squares[1:], squares[0])]
             handle.remove()
-        self._save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, _OUTPUT)
+        save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, folder)
 
     def _backward(
@@ -237,14 +237,10 @@ class OutputFisher:
                     what = "gives gradients that are NaN or infinite"
                     raise UserError(model.folder, what, "leave --fisher out", entry)
         if first is not None:
-            self._save({"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}, _INPUT)
-        self._save(matrices, _file(number))
+            found = {"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}
+            save(found, self.folder / _INPUT)
+        save(matrices, self.folder / _file(number))
         self._keep(number, target, folder)
-
-    def _save(self, arrays: dict[str, np.ndarray], name: str) -> None:
-        partial = self.folder / f"{name}.partial"
-        save(arrays, partial)
-        partial.replace(self.folder / name)
 
 
 def _file(number: int) -> str:

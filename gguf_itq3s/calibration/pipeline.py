@@ -100,8 +100,6 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 bar.update()
             collector.close()
             file = f"layer-{number:04d}.safetensors"
-            # safetensors writes beside it under a name of its own, which a kill would leave.
-            partial = options.out / _PARTIAL / file
             statistics = collector.statistics()
             flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
             for key, value in statistics.items():
@@ -112,9 +110,10 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 if key in flat and not key.endswith("]"):
                     what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
-            partial.parent.mkdir(exist_ok=True)
-            save(statistics, partial)
-            partial.replace(options.out / file)
+            # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
+            partial = options.out / _PARTIAL
+            partial.mkdir(exist_ok=True)
+            save(statistics, options.out / file, partial)
             target.flush()
             del source, target
             activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
@@ -122,22 +121,32 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                 manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
             if number + 1 == model.layers:
                 full = options.full(model.hidden)
-                save(ends.collect(model, options.out, inputs, batches, full=full), partial.with_name(ends.ENDS))
-                partial.with_name(ends.ENDS).replace(options.out / ends.ENDS)
+                save(ends.collect(model, options.out, inputs, batches, full=full), options.out / ends.ENDS, partial)
             manifest.complete = number + 1 == model.layers
             manifest.write(options.out)
             activation_path(options.out, number).unlink()
             model.unload(number)
 
 
-def save(statistics: dict[str, np.ndarray], path: Path) -> None:
-    """Write a safetensors file; a disk that is full is an OSError, as from any other writer."""
+def save(arrays: dict[str, np.ndarray], path: Path, folder: Path | None = None) -> None:
+    """Write a safetensors file whole or not at all.
+
+    Args:
+        arrays: its tensors.
+        path: its name, also of one that is replaced.
+        folder: on the same disk, where it is written before it gets its name; by default its own.
+
+    Raises:
+        OSError: it cannot be written; also where the disk is full, as from any other writer.
+    """
+    partial = (folder or path.parent) / f"{path.name}.partial"
     try:
-        save_file(statistics, path)
+        save_file(arrays, partial)
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
+    partial.replace(path)
 
 
 def _layers_done(folder: Path, manifest: Manifest) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -30,16 +31,22 @@ def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
     rows: list[list[int]] = []
     for number, path in enumerate(options.text):
         share = (count * (number + 1)) // len(options.text) - (count * number) // len(options.text)
-        text = read_text(path)
-        for start in np.linspace(0, max(0, len(text) - context * _CHARACTERS), share).astype(int):
-            # From the next word on; a window that starts inside one is unlike anything the model has seen.
-            begin = text.find(" ", start) + 1 if start else 0
-            ids = tokenizer(text[begin : begin + context * _CHARACTERS]).input_ids
+        for piece in excerpts(read_text(path), share, context):
+            ids = tokenizer(piece).input_ids
             if len(ids) < context:
                 what = f"is too short for {share} windows of {context} tokens"
                 raise UserError(path, what, "give more text, or less --tokens or --context")
             rows.append(ids[:context])
     return np.array(rows, dtype=np.int64)
+
+
+def excerpts(text: str, count: int, context: int) -> Iterator[str]:
+    """Pieces from places spread evenly over a text, each with characters enough for ``context`` tokens."""
+    length = context * _CHARACTERS
+    for start in np.linspace(0, max(0, len(text) - length), count).astype(int):
+        # From the next word on; a window that starts inside one is unlike anything the model has seen.
+        begin = text.find(" ", start) + 1 if start else 0
+        yield text[begin : begin + length]
 
 
 def read_text(path: Path) -> str:

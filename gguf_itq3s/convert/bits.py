@@ -148,7 +148,9 @@ class RowWeights:
                 blocks = self.source.blocks(reader, self._number)
                 if not blocks:
                     continue
-                tensor = stacks.setdefault(reader.name, whole(self._plain[reader.name]))
+                if reader.name not in stacks:
+                    stacks[reader.name] = whole(self._plain[reader.name])
+                tensor = stacks[reader.name]
                 here = tensor if reader.expert is None else tensor[reader.expert]
                 try:
                     order = row_order(reader.rows(layer).detach().float().cpu().numpy(), here)

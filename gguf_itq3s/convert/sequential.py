@@ -165,7 +165,7 @@ class Sequential:
             if self.options.fisher:
                 self._fisher = self.collect_fisher(folder, model, inputs)
             done = len(set(finished.files.values()))
-            self._layers(model, inputs, finished, done, key)
+            self._layers(model, inputs, finished, done)
         except UserError:
             if not finished.files:
                 finished.remove()
@@ -212,9 +212,11 @@ class Sequential:
     def collect_fisher(self, folder: Path, model: LayeredModel, inputs: np.ndarray) -> OutputFisher:
         """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
         found = OutputFisher(folder / FISHER, full=self.options.fisher_rows, block=self.options.fisher_block)
-        form = f"{model_hash(self.checkpoint.files)} {self.options.fisher_rows} {self.options.fisher_block} "
-        key = hashlib.sha256(form.encode() + inputs.tobytes()).hexdigest()
-        found.collect(model, inputs, self.calibration.batch, key, self.messages)
+        # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
+        batch, device = self.calibration.batch, self.calibration.device
+        form = (model_hash(self.checkpoint.files), self.options.fisher_rows, self.options.fisher_block, batch, device)
+        key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
+        found.collect(model, inputs, batch, key, self.messages)
         return found
 
     def _resume(self, key: str) -> Finished:
@@ -250,7 +252,7 @@ class Sequential:
             finished.unseen.update(line["unseen"])
         return finished
 
-    def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int, key: str) -> None:
+    def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int) -> None:
         if done == model.layers:
             return
         batch = self.calibration.batch
@@ -280,8 +282,7 @@ class Sequential:
                     activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
                 del sources, targets
                 file = f"layer-{number:04d}.safetensors"
-                save(matrices, self.folder / f"{file}.partial")
-                (self.folder / f"{file}.partial").replace(self.folder / file)
+                save(matrices, self.folder / file)
                 errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
                 line = {"file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices))}
                 with (self.folder / _JOURNAL).open("a") as journal:
@@ -324,7 +325,7 @@ class Sequential:
                         mean if rotated else hessian.rotate(mean), self.options.damping
                     )
                 factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
-                order = self._order(model, streams, reader)
+                order = self._order(model, streams, reader, stacks)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
                 if not of.hessian.tokens:
@@ -338,7 +339,7 @@ class Sequential:
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """The weights of a matrix in GGUF's order, float32."""
+        """The weights of a matrix in GGUF's order, float32; stacks of experts are kept in ``stacks``."""
         if reader.expert is None:
             return whole(tensors[reader.name])
         key = f"{reader.name} {tensors is self.folded}"
@@ -381,10 +382,12 @@ class Sequential:
             start += len(block)
         return found
 
-    def _order(self, model: LayeredModel, streams: Streams, reader: Reader) -> np.ndarray:
+    def _order(
+        self, model: LayeredModel, streams: Streams, reader: Reader, stacks: dict[str, np.ndarray]
+    ) -> np.ndarray:
         """Which row of the model each row of the tensor is."""
         try:
-            return row_order(streams.weights(reader), self._weights(reader, self.plain, {}))
+            return row_order(streams.weights(reader), self._weights(reader, self.plain, stacks))
         except ValueError as problem:
             raise check_rows(model, reader, problem) from problem
 

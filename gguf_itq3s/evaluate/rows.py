@@ -83,6 +83,12 @@ def _llama_quantize_rows() -> list[Row]:
     return rows
 
 
+#: Sizes that types are chosen for, bits a weight over all tensors: a front beside llama-quantize's mixes.
+_FRONT: Final = (3.4, 3.85, 4.3, 4.7, 5.2)
+#: The one of them that is calibrated in sequence too.
+_BEST: Final = 3.85
+
+
 def _package_rows() -> list[Row]:
     """Rows of the converter, which folds norms into the matrices unless told otherwise."""
     rows = []
@@ -95,6 +101,25 @@ def _package_rows() -> list[Row]:
         for name, more in (("sequential", ()), ("fisher", (("fisher", True),))):
             own = f"{how}, calibrated in sequence{', Fisher' * bool(more)}"
             rows.append(Row(f"{key}-{name}", "ITQ3_S", own, "package", sequential=True, options=(*options, *more)))
+    # llama.cpp's own types, rounded with statistics, for any llama.cpp; norms are not folded.
+    for name, label, pure in (("q4_k_s", "Q4_K", True), ("q4_k_m", "Q4_K_M", False)):
+        key, how = f"convert-{label.lower()}" + "-pure" * pure, "pure" if pure else "mix"
+        common = (("outtype", name), *((("pure", True),) * pure))
+        rows.append(Row(f"{key}-calibrated", label, f"{how}, calibrated", "package", calibrated=True, options=common))
+        rows.append(
+            Row(
+                f"{key}-fisher", label, f"{how}, calibrated in sequence, Fisher", "package", sequential=True,
+                options=(*common, ("fisher", True)),
+            )
+        )  # fmt: skip
+    for bits in _FRONT:
+        how = f"types for {bits:g} bits, calibrated"
+        rows.append(
+            Row(f"convert-bpw-{bits:g}", "mix", how, "package", calibrated=True, options=(("target_bpw", bits),))
+        )
+    how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
+    best = (("target_bpw", _BEST), ("fisher", True))
+    rows.append(Row(f"convert-bpw-{_BEST:g}-fisher", "mix", how, "package", sequential=True, options=best))
     for key, how, option in (
         ("unfolded", "pure, by the package", ("fold_norms", False)),
         ("fast", "pure, folded, fast", ("effort", "fast")),

@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +34,10 @@ from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, Settings, evaluate, write_json  # noqa: E402
 from scripts.train.twins import TWINS, make_twins  # noqa: E402
+
+# After the package, which sees to it that gguf-py is the one of the llama.cpp source.
+# isort: split
+import gguf  # noqa: E402
 
 TEXTS = {"wikitext": "WikiText-2 test", "topics": "Python reference topics (held out)"}
 # Characters of an excerpt; excerpts are spread evenly over a text.
