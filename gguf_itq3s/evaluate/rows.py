@@ -83,8 +83,8 @@ def _llama_quantize_rows() -> list[Row]:
     return rows
 
 
-#: Sizes that types are chosen for, bits a weight over all tensors: a front beside llama-quantize's mixes.
-_FRONT: Final = (3.4, 3.85, 4.3, 4.7, 5.2)
+#: Sizes that types are chosen for, bits a weight over all tensors: a front just below llama-quantize's mixes.
+_FRONT: Final = (3.4, 3.85, 4.3, 4.65, 5.0)
 #: The one of them that is calibrated in sequence too.
 _BEST: Final = 3.85
 

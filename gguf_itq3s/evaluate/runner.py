@@ -53,7 +53,8 @@ class Settings:
         chunks: windows to score, -1 for the whole text.
         context: tokens of a window.
         threads: threads of the tools.
-        keep: leave quantized files and log-probabilities in ``work``.
+        keep: leave quantized files and log-probabilities in ``work``, and take those that are there: a file serves
+            every text that is scored.
         text: what is scored; None for WikiText-2's test split.
         training: what importance matrix and calibration are made from; None for another split of WikiText-2.
         calibration_tokens: how many tokens of it calibrated rows see.
@@ -178,13 +179,17 @@ class Evaluation:
         calibrate(options)  # returns at once if the folder is complete
         return path
 
-    def _row_path(self, row: Row) -> Path:
+    def _making(self, row: Row) -> str:
+        """Hash of all that decides a row's file."""
         package = _package_digest() if row.maker == "package" else ""
         statistics: tuple[object, ...] = ()
         if row.learns:
             statistics = (self.training[1], self.settings.imatrix_tokens, self.settings.calibration_tokens)
         fields = {k: v for k, v in asdict(row).items() if k not in ("key", "label", "how")}
-        return self.work / "cache" / f"{hash_of(self.common, fields, package, statistics)}.json"
+        return hash_of(self.model, fields, package, statistics)
+
+    def _row_path(self, row: Row) -> Path:
+        return self.work / "cache" / f"{hash_of(self.common, self._making(row))}.json"
 
     def lacks(self, row: Row) -> str:
         """What a row needs that is not there; empty if it can run. The converter reads checkpoints, not GGUF files."""
@@ -225,32 +230,35 @@ class Evaluation:
             write_json(path, {"chunks": count, "tokens": scored})
         return json.loads(path.read_text())
 
+    def _quantize(self, row: Row, file: Path) -> None:
+        if row.maker == "llama-quantize":
+            matrix = ["--imatrix", self.imatrix()] if row.imatrix else []
+            *flags, name = row.arguments
+            arguments = [*flags, *matrix, self.f16, file, name, str(self.settings.threads)]
+            self.tools.run("llama-quantize", arguments, self.work / "logs" / f"quantize-{row.key}.log")
+        elif row.maker == "ggml":
+            quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
+        else:
+            statistics: dict[str, Any] = {"calibration": self.calibration()} if row.calibrated else {}
+            statistics |= {"imatrix": self.imatrix()} if row.imatrix else {}
+            if row.sequential:
+                statistics |= {
+                    "calibrate": (self.training[0],), "tokens": self.settings.calibration_tokens,
+                    "context": self.settings.context,
+                }  # fmt: skip
+            self._convert(file, **dict(row.options), **statistics)
+
     def _quantize_and_score(self, row: Row, base: Result) -> Result:
-        file = self.f16 if row.maker == "none" else self.work / f"{row.key}.gguf"
+        file = self.f16 if row.maker == "none" else self.work / f"{row.key}-{self._making(row)[:8]}.gguf"
+        partial = file.with_name(f"partial-{file.name}")
         try:
-            if row.maker == "llama-quantize":
-                matrix = ["--imatrix", self.imatrix()] if row.imatrix else []
-                *flags, name = row.arguments
-                arguments = [*flags, *matrix, self.f16, file, name, str(self.settings.threads)]
-                self.tools.run("llama-quantize", arguments, self.work / "logs" / f"quantize-{row.key}.log")
-            elif row.maker == "ggml":
-                quantize_pure(self.f16, file, gguf.GGMLQuantizationType[row.arguments[0]], self.settings.threads)
-            elif row.maker == "package":
-                statistics: dict[str, Any] = {"calibration": self.calibration()} if row.calibrated else {}
-                statistics |= {"imatrix": self.imatrix()} if row.imatrix else {}
-                if row.sequential:
-                    statistics |= {
-                        "calibrate": (self.training[0],), "tokens": self.settings.calibration_tokens,
-                        "context": self.settings.context,
-                    }  # fmt: skip
-                self._convert(file, **dict(row.options), **statistics)
+            if not file.is_file():
+                self._quantize(row, partial)
+                partial.replace(file)
             result = describe(file)
             # Two ways to the same bytes (llama-quantize and the converter, say) are scored once.
-            same = (
-                self.work
-                / "cache"
-                / f"scored-{hash_of(self.common, result['content'], row.runtime, row.environment)}.json"
-            )
+            scored = hash_of(self.common, result["content"], row.runtime, row.environment)
+            same = self.work / "cache" / f"scored-{scored}.json"
             if not same.is_file():
                 log = self.work / "logs" / f"{row.key}.log"
                 figures = self.tools.divergence(
@@ -259,6 +267,7 @@ class Evaluation:
                 write_json(same, figures)
             return {**result, **json.loads(same.read_text()), **base}
         finally:
+            partial.unlink(missing_ok=True)
             if file != self.f16 and not self.settings.keep:
                 file.unlink(missing_ok=True)
 

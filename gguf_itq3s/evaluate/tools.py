@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _PAIRS = {
     "mean_kld": re.compile(rf"^Mean    KLD:\s*{_NUMBER} ±\s*{_NUMBER}", re.M),
     "same_top": re.compile(rf"^Same top p:\s*{_NUMBER} ±\s*{_NUMBER} %", re.M),
 }
+#: A line for each window: its number, perplexity, its logarithm over the base's, then the mean KLD so far.
+_WINDOW = re.compile(rf"^ *(\d+) +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±", re.M)
 _TOO_SHORT = re.compile(r"you need at least (\d+) tokens")
 _QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
@@ -148,10 +151,11 @@ def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
         tokens: scored tokens.
 
     Returns:
-        ``perplexity``, ``mean_kld`` (nats), ``kld_99``, ``same_top`` (a share), each with ``_error``.
+        ``perplexity``, ``mean_kld`` (nats), ``kld_99``, ``same_top`` (a share), each with ``_error``; ``windows``, the
+        mean KLD of each window, out of the running means that the tool prints.
 
     Raises:
-        ValueError: a figure is missing.
+        ValueError: a figure or a window is missing.
     """
     result: dict[str, Any] = {}
     for key, pattern in _PAIRS.items():
@@ -167,6 +171,14 @@ def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
     tail = (quantiles["99.9"] - quantiles["95.0"]) / math.log(0.05 / 0.001)
     result["kld_99"] = quantiles["99.0"]
     result["kld_99_error"] = math.sqrt(0.99 * 0.01 / tokens) * tail / 0.01
+    sums = [0.0]
+    for number, found in enumerate(_WINDOW.finditer(text), 1):
+        if int(found[1]) != number:
+            raise ValueError(f"printed window {found[1]} where {number} was to come")
+        sums.append(number * float(found[6]))
+    if len(sums) == 1:
+        raise ValueError("printed no windows")
+    result["windows"] = [round(after - before, 5) for before, after in pairwise(sums)]
     return result
 
 

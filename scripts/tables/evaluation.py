@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.errors import report_errors  # noqa: E402
-from gguf_itq3s.evaluate import command, plots  # noqa: E402
+from gguf_itq3s.evaluate import command, plots, ratio  # noqa: E402
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, evaluate  # noqa: E402
 from scripts.train.twins import make_twins  # noqa: E402
@@ -30,9 +30,28 @@ from scripts.train.twins import make_twins  # noqa: E402
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
     "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "convert-pure",
-    "convert-pure-calibrated",
+    "convert-pure-calibrated", "convert-pure-sequential", "convert-pure-fisher",
 )  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
+
+#: What calibrating while quantizing is worth.
+RATIOS: tuple[ratio.Ratio, ...] = (
+    ("ITQ3_S `--calibrate` / `--calibration`", "convert-pure-sequential", ("convert-pure-calibrated",)),
+    ("ITQ3_S `--calibrate --fisher` / `--calibration`", "convert-pure-fisher", ("convert-pure-calibrated",)),
+    ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "convert-pure-fisher", ("iq3_s-pure-imatrix",)),
+    ("Q4_K `--calibration` / imatrix", "convert-q4_k-pure-calibrated", ("q4_k-pure-imatrix",)),
+    ("Q4_K `--calibrate --fisher` / imatrix", "convert-q4_k-pure-fisher", ("q4_k-pure-imatrix",)),
+    ("Q4_K_M `--calibrate --fisher` / imatrix", "convert-q4_k_m-fisher", ("q4_k_m-imatrix",)),
+    (
+        "`--target-bpw 3.85 --calibrate --fisher` / Q4_K pure, imatrix",
+        "convert-bpw-3.85-fisher",
+        ("q4_k-pure-imatrix",),
+    ),
+    ("`--target-bpw 3.85 --calibration` / Q3_K_S mix, imatrix", "convert-bpw-3.85", ("q3_k_s-imatrix",)),
+    ("`--target-bpw 4.3 --calibration` / Q3_K_M mix, imatrix", "convert-bpw-4.3", ("q3_k_m-imatrix",)),
+    ("`--target-bpw 4.65 --calibration` / IQ4_XS mix, imatrix", "convert-bpw-4.65", ("iq4_xs-imatrix",)),
+    ("`--target-bpw 5 --calibration` / Q4_K_M mix, imatrix", "convert-bpw-5", ("q4_k_m-imatrix",)),
+)
 
 Rows = list[Result]
 
@@ -78,6 +97,8 @@ def main() -> int:
     result = {"model": args.model.name, "context": settings.context, "tables": tables, "twins": twin_tables}
     (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
     sections = {f"eval {name}": command.results_table(rows) for name, rows in tables.items()}
+    if tables.get("weights"):
+        sections["eval ratios"] = ratio.markdown(RATIOS, {"model": {r["key"]: r for r in tables["weights"]}})
     if twin_tables:
         parts = [
             f"#### {name}\n\n{command.results_table(rows)}" for name, rows in twin_tables.items() if name != "model"

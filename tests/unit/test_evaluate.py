@@ -13,10 +13,14 @@ import llama
 from gguf_itq3s import report
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
-from gguf_itq3s.evaluate import command, plots, runner, tools, wikitext
+from gguf_itq3s.evaluate import command, plots, ratio, runner, tools, wikitext
 from gguf_itq3s.evaluate.rows import Row, kv_rows, weight_rows
 
 PRINTED = """
+chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS
+   1     133.4400 ±    9.1210      -0.01270 ±    0.01840       0.07000 ±    0.00096     3.561 ±  0.123 %
+   2     135.7887 ±    6.8310       0.05222 ±    0.01290       0.07260 ±    0.00067     3.601 ±  0.091 %
+
 ====== Perplexity statistics ======
 Mean PPL(Q)                   : 135.788740 ±   4.830178
 Mean PPL(base)                : 128.882474 ±   4.616139
@@ -37,17 +41,51 @@ def test_parse_divergence() -> None:
     found = tools.parse_divergence(PRINTED, 8160)
     assert found["perplexity"] == 135.78874 and found["perplexity_error"] == 4.830178
     assert found["mean_kld"] == 0.072599 and found["mean_kld_error"] == 0.000671
+    assert found["windows"] == [0.07, 0.0752]
     assert found["kld_99"] == 0.303486
     assert found["same_top"] == pytest.approx(0.78591) and found["same_top_error"] == pytest.approx(0.00454)
     # sqrt(0.99 * 0.01 / 8160) / f, f = 0.01 / ((0.510132 - 0.186819) / ln 50)
     assert found["kld_99_error"] == pytest.approx(0.00910, abs=1e-4)
 
 
-@pytest.mark.parametrize("line", ["Mean    KLD", "Same top p", "99.0%   KLD", "Mean PPL(Q)"])
+@pytest.mark.parametrize("line", ["Mean    KLD", "Same top p", "99.0%   KLD", "Mean PPL(Q)", "   "])
 def test_missing_figures_are_errors(line: str) -> None:
     text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith(line))
     with pytest.raises(ValueError, match="printed no"):
         tools.parse_divergence(text, 100)
+
+
+def test_a_missing_window_is_an_error() -> None:
+    text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith("   1"))
+    with pytest.raises(ValueError, match="printed window 2 where 1 was to come"):
+        tools.parse_divergence(text, 100)
+
+
+def test_ratio_of_paired_windows() -> None:
+    """What both rows share cancels; the error is that of resampling the windows."""
+    rng = np.random.default_rng(1)
+    hard = rng.gamma(4, 0.02, 400)
+    above, below = 0.7 * hard * rng.normal(1, 0.05, 400), hard * rng.normal(1, 0.05, 400)
+    found, error = ratio.paired(above.tolist(), below.tolist())
+    assert found == pytest.approx(above.sum() / below.sum())
+    picks = rng.integers(400, size=(4000, 400))
+    assert error == pytest.approx(np.std(above[picks].sum(1) / below[picks].sum(1)), rel=0.1)
+    assert error < 0.2 * found * np.std(hard) / np.mean(hard) / np.sqrt(400) * np.sqrt(2)  # were they not paired
+    assert ratio.paired([2.0, 4.0], [1.0, 2.0]) == (2.0, 0.0)
+    for bad in (([1.0], [1.0, 2.0]), ([], []), ([1.0], [0.0])):
+        with pytest.raises(ValueError, match=r"paired|zero"):
+            ratio.paired(*bad)
+
+
+def test_table_of_ratios() -> None:
+    rows = {
+        key: {"windows": windows, "mean_kld": float(np.mean(windows))}
+        for key, windows in {"a": [0.1, 0.3], "b": [0.2, 0.6], "c": [0.4, 0.8]}.items()
+    }
+    lines = [("a / best", "a", ("b", "c")), ("a / none", "a", ("d",))]
+    text = ratio.markdown(lines, {"one": rows, "two": {"a": rows["a"]}})
+    assert "0.500 ± 0.000" in text and text.count("| -") == 0 and "a / none" not in text
+    assert [cell.strip() for cell in text.splitlines()[-1].strip("|").split("|")] == ["a / best", "0.500 ± 0.000", "-"]
 
 
 def test_missing_figures_name_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +255,7 @@ def test_results_are_cached_by_what_decides_them(changes: dict[str, Any], row: R
     def path(settings: runner.Settings, digest: str = "text") -> Path:
         evaluation = object.__new__(runner.Evaluation)
         evaluation.settings, evaluation.work, evaluation.common = settings, tmp_path, "model, text, tools, windows"
+        evaluation.model = "model, tools"
         evaluation.__dict__["training"] = tmp_path, digest
         return evaluation._row_path(row)
 
