@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -62,6 +62,21 @@ class Shape:
     def weights(self) -> int:
         """All of them."""
         return self.layers * self.layer + 2 * self.vocabulary * self.hidden
+
+
+LLAMA_70B: Final = Shape(hidden=8192, feed_forward=28672, layers=80, vocabulary=128256, keys=1024)
+
+
+def add_shape(parser: argparse.ArgumentParser, default: Shape, model: str) -> None:
+    """Options for a shape, by default that of ``model``."""
+    for name, number in asdict(default).items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=positive, default=number, help=f"default: %(default)s, {model}")
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The shape that the options give."""
+    return Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
 
 
 @dataclass(frozen=True)
@@ -248,16 +263,14 @@ def table(results: dict) -> str:
 @report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 8192), ("feed-forward", 28672), ("layers", 80), ("vocabulary", 128256)):
-        parser.add_argument(f"--{name}", type=positive, default=default, help="default: %(default)s, Llama 3 70B")
-    parser.add_argument("--keys", type=positive, default=1024, help="columns of the keys (default: %(default)s)")
+    add_shape(parser, LLAMA_70B, "Llama 3 70B")
     parser.add_argument(
         "--tokens", type=positive, default=2048, help="of the shorter calibration, default: %(default)s"
     )
     parser.add_argument("--work", type=Path, help="folder of the model (default: a temporary one)")
     parser.add_argument("--update", type=Path, metavar="FILE", help="put the table between the marks in the file")
     args = parser.parse_args()
-    shape = Shape(args.hidden, args.feed_forward, args.layers, args.vocabulary, args.keys)
+    shape = shape_of(args)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         results = measure(shape, args.tokens, Path(folder))
     print(table(results))

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.errors import positive, report_errors  # noqa: E402
-from scripts.bench.large import DEMO, Run, Shape, hours, run, write_model  # noqa: E402
+from scripts.bench.large import DEMO, Run, Shape, add_shape, hours, run, shape_of, write_model  # noqa: E402
 
 RESULTS: Final = ROOT / "docs" / "results" / "sequential.json"
 TEXT: Final = ROOT / "tests" / "data" / "novel.txt"
@@ -36,6 +36,7 @@ TEXT: Final = ROOT / "tests" / "data" / "novel.txt"
 TOKENS: Final = (131072, 262144)
 #: Bits of a weight in ITQ3_S.
 BITS: Final = 3.125
+LLAMA_8B: Final = Shape(hidden=4096, feed_forward=14336, layers=32, vocabulary=128256, keys=1024)
 
 
 def measure(shape: Shape, tokens: int, threads: int, work: Path) -> dict[str, Any]:
@@ -84,16 +85,14 @@ def table(results: dict[str, Any]) -> str:
 @report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 4096), ("feed-forward", 14336), ("layers", 32), ("vocabulary", 128256)):
-        parser.add_argument(f"--{name}", type=positive, default=default, help="default: %(default)s, Llama 3 8B")
-    parser.add_argument("--keys", type=positive, default=1024, help="columns of the keys (default: %(default)s)")
+    add_shape(parser, LLAMA_8B, "Llama 3 8B")
     parser.add_argument("--tokens", type=positive, default=512, help="of the short runs (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=1, help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="folder of the model (default: a temporary one)")
     parser.add_argument("--update", type=Path, metavar="FILE", help="put the table between the marks in the file")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the commands, which are processes of their own
-    shape = Shape(args.hidden, args.feed_forward, args.layers, args.vocabulary, args.keys)
+    shape = shape_of(args)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         results = measure(shape, args.tokens, args.threads, Path(folder))
     print(table(results))

@@ -2,6 +2,7 @@
 // them, without elsewhere. docs/kernels.md explains them.
 
 #include "../../itq3s-gemm.h"
+#include "../../itq3s-rows.h"
 
 #include "ggml-cpu-impl.h"
 
@@ -254,25 +255,6 @@ GEMM_TQ(tq1_0)
 // repacking
 //
 
-// Row r of a panel; rows that are missing read the same zeros for every block.
-struct row_reader {
-    const char * bytes;
-    size_t       stride;
-};
-
-static inline void open_rows(struct row_reader readers[ITQ3S_PANEL_ROWS], const void * rows, size_t row_size,
-                             int n_rows, size_t block_size) {
-    static const char zeros[sizeof(block_itq3_s)];  // the largest block
-    for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-        readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
-        readers[r].stride = r < n_rows ? block_size : 0;
-    }
-}
-
-static inline const char * block_at(const struct row_reader * reader, int64_t b) {
-    return reader->bytes + (size_t) b * reader->stride;
-}
-
 // r[i] holds four words of row i; words + i*step gets word i of the four rows.
 static inline void store_transposed(uint32_t * words, size_t step, const uint8x16_t r[4]) {
     const uint32x4_t r0 = vreinterpretq_u32_u8(r[0]), r1 = vreinterpretq_u32_u8(r[1]);
@@ -320,7 +302,7 @@ static inline void repack_selectors(const struct row_reader * readers, int64_t b
 
     uint8x16_t words[2][QUARTER_ROWS];
     for (int i = 0; i < QUARTER_ROWS; ++i) {
-        const block_itq3_s * x     = (const void *) block_at(&readers[QUARTER_ROWS * quarter + i], b);
+        const block_itq3_s * x     = block_at(&readers[QUARTER_ROWS * quarter + i], b);
         // byte t of every 8 then has the bits of word t
         const uint8x16x2_t   bytes = { { transpose_bits(vld1q_u8(x->sel)), transpose_bits(vld1q_u8(x->sel + 16)) } };
         words[0][i]                = vqtbl2q_u8(bytes, first);
@@ -334,7 +316,7 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
                                   uint32_t qs[16][ITQ3S_PANEL_ROWS]) {
     uint8x16_t words[4][QUARTER_ROWS];
     for (int i = 0; i < QUARTER_ROWS; ++i) {
-        const block_itq3_s * x = (const void *) block_at(&readers[QUARTER_ROWS * quarter + i], b);
+        const block_itq3_s * x = block_at(&readers[QUARTER_ROWS * quarter + i], b);
 
         // byte 8*h + t of v[a] has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields become the
         // register, and a = 1, 0, 3, 2 fields 0 .. 3
@@ -372,7 +354,7 @@ void itq3s_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t
             repack_symbols(readers, b, i, codes[b].qs);
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            const block_itq3_s * x = (const void *) block_at(&readers[r], b);
+            const block_itq3_s * x = block_at(&readers[r], b);
             scales[b].d[r]         = x->d;
             scales[b].z[r]         = x->z;
         }
@@ -390,7 +372,7 @@ void itq3s_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t 
             transpose_words(readers, b, i, 16, codes[b].qs);  // a block begins with them
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            scales[b].d[r] = ((const block_tq2_0 *) (const void *) block_at(&readers[r], b))->d;
+            scales[b].d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
         }
     }
 }
@@ -406,7 +388,7 @@ void itq3s_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t 
             transpose_words(readers, b, i, 12, codes[b].qs);
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            const block_tq1_0 * x = (const void *) block_at(&readers[r], b);
+            const block_tq1_0 * x = block_at(&readers[r], b);
             memcpy(&codes[b].qh[r], x->qh, sizeof(x->qh));
             scales[b].d[r] = x->d;
         }

@@ -434,6 +434,31 @@ ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], co
 // TQ2_0: trit f of the bytes of word w is at place 32*(w / 8) + 8*f + w % 8, stored plus one
 //
 
+// A product with levels that are stored plus `bias`: one column from registers, more from the decoded block.
+#define GEMM_TQ(type, bias)                                                                                           \
+    ITQ_INLINE void columns_##type(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y, \
+                                   int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {                          \
+        columns_tq(decoded, d0, y, at, bias, n, out);                                                                 \
+    }                                                                                                                 \
+                                                                                                                      \
+    static inline void itq3s_gemm_##type##_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y,       \
+                                                int nc, float out[][ITQ3S_PANEL_ROWS]) {                              \
+        if (nc == 1) {                                                                                                \
+            gemm_direct_##type(nb, panel, y, out);                                                                    \
+            return;                                                                                                   \
+        }                                                                                                             \
+        const itq3s_codes_##type * codes  = (const itq3s_codes_##type *) panel;                                       \
+        const itq3s_scales_tq *    scales = (const itq3s_scales_tq *) (codes + nb);                                   \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                   \
+                                                                                                                      \
+        for (int64_t b = 0; b < nb; ++b) {                                                                            \
+            decoded_block decoded;                                                                                    \
+            decode_##type(&codes[b], &decoded);                                                                       \
+            const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };                        \
+            EACH_TILE(columns_##type, &decoded, d0, y, b * nc, nc, out)                                               \
+        }                                                                                                             \
+    }
+
 static inline int place_tq2_0(int w, int f) {
     return 32 * (w / 8) + 8 * f + w % 8;
 }
@@ -496,28 +521,7 @@ static inline void decode_tq2_0(const itq3s_codes_tq2_0 * codes, decoded_block *
     }
 }
 
-ITQ_INLINE void columns_tq2_0(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
-                              int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
-    columns_tq(decoded, d0, y, at, 1, n, out);
-}
-
-static inline void itq3s_gemm_tq2_0_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
-                                         float out[][ITQ3S_PANEL_ROWS]) {
-    if (nc == 1) {
-        gemm_direct_tq2_0(nb, panel, y, out);
-        return;
-    }
-    const itq3s_codes_tq2_0 * codes  = (const itq3s_codes_tq2_0 *) panel;
-    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
-    memset(out, 0, (size_t) nc * sizeof(*out));
-
-    for (int64_t b = 0; b < nb; ++b) {
-        decoded_block decoded;
-        decode_tq2_0(&codes[b], &decoded);
-        const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };
-        EACH_TILE(columns_tq2_0, &decoded, d0, y, b * nc, nc, out)
-    }
-}
+GEMM_TQ(tq2_0, 1)
 
 //
 // TQ1_0: a byte is a fraction of 256, its next trit the integer part of three times that
@@ -590,28 +594,7 @@ static inline void decode_tq1_0(const itq3s_codes_tq1_0 * codes, decoded_block *
     }
 }
 
-ITQ_INLINE void columns_tq1_0(const decoded_block * decoded, const __m256 d0[2], const struct itq3s_columns * y,
-                              int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
-    columns_tq(decoded, d0, y, at, 2, n, out);
-}
-
-static inline void itq3s_gemm_tq1_0_avx2(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
-                                         float out[][ITQ3S_PANEL_ROWS]) {
-    if (nc == 1) {
-        gemm_direct_tq1_0(nb, panel, y, out);
-        return;
-    }
-    const itq3s_codes_tq1_0 * codes  = (const itq3s_codes_tq1_0 *) panel;
-    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
-    memset(out, 0, (size_t) nc * sizeof(*out));
-
-    for (int64_t b = 0; b < nb; ++b) {
-        decoded_block decoded;
-        decode_tq1_0(&codes[b], &decoded);
-        const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };
-        EACH_TILE(columns_tq1_0, &decoded, d0, y, b * nc, nc, out)
-    }
-}
+GEMM_TQ(tq1_0, 2)
 
 //
 // activations

@@ -74,6 +74,12 @@ ITQ_INLINE __m512i sum_chains(const __m512i * acc, int n) {
     return sum;
 }
 
+// The products of a column where the bias is in its sums from the start.
+ITQ_INLINE __m512i dot_of_chains(const __m512i * acc, int n, int32_t total) {
+    (void) total;
+    return sum_chains(acc, n);
+}
+
 ITQ_INLINE __m512 load_halves(const ggml_half * h) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) h));
 }
@@ -146,51 +152,55 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
     }
 }
 
-// The two ways of a product of a type: LEVELS(codes, F) decodes a block and does F(levels, place, turn), CODES is the
-// number that codes are above the levels. A few columns take every level from its register; of more, the levels
-// of a block are kept in the first-level cache and multiplied with TILE columns at a time.
-#define GEMM(type, scales_of, LEVELS, CODES)                                                                           \
-    ITQ_INLINE void gemm_##type##_direct(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
-                                         float out[][ROWS]) {                                                          \
-        const itq3s_codes_##type * codes  = panel;                                                                     \
-        const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
-                                                                                                                       \
-        __m512 sums[TILE];                                                                                             \
-        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
-            sums[c] = _mm512_setzero_ps();                                                                             \
-        }                                                                                                              \
-        const int8_t *  q    = y->q;                                                                                   \
-        const float *   d1   = y->d;                                                                                   \
-        const int32_t * sum1 = y->sums;                                                                                \
-        for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                        \
-            SUMS(nc, CODES, sum1)                                                                                      \
-            LEVELS(&codes[b], ADD_PRODUCTS)                                                                            \
-            const struct block_scales x = scales_of(&scales[b]);                                                       \
-            UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                  \
-                sums[c] = add_block(sums[c], sum_chains(acc[c], chains(nc)), &x, sum1[c], d1[c]);                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                      \
-            _mm512_storeu_ps(out[c], sums[c]);                                                                         \
-        }                                                                                                              \
-    }                                                                                                                  \
-                                                                                                                       \
-    static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,             \
-                                   float out[][ROWS]) {                                                                \
-        const itq3s_codes_##type * codes  = panel;                                                                     \
-        const SCALES_##type *      scales = (const void *) (codes + nb);                                               \
-                                                                                                                       \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                                    \
-        for (int64_t b = 0; b < nb; ++b) {                                                                             \
-            _Alignas(64) uint8_t kept[64 * 64];                                                                        \
-            LEVELS(&codes[b], STORE_CODES)                                                                             \
-            const struct block_scales x = scales_of(&scales[b]);                                                       \
-            for (int c = 0; c < nc; c += TILE) {                                                                       \
-                const int64_t at = b * nc + c;                                                                         \
-                multiply_kept_by(kept, CODES, &x, y->q + 256 * at, y->d + at, y->sums + at,                            \
-                                 nc - c < TILE ? nc - c : TILE, out + c);                                              \
-            }                                                                                                          \
-        }                                                                                                              \
+// A product of a few columns: LEVELS(codes, F) decodes a block and does F(codes, place, turn), BIAS is what these codes are
+// above the levels, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
+#define GEMM_FEW(type, way, scales_of, LEVELS, BIAS, dot_of)                                                          \
+    ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
+                                        float out[][ROWS]) {                                                          \
+        const itq3s_codes_##type * codes  = panel;                                                                    \
+        const SCALES_##type *      scales = (const void *) (codes + nb);                                              \
+                                                                                                                      \
+        __m512 sums[TILE];                                                                                            \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                     \
+            sums[c] = _mm512_setzero_ps();                                                                            \
+        }                                                                                                             \
+        const int8_t *  q    = y->q;                                                                                  \
+        const float *   d1   = y->d;                                                                                  \
+        const int32_t * sum1 = y->sums;                                                                               \
+        for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                       \
+            SUMS(nc, BIAS, sum1)                                                                                      \
+            LEVELS(&codes[b], ADD_PRODUCTS)                                                                           \
+            const struct block_scales x = scales_of(&scales[b]);                                                      \
+            UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                 \
+                sums[c] = add_block(sums[c], dot_of(acc[c], chains(nc), sum1[c]), &x, sum1[c], d1[c]);                \
+            }                                                                                                         \
+        }                                                                                                             \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                     \
+            _mm512_storeu_ps(out[c], sums[c]);                                                                        \
+        }                                                                                                             \
+    }
+
+// The two ways of a product of a type: a few columns take every level from its register; of more, the levels of a block are
+// kept in the first-level cache and multiplied with TILE columns at a time.
+#define GEMM(type, scales_of, LEVELS, BIAS)                                                                \
+    GEMM_FEW(type, direct, scales_of, LEVELS, BIAS, dot_of_chains)                                         \
+                                                                                                           \
+    static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
+                                   float out[][ROWS]) {                                                    \
+        const itq3s_codes_##type * codes  = panel;                                                         \
+        const SCALES_##type *      scales = (const void *) (codes + nb);                                   \
+                                                                                                           \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                        \
+        for (int64_t b = 0; b < nb; ++b) {                                                                 \
+            _Alignas(64) uint8_t kept[64 * 64];                                                            \
+            LEVELS(&codes[b], STORE_CODES)                                                                 \
+            const struct block_scales x = scales_of(&scales[b]);                                           \
+            for (int c = 0; c < nc; c += TILE) {                                                           \
+                const int64_t at = b * nc + c;                                                             \
+                multiply_kept_by(kept, BIAS, &x, y->q + 256 * at, y->d + at, y->sums + at,                 \
+                                 nc - c < TILE ? nc - c : TILE, out + c);                                  \
+            }                                                                                              \
+        }                                                                                                  \
     }
 #define SCALES_itq3_s itq3s_scales_itq3_s
 #define SCALES_tq2_0  itq3s_scales_tq
@@ -266,50 +276,38 @@ GEMM(itq3_s, scales_itq3_s, LEVELS_ITQ3_S, 64)
 #    define WHOLE_BYTES 0
 #endif
 
+#define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
+
 #define LEVELS_TQ2_0(x, F)                                                                               \
     UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
         const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
         UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
             const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
-            F(field, 32 * (w / 8) + 8 * f + w % 8, f)                                                    \
+            F(field, PLACE_TQ2_0(w, f), f)                                                               \
         }                                                                                                \
     }
 GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 
 #if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
-ITQ_INLINE void gemm_tq2_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
-                               float out[][ROWS]) {
-    const itq3s_codes_tq2_0 * codes  = panel;
-    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
+#    define FIELDS_TQ2_0(x, F)                                                                       \
+        UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
+            const __m512i word = _mm512_load_si512((x)->qs[w]);                                      \
+            UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
+                const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
+                F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
+            }                                                                                        \
+        }
 
-    __m512 sums[TILE];
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        sums[c] = _mm512_setzero_ps();
+ITQ_INLINE __m512i dot_of_fields(const __m512i * acc, int n, int32_t total) {
+    (void) total;
+    __m512i dot = acc[0];
+    UNROLL(8) for (int i = 1; i < n; ++i) {
+        dot = _mm512_add_epi32(dot, _mm512_srai_epi32(acc[i], 2 * (i % 4)));
     }
-    const int8_t * q = y->q;
-    for (int64_t b = 0; b < nb; ++b, q += 256 * nc) {
-        const int32_t * sum1 = y->sums + b * nc;
-        SUMS(nc, 1, sum1)
-        UNROLL(16) for (int w = 0; w < 16; ++w) {
-            const __m512i word = _mm512_load_si512(codes[b].qs[w]);
-            UNROLL(4) for (int f = 0; f < 4; ++f) {
-                const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f)));
-                ADD_PRODUCTS(field, 32 * (w / 8) + 8 * f + w % 8, 4 * w + f)
-            }
-        }
-        const struct block_scales x = scales_tq(&scales[b]);
-        UNROLL(16) for (int c = 0; c < nc; ++c) {
-            UNROLL(8) for (int i = 0; i < chains(nc); ++i) {
-                acc[c][i] = _mm512_srai_epi32(acc[c][i], 2 * (i % 4));
-            }
-            sums[c] = add_block(sums[c], sum_chains(acc[c], chains(nc)), &x, sum1[c], y->d[b * nc + c]);
-        }
-    }
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        _mm512_storeu_ps(out[c], sums[c]);
-    }
+    return dot;
 }
+GEMM_FEW(tq2_0, few, scales_tq, FIELDS_TQ2_0, 1, dot_of_fields)
 #endif
 
 // A byte b of TQ1_0 is a fraction of 256, and t = floor(3*b / 256) its first trit; 3*b - 256*t is the byte of the next.
@@ -351,35 +349,17 @@ GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
         bytes = next_trits(bytes); \
         F(bytes, p, 2 * (turn) + 1)
 
-ITQ_INLINE void gemm_tq1_0_few(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
-                               float out[][ROWS]) {
-    const itq3s_codes_tq1_0 * codes  = panel;
-    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
+#    define BYTES_TQ1_0(x, F) TRITS_TQ1_0(x, TWO_BYTES, F)
 
-    __m512 sums[TILE];
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        sums[c] = _mm512_setzero_ps();
+ITQ_INLINE __m512i dot_of_bytes(const __m512i * acc, int n, int32_t total) {
+    __m512i dot = _mm512_setzero_si512();
+    UNROLL(4) for (int i = 0; i < n; i += 2) {
+        const __m512i twice = _mm512_slli_epi32(acc[i], 1);
+        dot                 = _mm512_add_epi32(dot, _mm512_sub_epi32(_mm512_add_epi32(acc[i], twice), acc[i + 1]));
     }
-    const int8_t * q = y->q;
-    for (int64_t b = 0; b < nb; ++b, q += 256 * nc) {
-        const int32_t * sum1 = y->sums + b * nc;
-        SUMS(nc, 0, sum1)
-        TRITS_TQ1_0(&codes[b], TWO_BYTES, ADD_PRODUCTS)
-        const struct block_scales x = scales_tq(&scales[b]);
-        UNROLL(16) for (int c = 0; c < nc; ++c) {
-            __m512i dot = _mm512_setzero_si512();
-            UNROLL(4) for (int i = 0; i < chains(nc); i += 2) {
-                const __m512i twice = _mm512_slli_epi32(acc[c][i], 1);
-                dot = _mm512_add_epi32(dot, _mm512_sub_epi32(_mm512_add_epi32(acc[c][i], twice), acc[c][i + 1]));
-            }
-            dot     = _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(sum1[c]));
-            sums[c] = add_block(sums[c], dot, &x, sum1[c], y->d[b * nc + c]);
-        }
-    }
-    UNROLL(16) for (int c = 0; c < nc; ++c) {
-        _mm512_storeu_ps(out[c], sums[c]);
-    }
+    return _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(total));
 }
+GEMM_FEW(tq1_0, few, scales_tq, BYTES_TQ1_0, 0, dot_of_bytes)
 #endif
 
 //
@@ -502,14 +482,15 @@ static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n
     const __m512i selectors_at =
         _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
 
-    static const block_itq3_s none;
-
     itq3s_codes_itq3_s *  codes  = panel;
     itq3s_scales_itq3_s * scales = (void *) (codes + nb);
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
     for (int64_t b = 0; b < nb; ++b) {
         const block_itq3_s * x[ROWS];
         for (int r = 0; r < ROWS; ++r) {
-            x[r] = r < n_rows ? (const block_itq3_s *) ((const char *) rows + (size_t) r * row_size) + b : &none;
+            x[r] = block_at(&readers[r], b);
         }
 
         __m512i q[ROWS];
@@ -556,12 +537,15 @@ static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n
 static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     itq3s_codes_tq2_0 * codes  = panel;
     itq3s_scales_tq *   scales = (void *) (codes + nb);
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
     for (int64_t b = 0; b < nb; ++b) {
         __m512i q[ROWS];
         UNROLL(16) for (int r = 0; r < ROWS; ++r) {
-            const block_tq2_0 * x = (const block_tq2_0 *) ((const char *) rows + (size_t) r * row_size) + b;
-            q[r]                  = r < n_rows ? _mm512_loadu_si512(x->qs) : _mm512_setzero_si512();
-            scales[b].d[r]        = r < n_rows ? x->d : 0;
+            const block_tq2_0 * x = block_at(&readers[r], b);
+            q[r]                  = _mm512_loadu_si512(x->qs);
+            scales[b].d[r]        = x->d;
         }
         transpose_16x16(q);
         UNROLL(16) for (int w = 0; w < 16; ++w) {
@@ -573,13 +557,16 @@ static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_
 static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     itq3s_codes_tq1_0 * codes  = panel;
     itq3s_scales_tq *   scales = (void *) (codes + nb);
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
     for (int64_t b = 0; b < nb; ++b) {
         __m512i q[ROWS];
         UNROLL(16) for (int r = 0; r < ROWS; ++r) {
-            const block_tq1_0 * x = (const block_tq1_0 *) ((const char *) rows + (size_t) r * row_size) + b;
+            const block_tq1_0 * x = block_at(&readers[r], b);
             // the words of qs, and the one of qh behind them
-            q[r]                  = r < n_rows ? _mm512_maskz_loadu_epi32(0x1FFF, x->qs) : _mm512_setzero_si512();
-            scales[b].d[r]        = r < n_rows ? x->d : 0;
+            q[r]                  = _mm512_maskz_loadu_epi32(0x1FFF, x->qs);
+            scales[b].d[r]        = x->d;
         }
         transpose_16x16(q);
         UNROLL(12) for (int w = 0; w < 12; ++w) {

@@ -2,30 +2,11 @@
 
 // Panels of ITQ3_S, TQ1_0 and TQ2_0 out of the file's layout with AVX2: 8 of the 16 rows at a time.
 
-#include "../../itq3s-gemm.h"
+#include "../../itq3s-rows.h"
 
 #include <immintrin.h>
 
 #define REPACKED_ROWS 8
-
-// Row r of a panel; rows that are missing read the same zeros for every block.
-struct row_reader {
-    const char * bytes;
-    size_t       stride;
-};
-
-static inline void open_rows(struct row_reader readers[ITQ3S_PANEL_ROWS], const void * rows, size_t row_size,
-                             int n_rows, size_t block_size) {
-    static const char zeros[sizeof(block_itq3_s)];  // the largest block
-    for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-        readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
-        readers[r].stride = r < n_rows ? block_size : 0;
-    }
-}
-
-static inline const void * block_at(const struct row_reader * reader, int64_t b) {
-    return reader->bytes + (size_t) b * reader->stride;
-}
 
 static inline __m256i load_2x128(const void * lo, const void * hi) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) lo)),
