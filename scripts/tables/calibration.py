@@ -2,12 +2,14 @@
 """What norm folding, importance matrices and calibration are worth, on a model and its outlier twins.
 
     scripts/tables/calibration.py models/demo-llama --novels novels.txt.xz --valid wiki.valid.tokens.txt
+    ... --held-out DIR    # and on a model that nothing was tuned on
     ... --results docs    # and the section of docs/calibration.md, docs/results/calibration.json
 
 For each model: mean KL divergence of each quantized file's predictions from those of its F16 file, every matrix of a
-layer in the named type, the token embedding in F16. Importance matrix and calibration come from the same text, half
-from the novels and half from the validation split; the test split is only evaluated on. A second text, the reference
-topics in Python's own library (technical prose, another domain than the calibration text), is a held-out check.
+layer in the named type, the token embedding in F16 but where the row says "all". Importance matrix and calibration
+come from the same text, half from the novels and half from the validation split; the test split is only evaluated on.
+A second text, the reference topics in Python's own library (technical prose, another domain than the calibration
+text), is a held-out check. The ratios have paired errors: both rows are scored on the same windows.
 
 Interrupt it at any time; the same command goes on from the rows that are done.
 """
@@ -15,6 +17,7 @@ Interrupt it at any time; the same command goes on from the rows that are done.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pydoc_data.topics
 import re
 import sys
@@ -30,7 +33,7 @@ from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.calibration.text import read_text  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.errors import report_errors  # noqa: E402
-from gguf_itq3s.evaluate import wikitext  # noqa: E402
+from gguf_itq3s.evaluate import ratio, wikitext  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, Settings, evaluate, write_json  # noqa: E402
 from scripts.train.twins import TWINS, make_twins  # noqa: E402
@@ -39,7 +42,10 @@ from scripts.train.twins import TWINS, make_twins  # noqa: E402
 # isort: split
 import gguf  # noqa: E402
 
-TEXTS = {"wikitext": "WikiText-2 test", "topics": "Python reference topics (held out)"}
+TEXTS = {
+    "wikitext": "WikiText-2 test, the domain of half of the calibration text",
+    "topics": "Python reference topics, a domain of no part of it",
+}
 # Characters of an excerpt; excerpts are spread evenly over a text.
 EXCERPT = 6000
 
@@ -67,6 +73,14 @@ def upstreams(key: str, how: str, qtype: str, *, imatrix: bool = False) -> Row:
     return Row(key, qtype, how, "llama-quantize", ("--pure", *kept, name), imatrix)
 
 
+def stock(key: str, how: str, *, calibrated: bool = False, fisher: bool = False) -> Row:
+    """A row of the converter in a type of llama.cpp's own, for any llama.cpp; norms are not folded."""
+    options = (("outtype", "q4_k_s"), ("pure", True), ("token_embedding_type", "f16"), ("output_tensor_type", "f16"))
+    return Row(key, "Q4_K", how, "package", calibrated=calibrated, sequential=not calibrated,
+               options=(*options, *((("fisher", True),) * fisher)))  # fmt: skip
+
+
+#: On every model.
 ROWS = (
     ours("plain", "ITQ3_S, nearest codeword, not folded", fold=False),
     ours("default", "**ITQ3_S, default: norms folded, no data**"),
@@ -82,16 +96,33 @@ ROWS = (
     upstreams("q3_k", "Q3_K", "Q3_K"),
     upstreams("q3_k-imatrix", "Q3_K, importance matrix", "Q3_K", imatrix=True),
 )
-#: Label -> row, and the rows of which the better is its measure.
-RATIOS = {
-    "default / better of IQ3_S and Q3_K": ("default", ("iq3_s", "q3_k")),
-    "calibrated / IQ3_S": ("calibrated", ("iq3_s",)),
-    "calibrated / better of both with importance matrix": ("calibrated", ("iq3_s-imatrix", "q3_k-imatrix")),
-    "`--imatrix` / default": ("imatrix", ("default",)),
-    "`--calibrate` / `--calibration`": ("sequential", ("calibrated",)),
-    "`--calibrate --fisher` / `--calibration`": ("fisher", ("calibrated",)),
-    "`--calibrate --fisher` / IQ3_S with importance matrix": ("fisher", ("iq3_s-imatrix",)),
-}
+#: Not on the twins: outliers are for types that fold norms.
+STOCK_ROWS = (
+    upstreams("q4_k", "Q4_K", "Q4_K"),
+    upstreams("q4_k-imatrix", "Q4_K, importance matrix", "Q4_K", imatrix=True),
+    stock("q4_k-calibrated", "**Q4_K, `--calibration`**", calibrated=True),
+    stock("q4_k-sequential", "**Q4_K, `--calibrate`**"),
+    stock("q4_k-fisher", "**Q4_K, `--calibrate --fisher`**", fisher=True),
+    Row("q4_k-all-imatrix", "Q4_K", "Q4_K, all, importance matrix", "llama-quantize", ("--pure", "Q4_K_S"),
+        imatrix=True),
+    Row("bpw", "mix", "**`--target-bpw 3.85 --calibrate --fisher`, all**", "package", sequential=True,
+        options=(("target_bpw", 3.85), ("fisher", True))),
+)  # fmt: skip
+RATIOS: tuple[ratio.Ratio, ...] = (
+    ("default / better of IQ3_S and Q3_K", "default", ("iq3_s", "q3_k")),
+    ("calibrated / IQ3_S", "calibrated", ("iq3_s",)),
+    ("calibrated / better of both with importance matrix", "calibrated", ("iq3_s-imatrix", "q3_k-imatrix")),
+    ("`--imatrix` / default", "imatrix", ("default",)),
+    ("`--calibrate` / `--calibration`", "sequential", ("calibrated",)),
+    ("`--calibrate --fisher` / `--calibration`", "fisher", ("calibrated",)),
+    ("`--calibrate --fisher` / IQ3_S with importance matrix", "fisher", ("iq3_s-imatrix",)),
+    ("Q4_K `--calibration` / importance matrix", "q4_k-calibrated", ("q4_k-imatrix",)),
+    ("Q4_K `--calibrate` / importance matrix", "q4_k-sequential", ("q4_k-imatrix",)),
+    ("Q4_K `--calibrate --fisher` / importance matrix", "q4_k-fisher", ("q4_k-imatrix",)),
+    ("3.85 bits `--calibrate --fisher` / Q4_K all, importance matrix", "bpw", ("q4_k-all-imatrix",)),
+)
+#: Rows whose twins ought to be as good as the model: the functions are the same.
+ALIKE = ("default", "calibrated", "sequential", "fisher")
 
 #: Text -> model -> row -> its result.
 Results = dict[str, dict[str, dict[str, Result]]]
@@ -113,16 +144,29 @@ def tables(results: Results) -> str:
     """The table of every text, and the ratios."""
     parts = []
     for text, models in results.items():
-        any_result = next(iter(next(iter(models.values())).values()))
-        cells = [[row.how, f"{_bits(row):g}", *_errors(models, row.key)] for row in ROWS]
-        parts += [f"Mean KLD, {TEXTS[text]}, {any_result['tokens']} scored tokens:\n"]
+        first = next(iter(models.values()))
+        tokens = next(iter(first.values()))["tokens"]
+        cells = [
+            [row.how, f"{first[row.key]['tensor_bits']:.2f}" if row.label == "mix" else f"{_bits(row):g}",
+             *_errors(models, row.key)]
+            for row in (*ROWS, *STOCK_ROWS)
+        ]  # fmt: skip
+        parts += [f"Mean KLD, {TEXTS[text]}, {tokens} scored tokens:\n"]
         parts += [report.markdown(["", "bits", *models], cells)]
-        lines = []
-        for label, (key, others) in RATIOS.items():
-            values = [m[key]["mean_kld"] / min(m[other]["mean_kld"] for other in others) for m in models.values()]
-            lines.append([label, *(f"{value:.3f}" for value in values)])
-        parts += [report.markdown(["ratio", *models], lines)]
+        parts += [ratio.markdown(RATIOS, models)]
+        if TWINS[0] in models:
+            parts += [_alike(models)]
     return "\n".join(parts)
+
+
+def _alike(models: dict[str, dict[str, Result]]) -> str:
+    """The same row on a twin over that on the model."""
+    labels = {row.key: row.how for row in ROWS}
+    lines = []
+    for key in ALIKE:
+        pairs = [ratio.paired(models[twin][key]["windows"], models["model"][key]["windows"]) for twin in TWINS]
+        lines.append([labels[key], *(f"{value:.3f} ± {error:.3f}" for value, error in pairs)])
+    return report.markdown(["mean KLD over the model's", *TWINS], lines)
 
 
 def _bits(row: Row) -> float:
@@ -132,7 +176,15 @@ def _bits(row: Row) -> float:
 
 
 def _errors(models: dict[str, dict[str, Result]], key: str) -> list[str]:
-    return [f"{m[key]['mean_kld']:.4f} ± {m[key]['mean_kld_error']:.4f}" for m in models.values()]
+    """Cells of a row; five digits where a model is so easily quantized that four say little."""
+    cells = []
+    for rows in models.values():
+        digits = 5 if rows["calibrated"]["mean_kld"] < 0.01 else 4
+        if value := rows.get(key):
+            cells.append(f"{value['mean_kld']:.{digits}f} ± {value['mean_kld_error']:.{digits}f}")
+        else:
+            cells.append("-")
+    return cells
 
 
 @report_errors
@@ -141,6 +193,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="Hugging Face folder of a small model with Llama's names")
     parser.add_argument("--novels", type=Path, required=True, help="calibration text, plain or .xz")
     parser.add_argument("--valid", type=Path, required=True, help="calibration text: WikiText's validation split")
+    parser.add_argument("--held-out", type=Path, help="folder of another model, scored without twins")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "calibration", help="cached results")
     parser.add_argument("--tokens", type=int, default=131072, help="calibration tokens (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=64, help="windows of 512 to score (default: %(default)s)")
@@ -152,21 +205,26 @@ def main() -> int:
     training = calibration_text(args.novels, args.valid, args.tokens, args.work_dir / "calibration.txt")
     topics = args.work_dir / "topics.txt"
     topics.write_text("\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())), encoding="utf-8")
-    results: Results = {}
-    for text, path in {"wikitext": wikitext.test_path(), "topics": topics}.items():
-        for name, folder in models.items():
-            settings = Settings(
-                folder, args.work_dir / name, chunks=args.chunks, threads=args.threads, text=path,
-                training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,
-            )  # fmt: skip
-            rows = evaluate(settings, {"": ROWS})[""]
-            results.setdefault(text, {})[name] = {row["key"]: row for row in rows}
-    found = tables(results)
-    print(found)
+    if args.held_out:
+        models["held-out model"] = args.held_out
+    results: Results = {text: {} for text in TEXTS}
+    for name, folder in models.items():
+        rows = ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
+        settings = Settings(
+            folder, args.work_dir / name.replace(" ", "-"), chunks=args.chunks, threads=args.threads, keep=True,
+            training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,
+        )  # fmt: skip
+        for text, path in {"wikitext": wikitext.test_path(), "topics": topics}.items():
+            found = evaluate(dataclasses.replace(settings, text=path), {"": rows})[""]
+            results[text][name] = {row["key"]: row for row in found}
+        for large in settings.work.glob("base-*.kld"):
+            large.unlink()
+    page = tables(results)
+    print(page)
     if args.results:
         facts: dict[str, Any] = {"tokens": args.tokens, "chunks": args.chunks, "results": results}
         write_json(args.results / "results" / "calibration.json", facts)
-        report.replace_section(args.results / "calibration.md", "calibration", found)
+        report.replace_section(args.results / "calibration.md", "calibration", page)
     return 0
 
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Train the small Llama that is bundled under ``models/``.
+"""Train the small Llama that is bundled under ``models/``, or another small model to check results on.
 
     scripts/train/demo_model.py --data DIR --work-dir RUN --out models/NAME --minutes 100
+    scripts/train/demo_model.py --data DIR --work-dir RUN --out DIR2 --architecture qwen3 --layers 4 --steps 600
 
 Reads every ``*.txt`` and ``*.txt.xz`` file below ``--data``, trains a SentencePiece BPE tokenizer in Llama
-style on it, then a ``LlamaForCausalLM`` (hidden and feed-forward sizes multiples of 256, tied embeddings).
+style on it, then a ``LlamaForCausalLM`` (hidden and feed-forward sizes multiples of 256, tied embeddings), or a
+``Qwen3ForCausalLM`` of the same sizes, with its norms of queries and keys and an output matrix of its own.
 Files of the WikiText test split are never read. The run can be interrupted at any time (Ctrl-C, or a killed
 machine) and continues from the last checkpoint in ``--work-dir`` when the same command is given again.
 
@@ -33,11 +35,17 @@ import numpy as np
 import sentencepiece
 import torch
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 log = logging.getLogger("train-demo-model")
 
 BOS, EOS = 1, 2
+
+#: Configuration, model, and whether the embedding is the output matrix too.
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], bool]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, True),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, False),
+}
 
 # The model continues text and has never seen a conversation: a chat front end hands it the messages as they are.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -54,9 +62,11 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     context: int = 512
+    architecture: str = "llama"
 
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
+    def model(self) -> PreTrainedModel:
+        config, model, tied = ARCHITECTURES[self.architecture]
+        sizes = config(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.feed_forward,
@@ -64,12 +74,14 @@ class Shape:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.context,
-            tie_word_embeddings=True,
+            head_dim=self.hidden // self.heads,
+            tie_word_embeddings=tied,
             bos_token_id=BOS,
             eos_token_id=EOS,
             rms_norm_eps=1e-5,
             use_cache=False,
         )
+        return model(sizes)
 
 
 # ---------------------------------------------------------------------------------------------------- text
@@ -164,9 +176,10 @@ class Windows:
         return torch.from_numpy(rows)
 
 
-def optimizers(model: LlamaForCausalLM, lr_muon: float, lr_adam: float) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+def optimizers(model: PreTrainedModel, lr_muon: float, lr_adam: float) -> list[torch.optim.Optimizer]:
+    inner = {n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in model.named_parameters()}
+    matrices = [p for n, p in model.named_parameters() if inner[n]]
+    others = [p for n, p in model.named_parameters() if not inner[n]]
     return [
         torch.optim.Muon(matrices, lr=lr_muon, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr_adam, betas=(0.9, 0.95), weight_decay=0.0),
@@ -178,7 +191,7 @@ def schedule(share: float) -> float:
     return min(share / 0.01 + 0.01, 1.0) * min((1.0 - share) / 0.7, 1.0)
 
 
-def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     device = next(model.parameters()).device
     batch = batch.to(device, non_blocking=True)
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -192,10 +205,10 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
     partial.replace(path)
 
 
-def export(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
     """Write the Hugging Face folder: config, F16 safetensors, SentencePiece model and tokenizer config."""
     out.mkdir(parents=True, exist_ok=True)
-    half = LlamaForCausalLM(model.config).half()
+    half = type(model)(model.config).half()
     half.load_state_dict(model.state_dict())
     half.config.use_cache = True
     half.save_pretrained(out)
@@ -217,7 +230,7 @@ def export(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
 def train(args: argparse.Namespace) -> None:
     work: Path = args.work_dir
     work.mkdir(parents=True, exist_ok=True)
-    shape = Shape()
+    shape = Shape(layers=args.layers, architecture=args.architecture)
     repeats = {name: int(times) for name, _, times in (item.partition("=") for item in args.repeat)}
     tokenizer, stream = work / "tokenizer.model", work / "tokens.npy"
     if not stream.exists():
@@ -230,9 +243,9 @@ def train(args: argparse.Namespace) -> None:
     holdout = args.batch * 2 * shape.context
     windows, held = Windows(tokens[:-holdout], shape.context), Windows(tokens[-holdout:], shape.context)
 
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    model = LlamaForCausalLM(shape.config()).to(device)
+    model = shape.model().to(device)
     opts = optimizers(model, args.lr, args.lr)
     step, spent, log_rows = 0, 0.0, []
     checkpoint = work / "checkpoint.pt"
@@ -312,6 +325,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of *.txt and *.txt.xz files")
     parser.add_argument("--work-dir", type=Path, required=True, help="tokenizer, token stream and checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="Hugging Face folder to write at the end")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=6, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the start weights (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=100, help="training time (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=0, help="fixed number of steps instead of --minutes")
     parser.add_argument("--batch", type=int, default=16, help="windows per step (default: %(default)s)")
@@ -324,7 +340,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if args.export_only:
         state = torch.load(args.work_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-        model = LlamaForCausalLM(Shape().config())
+        model = Shape(layers=args.layers, architecture=args.architecture).model()
         model.load_state_dict(state["model"])
         export(model, args.work_dir / "tokenizer.model", args.out)
         return
