@@ -148,6 +148,10 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
     group.add_argument(
         "--fisher", action="store_true", help="make up for errors across rows too; needs a backward pass of the model"
     )
+    group.add_argument(
+        "--fisher-block", type=positive, metavar="ROWS",
+        help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
+    )  # fmt: skip
     group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
     group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
     group.add_argument(

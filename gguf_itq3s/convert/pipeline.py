@@ -197,6 +197,8 @@ def _sequential(
         target_damping=target.DAMPING if options.target_damping is None else options.target_damping,
         fisher=options.fisher,
     )
+    if options.fisher_block:
+        rounding = replace(rounding, fisher_rows=options.fisher_block, fisher_block=options.fisher_block)
     folded = {tensor.name: tensor for tensor in checkpoint.tensors}
     types = {tensor.name: choice.type for tensor, choice in zip(checkpoint.tensors, choices, strict=True)}
     return Sequential(calibration, rounding, plain, folded, types, folding, encoder, messages)
@@ -269,6 +271,8 @@ def _check(options: ConvertOptions) -> None:
 
 def _check_calibrate(options: ConvertOptions) -> None:
     """Refuse what does not go with quantizing layer by layer."""
+    if options.fisher_block and not options.fisher:
+        raise UserError(options.model, "--fisher-block is for --fisher", "give --fisher, or leave it out")
     if options.calibrate is None:
         if options.fisher:
             raise UserError(options.model, "--fisher is for --calibrate", "give --calibrate, or leave it out")

@@ -108,6 +108,12 @@ STOCK_ROWS = (
     Row("bpw", "mix", "**`--target-bpw 3.85 --calibrate --fisher`, all**", "package", sequential=True,
         options=(("target_bpw", 3.85), ("fisher", True))),
 )  # fmt: skip
+#: On the model alone: what blocks of the output Fisher matrices keep.
+BLOCK_ROWS = tuple(
+    dataclasses.replace(row, options=(*row.options, ("fisher_block", size)))
+    for size in (64, 256)
+    for row in [ours(f"fisher-{size}", f"ITQ3_S, the same, `--fisher-block {size}`", sequential=True, fisher=True)]
+)
 RATIOS: tuple[ratio.Ratio, ...] = (
     ("default / better of IQ3_S and Q3_K", "default", ("iq3_s", "q3_k")),
     ("calibrated / IQ3_S", "calibrated", ("iq3_s",)),
@@ -116,6 +122,8 @@ RATIOS: tuple[ratio.Ratio, ...] = (
     ("`--calibrate` / `--calibration`", "sequential", ("calibrated",)),
     ("`--calibrate --fisher` / `--calibration`", "fisher", ("calibrated",)),
     ("`--calibrate --fisher` / IQ3_S with importance matrix", "fisher", ("iq3_s-imatrix",)),
+    ("blocks of 64 of the Fisher matrices / whole ones", "fisher-64", ("fisher",)),
+    ("blocks of 256 / whole ones", "fisher-256", ("fisher",)),
     ("Q4_K `--calibration` / importance matrix", "q4_k-calibrated", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate` / importance matrix", "q4_k-sequential", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate --fisher` / importance matrix", "q4_k-fisher", ("q4_k-imatrix",)),
@@ -149,7 +157,7 @@ def tables(results: Results) -> str:
         cells = [
             [row.how, f"{first[row.key]['tensor_bits']:.2f}" if row.label == "mix" else f"{_bits(row):g}",
              *_errors(models, row.key)]
-            for row in (*ROWS, *STOCK_ROWS)
+            for row in (*ROWS, *BLOCK_ROWS, *STOCK_ROWS)
         ]  # fmt: skip
         parts += [f"Mean KLD, {TEXTS[text]}, {tokens} scored tokens:\n"]
         parts += [report.markdown(["", "bits", *models], cells)]
@@ -209,7 +217,7 @@ def main() -> int:
         models["held-out model"] = args.held_out
     results: Results = {text: {} for text in TEXTS}
     for name, folder in models.items():
-        rows = ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
+        rows = (*ROWS, *(() if name in TWINS else STOCK_ROWS), *(BLOCK_ROWS if name == "model" else ()))
         settings = Settings(
             folder, args.work_dir / name.replace(" ", "-"), chunks=args.chunks, threads=args.threads, keep=True,
             training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,
