@@ -74,6 +74,8 @@ PARTS = [
     ),
     Part("encode", "the encoders, on any float32", ENCODED),
     Part("encode-vectors", "the same in vectors, as they are for use: address sanitizer alone", ENCODED, share=2),
+    Part("grid", "rounding to the grids of ggml's types with feedback, on any float32, against plain loops",
+         {"blocks": "blocks", "blocks-with-others-before": "of these with blocks before them"}),
     Part(
         "header", "damaged GGUF headers with our types, through ggml's reader and llama.cpp's loader",
         {"files": "files", "read": "readings that ggml took", "loaded": "models that llama.cpp loaded",
