@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tabulate import tabulate
@@ -85,6 +86,16 @@ def replace_section(path: Path, name: str, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(f"{head}{begin}\n\n{text.rstrip()}\n\n{end}{tail}", encoding="utf-8")
     partial.replace(path)
+
+
+def require_matplotlib() -> None:
+    """Find out whether plots can be drawn, before the work that they show.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise UserError("matplotlib", "is not installed", "pip install 'gguf-itq3s[eval]'")
 
 
 def by_type(rows: Sequence[TensorRow]) -> str:

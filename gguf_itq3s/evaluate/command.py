@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         for row in [*weights, *caches]:
             print(f"{row.key:32} {row.label:8} {row.how}")
         return 0
-    plots.require()
+    report.require_matplotlib()
     settings = settings_of(args)
     results = evaluate(settings, {"weights": weights, "KV cache": caches})
     out = args.out or settings.work

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-
-from ..errors import UserError
 
 _NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity": "perplexity"}
 #: Types far from the choice that the plots are for, which would squeeze the others: codes for models that were trained
@@ -18,16 +15,6 @@ _MARKERS: Final = (
     ("Fisher", "P", "full"), ("in sequence", "D", "full"), ("calibrated", "*", "full"), ("imatrix", "o", "none"),
     ("mix", "s", "full"), ("pure", "o", "full"),
 )  # fmt: skip
-
-
-def require() -> None:
-    """Find out whether plots can be drawn, before the work that they show.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise UserError("matplotlib", "is not installed", "pip install 'gguf-itq3s[eval]'")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

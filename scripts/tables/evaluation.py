@@ -77,7 +77,7 @@ def main() -> int:
     parser.set_defaults(work_dir=ROOT / "build" / "eval")
     parser.add_argument("--results", type=Path, help="folder of results.md to update (sections, results/*.json, *.png)")
     args = parser.parse_args()
-    plots.require()
+    report.require_matplotlib()
     settings = command.settings_of(args)
     twins_dir = args.work_dir / "twins"
     make_twins(args.model, twins_dir)

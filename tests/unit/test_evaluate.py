@@ -236,7 +236,7 @@ def test_matplotlib_is_asked_for_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A plain install lacks it: the command says so at once, and says what to install."""
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("the work began"))
     assert main(["eval", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: matplotlib: is not installed; pip install 'gguf-itq3s[eval]'\n"
