@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,6 +47,15 @@ def size(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.2f} {prefix}"
     return f"{number:.0f} B"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``32GiB``, ``4.5 GB`` or a plain number, for argparse; an i is for factors of 1024, else 1000."""
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{0,9})?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no size; write as 4.5GiB, 800MB or a number of bytes")
+    power = " KMGT".index((match[2] or " ").upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

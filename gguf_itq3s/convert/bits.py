@@ -77,15 +77,6 @@ def bits_per_weight(argument: str) -> float:
     return bits
 
 
-def file_size(argument: str) -> int:
-    """Bytes of ``4.5GiB``, ``800MB`` or a plain number, for argparse; an i stands for factors of 1024, else 1000."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(?:([KMGT])(i?)B?)?", argument, re.IGNORECASE)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{argument!r:.40} is no size; write as 4.5GiB, 800MB or a number of bytes")
-    power = " KMGT".index((match[2] or " ").upper())
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
 # ------------------------------------------------------------------------------------------------------------- scores
 
 

@@ -16,7 +16,7 @@ from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
 from ..rounding import target
-from .bits import bits_per_weight, file_size
+from .bits import bits_per_weight
 from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
@@ -87,7 +87,10 @@ def _add_types(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None
         "needs --calibrate, --calibration or --imatrix",
     )  # fmt: skip
     budget.add_argument(
-        "--target-size", type=file_size, metavar="N[KiB|MiB|GiB]", help="the same with at most so many bytes of file"
+        "--target-size",
+        type=report.parse_size,
+        metavar="N[KiB|MiB|GiB]",
+        help="the same with at most so many bytes of file",
     )
     for option, what in (("--token-embedding-type", "token embedding"), ("--output-tensor-type", "output matrix")):
         group.add_argument(

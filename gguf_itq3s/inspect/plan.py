@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,19 +52,6 @@ class Layer:
     k: int
     v: int
     window: int | None = None
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``32GiB``, ``24 GB``, ``512MiB`` or a plain number of bytes.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)(B?)\s*", text, re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is not a size; write 32GiB, 24GB or a number of bytes")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -260,18 +246,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="sizes by type, KV cache, and what fits", description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="Hugging Face folder; config.json and the index are enough")
     parser.add_argument("--ctx", type=positive, default=4096, help="tokens of context (default: %(default)s)")
-    parser.add_argument("--vram", type=_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
+    parser.add_argument("--vram", type=report.parse_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)
     scaling_plan.add_arguments(parser)
     parser.set_defaults(run=run, needs_source=True)
-
-
-def _size(argument: str) -> int:
-    try:
-        return parse_size(argument)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def matrix_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:

@@ -162,14 +162,6 @@ def test_the_least_that_is_said_can_be_had(made: tuple[Path, Path], tmp_path: Pa
         assert sum(row.type not in (only.name, "F32") for row in done.rows) <= 1
 
 
-@pytest.mark.parametrize(
-    "text,size",
-    [("4.5GiB", int(4.5 * (1 << 30))), ("800MB", 800_000_000), ("2k", 2000), ("12345", 12345), ("1 MiB", 1 << 20)],
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert bits.file_size(text) == size
-
-
 # ------------------------------------------------------------------------------------------------------------- scores
 
 

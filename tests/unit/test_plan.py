@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 
+from gguf_itq3s import report
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.inspect import plan
 
@@ -41,7 +43,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_70b_case_of_the_paper(llama_70b: Path) -> None:
     """70B at 3.125 bits with 16K tokens in 32 GiB: it fits, by what the paper calls 27.3 GiB (it is 27.3 GB)."""
-    result = plan.plan(llama_70b, 16384, plan.parse_size("32GiB"))
+    result = plan.plan(llama_70b, 16384, report.parse_size("32GiB"))
     assert result["weights"] == 70_553_706_496
     pure = result["types"]["ITQ3_S"]["pure_bytes"]
     assert pure == pytest.approx(70.55e9 * 3.125 / 8, rel=1e-3)
@@ -100,10 +102,24 @@ def test_sliding_window_layers_keep_their_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("32GiB", 32 << 30), ("24 GB", 24_000_000_000), ("512", 512), ("1.5MiB", 3 << 19)]
+    ("text", "size"),
+    [
+        ("32GiB", 32 << 30),
+        ("24 GB", 24_000_000_000),
+        ("512", 512),
+        ("1.5MiB", 3 << 19),
+        ("2k", 2000),
+        ("4.5 gb", 4_500_000_000),
+    ],
 )
 def test_parse_size(text: str, size: int) -> None:
-    assert plan.parse_size(text) == size
+    assert report.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3G", "1e9", "9" * 19, "3 apples", "1GiBB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no size; write as 4\.5GiB"):
+        report.parse_size(text)
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,4 +127,4 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "config.json: no such file; give a Hugging Face folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), "--vram", "much"])
-    assert "is not a size" in capsys.readouterr().err
+    assert "is no size" in capsys.readouterr().err
