@@ -108,12 +108,6 @@ STOCK_ROWS = (
     Row("bpw", "mix", "**`--target-bpw 3.85 --calibrate --fisher`, all**", "package", sequential=True,
         options=(("target_bpw", 3.85), ("fisher", True))),
 )  # fmt: skip
-#: On the model alone: what blocks of the output Fisher matrices keep.
-BLOCK_ROWS = tuple(
-    dataclasses.replace(row, options=(*row.options, ("fisher_block", size)))
-    for size in (64, 256)
-    for row in [ours(f"fisher-{size}", f"ITQ3_S, the same, `--fisher-block {size}`", sequential=True, fisher=True)]
-)
 RATIOS: tuple[ratio.Ratio, ...] = (
     ("default / better of IQ3_S and Q3_K", "default", ("iq3_s", "q3_k")),
     ("calibrated / IQ3_S", "calibrated", ("iq3_s",)),
@@ -122,8 +116,6 @@ RATIOS: tuple[ratio.Ratio, ...] = (
     ("`--calibrate` / `--calibration`", "sequential", ("calibrated",)),
     ("`--calibrate --fisher` / `--calibration`", "fisher", ("calibrated",)),
     ("`--calibrate --fisher` / IQ3_S with importance matrix", "fisher", ("iq3_s-imatrix",)),
-    ("blocks of 64 of the Fisher matrices / whole ones", "fisher-64", ("fisher",)),
-    ("blocks of 256 / whole ones", "fisher-256", ("fisher",)),
     ("Q4_K `--calibration` / importance matrix", "q4_k-calibrated", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate` / importance matrix", "q4_k-sequential", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate --fisher` / importance matrix", "q4_k-fisher", ("q4_k-imatrix",)),
@@ -157,7 +149,7 @@ def tables(results: Results) -> str:
         cells = [
             [row.how, f"{first[row.key]['tensor_bits']:.2f}" if row.label == "mix" else f"{_bits(row):g}",
              *_errors(models, row.key)]
-            for row in (*ROWS, *BLOCK_ROWS, *STOCK_ROWS)
+            for row in (*ROWS, *STOCK_ROWS)
         ]  # fmt: skip
         parts += [f"Mean KLD, {TEXTS[text]}, {tokens} scored tokens:\n"]
         parts += [report.markdown(["", "bits", *models], cells)]
@@ -209,15 +201,14 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="folder of calibration.md to update")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    models = {"model": args.model} | dict(zip(TWINS, make_twins(args.model, args.work_dir / "twins"), strict=True))
+    models = {"model": args.model, **({"held-out model": args.held_out} if args.held_out else {})}
+    models |= dict(zip(TWINS, make_twins(args.model, args.work_dir / "twins"), strict=True))
     training = calibration_text(args.novels, args.valid, args.tokens, args.work_dir / "calibration.txt")
     topics = args.work_dir / "topics.txt"
     topics.write_text("\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())), encoding="utf-8")
-    if args.held_out:
-        models["held-out model"] = args.held_out
     results: Results = {text: {} for text in TEXTS}
     for name, folder in models.items():
-        rows = (*ROWS, *(() if name in TWINS else STOCK_ROWS), *(BLOCK_ROWS if name == "model" else ()))
+        rows = ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
         settings = Settings(
             folder, args.work_dir / name.replace(" ", "-"), chunks=args.chunks, threads=args.threads, keep=True,
             training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,

@@ -25,9 +25,9 @@ def _results(rows: Any, scale: float) -> dict[str, dict[str, Any]]:
 
 
 def test_tables_of_models_with_different_rows() -> None:
-    """Twins have no stock types, the held-out model no blocks: their cells are empty, their ratios left out."""
+    """Twins have no stock types: their cells are empty."""
     models = {
-        "model": _results((*calibration.ROWS, *calibration.BLOCK_ROWS, *calibration.STOCK_ROWS), 0.1),
+        "model": _results((*calibration.ROWS, *calibration.STOCK_ROWS), 0.1),
         **{twin: _results(calibration.ROWS, 0.1) for twin in TWINS},
         "held-out model": _results((*calibration.ROWS, *calibration.STOCK_ROWS), 0.002),
     }
@@ -37,7 +37,7 @@ def test_tables_of_models_with_different_rows() -> None:
     }
     q4 = rows["**Q4_K, `--calibrate`**"]
     assert q4[0] == "4.5" and q4[2:4] == ["-", "-"] and len(q4[1]) == 15 and len(q4[4]) == 17
-    assert rows["blocks of 256 / whole ones"][1:] == ["-", "-", "-"]
+    assert rows["Q4_K `--calibrate` / importance matrix"][1:3] == ["-", "-"]
     assert rows["**`--target-bpw 3.85 --calibrate --fisher`, all**"][0] == "3.80"
     kld = [models["model"][key]["mean_kld"] for key in ("sequential", "calibrated")]
     assert rows["`--calibrate` / `--calibration`"][0].startswith(f"{kld[0] / kld[1]:.3f} ± ")
@@ -45,7 +45,7 @@ def test_tables_of_models_with_different_rows() -> None:
 
 
 def test_rows_are_distinct() -> None:
-    rows = (*calibration.ROWS, *calibration.BLOCK_ROWS, *calibration.STOCK_ROWS)
+    rows = (*calibration.ROWS, *calibration.STOCK_ROWS)
     keys = [row.key for row in rows]
     assert len(set(keys)) == len(keys)
     assert {name for _, above, below in calibration.RATIOS for name in (above, *below)} <= set(keys)
