@@ -30,7 +30,7 @@ from scripts.train.twins import make_twins  # noqa: E402
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
     "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "convert-pure",
-    "convert-pure-calibrated", "convert-pure-sequential", "convert-pure-fisher",
+    "convert-pure-calibrated",
 )  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
