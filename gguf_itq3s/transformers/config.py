@@ -9,11 +9,12 @@ import gguf
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checkpoint.fold import PACKED_METHOD
 from ..codec.blocks import EFFORTS
 from ..codec.ternary import TQ1_0, TQ2_0
 from ..codec.types import ITQ3_S
 
-METHOD: Final = "itq3_s"
+METHOD: Final = PACKED_METHOD
 #: Names of the types that linear layers can have.
 QTYPES: Final = {"itq3_s": ITQ3_S, "tq2_0": TQ2_0, "tq1_0": TQ1_0}
 #: Names of the types of a residual pass, which follows ITQ3_S.

@@ -23,6 +23,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ..checkpoint.fold import FOLDED_TAG
 from ..codec import ternary
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
@@ -328,6 +329,8 @@ class ITQ3SQuantizer(HfQuantizer):
         if not self.pre_quantized:
             model._keep_in_fp32_modules_strict = self._kept
         self.actions.clear()
+        if self.quantization_config.norms_folded:
+            model.add_model_tags(FOLDED_TAG)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
