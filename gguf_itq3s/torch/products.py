@@ -42,7 +42,7 @@ def _without_autocast(x: torch.Tensor) -> Any:
 def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.rotate(x)
         return transform.fwht(x)
@@ -70,7 +70,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dty
     kind = decode.layout(qtype)
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.product(x, weight, kind, dtype)
         accumulated = transform.accumulation_dtype(x.dtype)
@@ -92,7 +92,7 @@ def _product_transposed(
     kind = decode.layout(qtype)
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.product_transposed(x, weight, kind, dtype)
         accumulated = transform.accumulation_dtype(x.dtype)
@@ -155,6 +155,11 @@ def _(
     return weight.new_empty((weight.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
 
+def _uses_triton(x: torch.Tensor, path: str | None) -> bool:
+    """Whether the kernels run; they add in float32, so float64 is left to the reference."""
+    return paths.choose(x.device, path) == "triton" and x.dtype != torch.float64
+
+
 def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """The rotated input of ITQ3_S layers, for several that read the same one: ``layer(x, rotated=rotate(x))``.
 
@@ -170,7 +175,7 @@ def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """
     if not x.ndim or x.shape[-1] % BLOCK:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
-    return _rotate(x, paths.choose(x.device, path) == "triton")
+    return _rotate(x, _uses_triton(x, path))
 
 
 def product(
@@ -195,8 +200,7 @@ def product(
     if x.shape[-1] != columns:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} does not match rows of {columns} weights")
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    triton = paths.choose(x.device, path) == "triton"
-    out = _product(flat, weight, int(qtype), dtype or x.dtype, triton)
+    out = _product(flat, weight, int(qtype), dtype or x.dtype, _uses_triton(x, path))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
