@@ -38,7 +38,18 @@ def _without_autocast(x: torch.Tensor) -> Any:
     return torch.autocast(x.device.type, enabled=False)
 
 
-@torch.library.custom_op("gguf_itq3s::rotate", mutates_args=())  # type: ignore[untyped-decorator]
+#: What the operators run, by their full names.
+IMPLEMENTATIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {}
+
+
+def _operator(function: Callable[..., torch.Tensor]) -> Any:
+    """Make an operator of a function, by its name."""
+    name = f"gguf_itq3s::{function.__name__.lstrip('_')}"
+    IMPLEMENTATIONS[name] = function
+    return torch.library.custom_op(name, function, mutates_args=())
+
+
+@_operator
 def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
     with _without_autocast(x):
         if triton:
@@ -48,7 +59,7 @@ def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
         return transform.fwht(x)
 
 
-@_rotate.register_fake  # type: ignore[untyped-decorator]
+@_rotate.register_fake
 def _(x: torch.Tensor, triton: bool) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=x.dtype if triton else transform.accumulation_dtype(x.dtype))
 
@@ -65,7 +76,7 @@ def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, No
 _rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
 
 
-@torch.library.custom_op("gguf_itq3s::product", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     kind = decode.layout(qtype)
     with _without_autocast(x):
@@ -77,15 +88,16 @@ def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dty
         out = x.new_zeros((x.shape[0], weight.shape[0]), dtype=accumulated)
         for rows, columns, part in slices(weight, kind):
             out[:, rows].addmm_(x[:, columns].to(accumulated), part.to(accumulated).t())
+            del part  # before the next slice is decoded
         return out.to(dtype)
 
 
-@_product.register_fake  # type: ignore[untyped-decorator]
+@_product.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op("gguf_itq3s::product_transposed", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _product_transposed(
     x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool
 ) -> torch.Tensor:
@@ -99,10 +111,11 @@ def _product_transposed(
         out = x.new_zeros((x.shape[0], kind.columns(weight)), dtype=accumulated)
         for rows, columns, part in slices(weight, kind):
             out[:, columns].addmm_(x[:, rows].to(accumulated), part.to(accumulated))
+            del part
         return out.to(dtype)
 
 
-@_product_transposed.register_fake  # type: ignore[untyped-decorator]
+@_product_transposed.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     return x.new_empty((x.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
@@ -127,7 +140,7 @@ _product.register_autograd(_gradient(_product_transposed), setup_context=_produc
 _product_transposed.register_autograd(_gradient(_product), setup_context=_product_context)
 
 
-@torch.library.custom_op("gguf_itq3s::dequantize", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _dequantize(
     weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -148,7 +161,7 @@ def _dequantize(
     return out
 
 
-@_dequantize.register_fake  # type: ignore[untyped-decorator]
+@_dequantize.register_fake
 def _(
     weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import collections
 import json
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 import triton_shapes
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.torch import PackedLinear, kernels, products, rotate
+from gguf_itq3s.torch.memory import StorageTracker, additional
 from packed import TYPES, deviation, matrix, packed_rows
 
 
@@ -86,6 +88,29 @@ def rotation() -> dict[str, Any]:
     }
 
 
+def memory() -> list[list[int]]:
+    """Measured and computed peak of the path, for one product and two, whole and split among three programs.
+
+    The kernels are left out: they hold nothing outside registers, but the interpreter copies what it is given.
+    """
+    found = []
+    nothing = collections.defaultdict(lambda: lambda *_, **__: None)
+    for name in ("_rotate_kernel", "_product_kernel", "_sum_kernel"):
+        setattr(kernels, name, nothing)
+    for split in (1, 3):
+        kernels._split = lambda *_, count=split: count  # type: ignore[misc]
+        for residual in (None, TYPES[2]):
+            for dtype in (torch.float32, torch.float16):
+                built = PackedLinear.from_weight(matrix(9, 768), residual_type=residual)
+                x = matrix(5, 768, 1).to(dtype)
+                built(x, path="triton")  # makes the tables
+                with torch.no_grad(), StorageTracker() as tracker:
+                    built(x, path="triton")
+                computed = additional(5, 768, 9, path="triton", residual_type=residual, dtype=dtype, split=split)
+                found.append([tracker.peak, computed])
+    return found
+
+
 def tiles() -> dict[str, float]:
     """Deviation with tiles smaller than the matrix, and with as many shares of the columns as there are blocks."""
     found = {}
@@ -133,5 +158,5 @@ def others() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = (forward, backward, halves, rotation, others, tiles)  # tiles last: it changes the kernels' tiles
+    parts = (forward, backward, halves, rotation, others, tiles, memory)  # the last two change the kernels
     print(json.dumps({part.__name__: part() for part in parts}))
