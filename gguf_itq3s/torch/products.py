@@ -59,7 +59,7 @@ def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
         return transform.fwht(x)
 
 
-@_rotate.register_fake
+@_rotate.register_fake  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, triton: bool) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=x.dtype if triton else transform.accumulation_dtype(x.dtype))
 
@@ -92,7 +92,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dty
         return out.to(dtype)
 
 
-@_product.register_fake
+@_product.register_fake  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -115,7 +115,7 @@ def _product_transposed(
         return out.to(dtype)
 
 
-@_product_transposed.register_fake
+@_product_transposed.register_fake  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     return x.new_empty((x.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
@@ -161,7 +161,7 @@ def _dequantize(
     return out
 
 
-@_dequantize.register_fake
+@_dequantize.register_fake  # type: ignore[untyped-decorator]
 def _(
     weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -94,7 +94,7 @@ def memory() -> list[list[int]]:
     The kernels are left out: they hold nothing outside registers, but the interpreter copies what it is given.
     """
     found = []
-    nothing = collections.defaultdict(lambda: lambda *_, **__: None)
+    nothing: dict[Any, Any] = collections.defaultdict(lambda: lambda *_, **__: None)
     for name in ("_rotate_kernel", "_product_kernel", "_sum_kernel"):
         setattr(kernels, name, nothing)
     for split in (1, 3):
