@@ -154,6 +154,7 @@ class PackedLinear(nn.Linear):
         if self.qtype == ITQ3_S:
             source = products.rotate(x, path) if rotated is None else rotated
         out = products.product(source, self.weight, self.qtype, dtype=self._sum_dtype(x.dtype), path=path)
+        del source  # a rotated input made here is not needed any more
         if self.residual is not None and self.residual_type is not None:
             out.add_(products.product(x, self.residual, self.residual_type, dtype=out.dtype, path=path))
         if self.bias is not None:

@@ -38,11 +38,22 @@ def _without_autocast(x: torch.Tensor) -> Any:
     return torch.autocast(x.device.type, enabled=False)
 
 
-@torch.library.custom_op("gguf_itq3s::rotate", mutates_args=())  # type: ignore[untyped-decorator]
+#: What the operators run, by their full names.
+IMPLEMENTATIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {}
+
+
+def _operator(function: Callable[..., torch.Tensor]) -> Any:
+    """Make an operator of a function, by its name."""
+    name = f"gguf_itq3s::{function.__name__.lstrip('_')}"
+    IMPLEMENTATIONS[name] = function
+    return torch.library.custom_op(name, function, mutates_args=())
+
+
+@_operator
 def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.rotate(x)
         return transform.fwht(x)
@@ -65,18 +76,19 @@ def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, No
 _rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
 
 
-@torch.library.custom_op("gguf_itq3s::product", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     kind = decode.layout(qtype)
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.product(x, weight, kind, dtype)
         accumulated = transform.accumulation_dtype(x.dtype)
         out = x.new_zeros((x.shape[0], weight.shape[0]), dtype=accumulated)
         for rows, columns, part in slices(weight, kind):
             out[:, rows].addmm_(x[:, columns].to(accumulated), part.to(accumulated).t())
+            del part  # before the next slice is decoded
         return out.to(dtype)
 
 
@@ -85,20 +97,21 @@ def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, tri
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op("gguf_itq3s::product_transposed", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _product_transposed(
     x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool
 ) -> torch.Tensor:
     kind = decode.layout(qtype)
     with _without_autocast(x):
         if triton:
-            from . import kernels  # type: ignore[attr-defined]
+            from . import kernels
 
             return kernels.product_transposed(x, weight, kind, dtype)
         accumulated = transform.accumulation_dtype(x.dtype)
         out = x.new_zeros((x.shape[0], kind.columns(weight)), dtype=accumulated)
         for rows, columns, part in slices(weight, kind):
             out[:, columns].addmm_(x[:, rows].to(accumulated), part.to(accumulated))
+            del part
         return out.to(dtype)
 
 
@@ -127,7 +140,7 @@ _product.register_autograd(_gradient(_product_transposed), setup_context=_produc
 _product_transposed.register_autograd(_gradient(_product), setup_context=_product_context)
 
 
-@torch.library.custom_op("gguf_itq3s::dequantize", mutates_args=())  # type: ignore[untyped-decorator]
+@_operator
 def _dequantize(
     weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -155,6 +168,11 @@ def _(
     return weight.new_empty((weight.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
 
+def _uses_triton(x: torch.Tensor, path: str | None) -> bool:
+    """Whether the kernels run; they add in float32, so float64 is left to the reference."""
+    return paths.choose(x.device, path) == "triton" and x.dtype != torch.float64
+
+
 def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """The rotated input of ITQ3_S layers, for several that read the same one: ``layer(x, rotated=rotate(x))``.
 
@@ -170,7 +188,7 @@ def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """
     if not x.ndim or x.shape[-1] % BLOCK:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
-    return _rotate(x, paths.choose(x.device, path) == "triton")
+    return _rotate(x, _uses_triton(x, path))
 
 
 def product(
@@ -195,8 +213,7 @@ def product(
     if x.shape[-1] != columns:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} does not match rows of {columns} weights")
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    triton = paths.choose(x.device, path) == "triton"
-    out = _product(flat, weight, int(qtype), dtype or x.dtype, triton)
+    out = _product(flat, weight, int(qtype), dtype or x.dtype, _uses_triton(x, path))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Final
 
 import torch
 
 from ..codec.transform import BLOCK, hadamard_matrix
 
-_SIDE = math.isqrt(BLOCK)
+#: Numbers rotated at a time: what is held besides the result does not grow with the input.
+PIECE: Final = 1 << 18
+_SIDE: Final = math.isqrt(BLOCK)
 
 
 @functools.lru_cache(maxsize=32)
@@ -47,5 +50,16 @@ def fwht(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
     dtype = accumulation_dtype(x.dtype)
     matrix = _side_matrix(x.device, dtype)
-    squares = x.to(dtype).reshape(-1, _SIDE) @ matrix
-    return torch.matmul(matrix, squares.view(-1, _SIDE, _SIDE)).view(x.shape)
+    if x.numel() <= PIECE:
+        return _squares(x, matrix).view(x.shape)
+    out = x.new_empty(x.shape, dtype=dtype)
+    blocks = x.reshape(-1, BLOCK)
+    for piece, target in zip(blocks.split(PIECE // BLOCK), out.view(-1, BLOCK).split(PIECE // BLOCK), strict=True):
+        target.copy_(_squares(piece, matrix).view(-1, BLOCK))
+    return out
+
+
+def _squares(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """The blocks as 16 x 16 numbers, rotated: (blocks, 16, 16)."""
+    once = (x.to(matrix.dtype).reshape(-1, _SIDE) @ matrix).view(-1, _SIDE, _SIDE)
+    return torch.matmul(matrix, once)

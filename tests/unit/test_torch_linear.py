@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 import gguf_itq3s
-from gguf_itq3s.codec import blocks, packing
+from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.codec.types import ITQ3_S
@@ -32,39 +32,15 @@ from gguf_itq3s.torch import (
     transform,
     use_path,
 )
+from packed import TYPES, deviation, matrix, packed_rows
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-TYPES = [ITQ3_S, TQ1_0, TQ2_0]
 #: Between two paths in float32, of |x| |w|.
 TOLERANCE = 2e-6
 
 
-def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
-
-def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Valid random blocks: every byte pattern of codes, scales that are numbers, for ITQ3_S zero-points."""
-    rng = np.random.default_rng(seed)
-    count = rows * columns // 256
-    if qtype == ITQ3_S:
-        data = rng.integers(0, 256, (count, 100), dtype=np.uint8)
-        scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
-        data[:, 96:] = scales.astype("<f2").view(np.uint8)
-    else:
-        pack = packing.tq1_0_blocks if qtype == TQ1_0 else packing.tq2_0_blocks
-        data = pack(rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, count))
-    return data.reshape(rows, -1)
-
-
-def scale_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """|x| |w| for each output."""
-    return x.double().norm(dim=-1)[..., None] * weight.double().norm(dim=-1)
-
-
 def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    exact = x.double() @ weight.double().t()
-    assert ((y.double() - exact).abs() <= tolerance * scale_of(x, weight)).all()
+    assert deviation(y, x, weight) <= tolerance
 
 
 # ---------------------------------------------------------------------------------------------------------- decoding
@@ -127,12 +103,12 @@ def test_product_is_that_of_the_dequantized_matrix(
     assert_close(y - layer.bias, x, expected, 3e-6)  # the bias rounds once more
 
 
-@pytest.mark.parametrize("monkey", [64, 100])
-def test_rows_of_a_slice_do_not_matter(monkeypatch: pytest.MonkeyPatch, monkey: int) -> None:
+@pytest.mark.parametrize("count", [64, 100])
+def test_rows_of_a_slice_do_not_matter(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     layer = PackedLinear.from_weight(matrix(300, 512))
     x = matrix(4, 512, 1)
     whole = layer(x)
-    monkeypatch.setattr(products, "SLICE_ROWS", monkey)
+    monkeypatch.setattr(products, "SLICE_ROWS", count)
     torch.testing.assert_close(layer(x), whole)
     assert torch.equal(layer.dequantize(), torch.from_numpy(gguf_itq3s.dequantize(layer.weight.numpy())))
 
