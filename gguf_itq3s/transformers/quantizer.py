@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -32,6 +33,8 @@ from . import folding
 from .config import METHOD, ITQ3SConfig
 from .folding import Folding
 
+#: Weights that are scaled and coded at a time.
+_PIECE: Final = 1 << 22
 #: What is said of a checkpoint that holds no weights to look at.
 _UNREAD: Final = "norms are folded as a model is read from safetensors files: save it so, or give fold_norms=False"
 
@@ -296,23 +299,32 @@ class ITQ3SQuantizer(HfQuantizer):
         expected = (layer.out_features, layer.in_features)
         if tuple(weight.shape) != expected:
             raise ValueError(f"{module}.weight: has the shape {tuple(weight.shape)}, not {expected}")
-        matrix = weight.float()
-        if gain is not None:
-            matrix = matrix * gain.to(matrix.device)
-        if not torch.isfinite(matrix).all():
-            raise ValueError(f"{module}.weight: has NaN or infinite weights; repair the checkpoint")
         if layer.qtype != ITQ3_S:
-            matrix = self._ternary(module, matrix)
-        packed = quantize(
-            matrix, layer.qtype, layer.residual_type, effort=config.effort, threads=config.threads
-        )  # fmt: skip
-        found = {f"{module}.weight": packed.weight}
-        if packed.residual is not None:
-            found[f"{module}.residual"] = packed.residual
+            weight = self._ternary(module, weight.float())
+        # In pieces, so that there is no second copy of the matrix in floats.
+        packed = [
+            quantize(piece, layer.qtype, layer.residual_type, effort=config.effort, threads=config.threads)
+            for piece in self._scaled(module, weight, gain)
+        ]
+        found = {f"{module}.weight": torch.cat([part.weight for part in packed])}
+        if layer.residual_type is not None:
+            found[f"{module}.residual"] = torch.cat([part.residual for part in packed if part.residual is not None])
         return found
+
+    def _scaled(self, module: str, weight: torch.Tensor, gain: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """Some rows of a matrix after the other, float32, times the gains of the norm that it reads."""
+        for rows in weight.split(max(1, _PIECE // weight.shape[1])):
+            piece = rows.float()
+            if gain is not None:
+                piece = piece * gain.to(piece.device)
+            if not torch.isfinite(piece).all():
+                raise ValueError(f"{module}.weight: has NaN or infinite weights; repair the checkpoint")
+            yield piece
 
     def _ternary(self, module: str, matrix: torch.Tensor) -> torch.Tensor:
         values = matrix.cpu().numpy()
+        if not np.isfinite(values).all():
+            raise ValueError(f"{module}.weight: has NaN or infinite weights; repair the checkpoint")
         if ternary.recognise(values) is not None:
             return matrix
         if not self.quantization_config.ternarize:

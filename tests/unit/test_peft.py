@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from gguf_files import arrays, metadata
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
@@ -121,6 +121,22 @@ def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> 
     assert fold.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
     done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama")))
     assert done.folded and len(done.scaled) == 10
+
+
+def test_the_trainer(trained: tuple[Any, Path, list[float]], tmp_path: Path) -> None:
+    """Transformers' own, after PEFT's preparation of quantized models; without an adapter it refuses."""
+    model = AutoModelForCausalLM.from_pretrained(trained[1] / "packed", dtype=torch.bfloat16)
+    options = TrainingArguments(str(tmp_path), report_to=[], max_steps=2, per_device_train_batch_size=2, use_cpu=True)
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(3, 500, (16,), generator=generator) for _ in range(4)]
+    data: Any = [{"input_ids": tokens, "labels": tokens} for tokens in samples]
+    with pytest.raises(ValueError, match="attach trainable adapters on top of the quantized model"):
+        Trainer(model, options, train_dataset=data)
+    model = peft.prepare_model_for_kbit_training(model)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert np.isfinite(Trainer(model, options, train_dataset=data).train().training_loss)
+    assert sum(".lora_" in name for name, _ in model.named_parameters()) == 28
 
 
 def test_packed_matrices_are_not_merged_into(trained: tuple[Any, Path, list[float]]) -> None:

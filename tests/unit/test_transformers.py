@@ -15,10 +15,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from checkpoints import SIZES, save_model
 from gguf_files import write_gguf
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
@@ -115,6 +117,48 @@ def test_the_rows_are_those_of_the_file(
     for part in ("down", "gate", "up"):
         blocks = model.model.layers[0].mlp.get_submodule(f"{part}_proj").weight.numpy()
         assert np.array_equal(blocks, tensors[f"blk.0.ffn_{part}.weight"])
+
+
+#: More architectures whose norms are folded: configuration class, what differs from the usual sizes.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3Config", {"num_key_value_heads": 4, "pad_token_id": 0}),
+    "granite": ("GraniteConfig", {}),
+    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
+    "gemma2": ("Gemma2Config", {"head_dim": 64, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 64, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None:
+    """The same rows of blocks in the file, and folding that changes nothing but them."""
+    kind, changes = MORE[name]
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
+    )
+    with torch.no_grad():
+        for parameter_name, parameter in built.named_parameters():
+            if "norm" in parameter_name and parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.4)
+    folder = save_model(built, tmp_path / "model", tokenizer)
+    convert(ConvertOptions(folder, tmp_path / "model.gguf", pure=True, effort="fast"), io.StringIO())
+    file = gguf.GGUFReader(tmp_path / "model.gguf")
+    model = load(folder, ITQ3SConfig(**FAST))
+    assert model.config.quantization_config.norms_folded
+    arch = str(file.fields["general.architecture"].contents())
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    names = gguf.get_tensor_name_map(number, 2)
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    layers = packed(model)
+    assert len(layers) == (8 if name == "phi3" else 14)
+    for layer_name, layer in layers.items():
+        tensor = tensors[f"{names.get_name(layer_name)}.weight"]
+        rows = [np.sort(blocks.view(f"V{blocks.shape[1]}").ravel()) for blocks in (tensor.data, layer.weight.numpy())]
+        assert rows[0].tobytes() == rows[1].tobytes(), layer_name
+    with pytest.warns(UserWarning, match="no linear layer can be packed"):
+        folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"]), dtype=torch.float32)
+    assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
