@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 from checkpoints import SIZES, save_model
 from gguf_files import write_gguf
@@ -82,8 +82,10 @@ def saved(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 # ------------------------------------------------------------------------------------------------ quantized on load
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "auto"), ("llama", torch.bfloat16), ("llama-tied", "auto"), ("mistral", "auto"), ("qwen3", "auto")],
+)
 def test_the_bytes_are_those_of_the_converter(
     name: str, dtype: Any, uneven: Callable[[str], Path], converted: Callable[..., Path]
 ) -> None:
@@ -156,6 +158,9 @@ def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None
         tensor = tensors[f"{names.get_name(layer_name)}.weight"]
         rows = [np.sort(blocks.view(f"V{blocks.shape[1]}").ravel()) for blocks in (tensor.data, layer.weight.numpy())]
         assert rows[0].tobytes() == rows[1].tobytes(), layer_name
+    if arch in modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES:
+        read = packed(load_gguf(tmp_path / "model.gguf"))
+        assert all(torch.equal(read[layer_name].weight, layer.weight) for layer_name, layer in layers.items())
     with pytest.warns(UserWarning, match="no linear layer can be packed"):
         folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"]), dtype=torch.float32)
     assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
