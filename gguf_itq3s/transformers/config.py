@@ -30,8 +30,9 @@ class ITQ3SConfig(QuantizationConfigMixin):
         residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all) or ``tq2_0`` (5.1875); or
             None.
         modules_to_not_convert: linear layers that stay as they are, by name or by a part of it between dots, such as
-            ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone. Tied matrices and those whose columns
-            are no multiple of 256 stay anyway. Once the model is loaded: the names of all that stayed.
+            ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the class calls it. Tied
+            matrices and those whose columns are no multiple of 256 stay anyway. Once the model is loaded: the names of
+            all that stayed.
         fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s`` does;
             see :mod:`.folding`.
         effort: of the ITQ3_S encoder, ``fast`` or ``default``.
@@ -101,8 +102,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
 
     def keeps(self, name: str) -> bool:
         """Whether a layer stays as it is; names are compared as text, whatever a folder's ``config.json`` holds."""
-        kept = ("lm_head",) if self.modules_to_not_convert is None else self.modules_to_not_convert
-        return any(f".{key}." in f".{name}." for key in kept)
+        return any(f".{key}." in f".{name}." for key in self.modules_to_not_convert or ())
 
     def to_dict(self) -> dict[str, Any]:
         """What ``config.json`` gets: all but the number of threads, which is the machine's."""

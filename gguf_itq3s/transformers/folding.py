@@ -66,6 +66,8 @@ def plan(config: Any, names: Iterable[str]) -> Folding:
     parameters: dict[str, str] = {}
     for name in names:
         gguf_name = by_gguf_name.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None and not any(part.isdigit() for part in name.split(".")):
+            continue  # a head of its own: what is outside of the layers reads no norm of theirs
         if gguf_name is None:
             return Folding(note=f"norms are not folded: {name} is not known, it may read one")
         parameters[gguf_name] = name

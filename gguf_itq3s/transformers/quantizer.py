@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantizer
-from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
 from ..checkpoint.fold import FOLDED_TAG
 from ..codec import ternary
@@ -131,6 +131,8 @@ class ITQ3SQuantizer(HfQuantizer):
     ) -> Any:
         config = self.quantization_config
         self._dtype, self._files = dtype or self._dtype, checkpoint_files or ()
+        if config.modules_to_not_convert is None:
+            config.modules_to_not_convert = get_keys_to_not_convert(model)
         tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
         linear = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
         chosen = {name: layer for name, layer in linear.items() if name not in tied and not config.keeps(name)}

@@ -18,7 +18,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    modeling_gguf_pytorch_utils,
+)
 
 from checkpoints import SIZES, save_model
 from gguf_files import write_gguf
@@ -196,6 +201,29 @@ def test_what_stays(uneven: Callable[[str], Path]) -> None:
         f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"
     }
     assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
+
+
+def test_other_classes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """A model without a head, and one with a head that the checkpoint does not have, folded all the same."""
+    config = ITQ3SConfig(**FAST)
+    causal = load(uneven("llama"), config, dtype=torch.float32)
+    bare = AutoModel.from_pretrained(uneven("llama"), quantization_config=config, dtype=torch.float32)
+    head = AutoModelForSequenceClassification.from_pretrained(uneven("llama"), quantization_config=config)
+    assert type(head.score) is nn.Linear and torch.isfinite(head.score.weight).all()
+    for model in (bare, head.model):
+        assert model.config.quantization_config.norms_folded and len(packed(model)) == 14
+        theirs = model.state_dict()
+        assert all(
+            torch.equal(theirs[key], tensor) for key, tensor in causal.model.state_dict().items() if "proj" in key
+        )
+
+
+def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    torch.save(load_file(uneven("llama") / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    shutil.copyfile(uneven("llama") / "config.json", tmp_path / "config.json")
+    with pytest.raises(ValueError, match="read from safetensors files: save it so, or give fold_norms=False"):
+        load(tmp_path, ITQ3SConfig(**FAST))
+    assert len(packed(load(tmp_path, ITQ3SConfig(fold_norms=False, **FAST)))) == 14
 
 
 def test_columns_that_are_no_multiple_of_256_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
