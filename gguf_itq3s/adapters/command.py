@@ -40,6 +40,11 @@ def add_parser(subparsers: Any) -> None:
         "--ternary", choices=TERNARY_MODES, default=defaults.ternary,
         help="as the model was converted: norms that ternary matrices read are not folded (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--trained-folded", action=argparse.BooleanOptionalAction, default=defaults.trained_folded,
+        help="it was trained beside a model whose norms are folded, as gguf_itq3s.transformers loads it (default: as "
+        "the adapter's model card and the config.json of --base say)",
+    )  # fmt: skip
     trust.add_argument(parser)
     parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
     parser.set_defaults(run=run, needs_source=True)
@@ -53,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         values["base"] = download(args.base.removeprefix("hf:"), trust_remote_code=args.trust_remote_code)
     values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
     done = convert_lora(LoraOptions(**values))
-    how = f"for a model with folded norms, {len(done.scaled)} scaled" if done.folded else "for a model as it was"
+    scaled = f"{len(done.scaled)} scaled" if done.scaled else "trained beside one"
+    how = f"for a model with folded norms, {scaled}" if done.folded else "for a model as it was"
     print(f"wrote {values['out']}: {len(done.matrices)} matrices, {how}, {report.size(values['out'].stat().st_size)}")
     return 0

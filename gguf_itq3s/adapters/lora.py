@@ -1,7 +1,8 @@
 """A LoRA adapter to GGUF by llama.cpp's ``convert_lora_to_gguf.py``, scaled for a model whose norms are folded.
 
 A folded model has ``W diag(g)`` where the adapter was trained beside ``W`` on inputs with the gain ``g``: the update
-``B A`` has to become ``B A diag(g)``, the columns of ``lora_a`` times the gain, exactly as the matrix itself.
+``B A`` has to become ``B A diag(g)``, the columns of ``lora_a`` times the gain, exactly as the matrix itself. An
+adapter that was trained beside a folded model, as PyTorch holds it packed, is for one already: it is only marked.
 
 Upstream's script runs as it is, from the pinned source, on a copy of the adapter's folder that holds what was checked.
 Between it and the model's class of the ``conversion`` package stands a class that scales what the latter has mapped,
@@ -50,6 +51,8 @@ class LoraOptions:
         outtype: one of :data:`OUTTYPES`.
         fold_norms: for a model whose norms are folded.
         ternary: as in the conversion of the model: norms that ternary matrices read are not folded.
+        trained_folded: whether it was trained beside a model whose norms are folded; None to take it from the adapter's
+            model card and the ``config.json`` of ``base``, which say so where :mod:`gguf_itq3s.transformers` folded.
         verbose: show what llama.cpp's converter logs.
         trust_remote_code: Python code of the model folder may run.
     """
@@ -60,6 +63,7 @@ class LoraOptions:
     outtype: str = "f32"
     fold_norms: bool = True
     ternary: str = "auto"
+    trained_folded: bool | None = None
     verbose: bool = False
     trust_remote_code: bool = False
 
@@ -98,9 +102,16 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
     config = options.base / "config.json"
     if not config.is_file():
         raise UserError(config, "no such file", "give the Hugging Face folder of the adapter's model")
-    check_counts(config, read_json(config))
-    folding, gain = _folding(options, messages)
-    done = Converted(folded=bool(folding.norms))
+    fields = read_json(config)
+    check_counts(config, fields)
+    trained_folded = options.trained_folded
+    if trained_folded is None:
+        trained_folded = adapter.beside_folded or fold.is_folded_packed(fields)
+    if trained_folded and not options.fold_norms:
+        what = "was trained beside a model whose norms are folded, and fits no file whose norms are not"
+        raise UserError(options.adapter, what, "leave out --no-fold-norms")
+    folding, gain = _folding(options, messages, trained_folded)
+    done = Converted(folded=trained_folded or bool(folding.norms))
     try:
         with tempfile.TemporaryDirectory(prefix=f".{options.out.name}.", dir=options.out.parent) as scratch:
             written = Path(scratch) / "adapter.gguf"
@@ -111,9 +122,11 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
     return done
 
 
-def _folding(options: LoraOptions, messages: TextIO) -> tuple[Folding, Callable[[str], np.ndarray]]:
-    """Which norms a conversion of the model folds, and their gains."""
-    if not options.fold_norms:
+def _folding(
+    options: LoraOptions, messages: TextIO, trained_folded: bool
+) -> tuple[Folding, Callable[[str], np.ndarray]]:
+    """The norms whose gains have to be multiplied into the adapter, and the gains."""
+    if trained_folded or not options.fold_norms:
         return Folding(), lambda _: np.empty(0, np.float32)
     base = open_checkpoint(options.base, verbose=options.verbose, trust_remote_code=options.trust_remote_code)
     kept = ternary.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).norms
@@ -178,6 +191,7 @@ def _subclass(
             "prepare_metadata": prepare_metadata,
             # Upstream asks for the model's config alone; its weights are none of this.
             "index_tensors": lambda _self, remote_hf_model_id=None: {},
+            "dequant_model": lambda _self: None,
         }
         return type(model_class.__name__, (model_class,), members)
 

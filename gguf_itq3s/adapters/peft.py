@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..checkpoint.fold import FOLDED_TAG
 from ..checkpoint.reader import read_json, stored_tensors
 from ..errors import UserError
 
@@ -47,12 +48,14 @@ class Adapter:
         weights: its safetensors file.
         alpha: what the product of its matrices is scaled with, times the rank.
         invocation: tokens that switch an activated LoRA on; empty for an ordinary one.
+        beside_folded: whether its model card says that it was trained beside a packed model with folded norms.
     """
 
     folder: Path
     weights: Path
     alpha: float
     invocation: tuple[int, ...] = ()
+    beside_folded: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -80,7 +83,8 @@ def read_adapter(folder: Path) -> Adapter:
     options = read_json(config)
     _check_kind(config, options)
     ranks = _ranks(weights)
-    return Adapter(folder, weights, _alpha(config, options, ranks), _invocation(config, options))
+    alpha, invocation = _alpha(config, options, ranks), _invocation(config, options)
+    return Adapter(folder, weights, alpha, invocation, _beside_folded(folder))
 
 
 def small_file(folder: Path, name: str) -> Path | None:
@@ -145,6 +149,14 @@ def _alpha(path: Path, options: Mapping[str, Any], ranks: set[int]) -> float:
     if len(ranks) > 1:
         raise UserError(path, "is rank-stabilised (use_rslora) with matrices of several ranks", _MERGE)
     return float(alpha) * math.sqrt(next(iter(ranks)))
+
+
+def _beside_folded(folder: Path) -> bool:
+    """PEFT writes the tags of the model into the head of the card, a line for each."""
+    card = small_file(folder, "README.md")
+    text = card.read_text(encoding="utf-8", errors="replace") if card else ""
+    head = text.split("\n---", 1)[0] if text.startswith("---") else ""
+    return f"- {FOLDED_TAG}" in head.splitlines()
 
 
 def _invocation(path: Path, options: Mapping[str, Any]) -> tuple[int, ...]:

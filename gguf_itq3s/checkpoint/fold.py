@@ -36,6 +36,12 @@ ARCHITECTURES: Final = frozenset(
 #: The key of a file, model or adapter, whose norms are folded; the patched llama.cpp compares the two.
 NORMS_FOLDED: Final = "itq3s.norms_folded"
 
+#: The quantization method of a model that PyTorch holds packed, and what its ``quantization_config`` says of its norms.
+PACKED_METHOD: Final = "itq3_s"
+PACKED_FOLDED: Final = "norms_folded"
+#: The tag of such a model, which PEFT writes into the model card of an adapter that was trained beside it.
+FOLDED_TAG: Final = "itq3_s-norms-folded"
+
 #: Of what is folded, so that no conversion that another version began is continued. The first folded ``output_norm``.
 PLAN_VERSION: Final = 2
 
@@ -80,6 +86,16 @@ class Folding:
     def note(self) -> str:
         """What is left alone, a line for each; empty if nothing is."""
         return "\n  ".join(["note: norms that are not folded:", *self.left_alone]) if self.left_alone else ""
+
+
+def is_folded_packed(config: Mapping[str, object]) -> bool:
+    """Whether a ``config.json`` is of a model that PyTorch holds packed and whose norms are folded."""
+    packed = config.get("quantization_config")
+    return (
+        isinstance(packed, Mapping)
+        and packed.get("quant_method") == PACKED_METHOD
+        and packed.get(PACKED_FOLDED) is True
+    )
 
 
 def norm_read_by(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import llama
+from gguf_itq3s import cli
 from gguf_itq3s.codec import native
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,3 +75,42 @@ def test_demo(library: native.NativeLibrary) -> None:
         r"llama-cli wrote ([0-9]+) tokens/s; llama-bench: prompt ([0-9]+), generation ([0-9]+)", done.stdout
     )
     assert speeds and all(int(speed) > 0 for speed in speeds.groups())
+
+
+def blocks(page: Path, section: str | None = None) -> list[tuple[str, str]]:
+    """Language and code of the blocks of a page, or of one of its sections."""
+    text = page.read_text()
+    if section is not None:
+        text = text.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with what the pages suppose: a model and its file."""
+    (tmp_path / "MODEL_DIR").symlink_to(llama.MODEL)
+    convert(ConvertOptions(llama.MODEL, tmp_path / "model.gguf"), io.StringIO())
+    return tmp_path
+
+
+def test_the_lines_for_pytorch(place: Path) -> None:
+    ((language, code),) = blocks(ROOT / "README.md", "In PyTorch")
+    assert language == "python" and len([line for line in code.splitlines() if line]) == 5
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.partition("The")[2].split()) > 3
+
+
+def test_the_page_on_transformers(place: Path) -> None:
+    """Its blocks in their order; between the adapter's two lines nothing is trained."""
+    found = blocks(ROOT / "docs" / "transformers.md")
+    assert [language for language, _ in found] == ["python", "python", "python", "sh"]
+    code = "\n".join(code for language, code in found if language == "python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (command,) = found[-1][1].splitlines()
+    program, *words = command.split()
+    assert program == "gguf-itq3s" and words == ["convert-lora", "adapter", "adapter.gguf", "--base", "MODEL_DIR"]
+    assert cli.main([str(place / word) if word in words[1:3] + words[4:] else word for word in words]) == 0
+    files = ("-m", place / "model.gguf", "--lora", place / "adapter.gguf")
+    assert llama.run("llama-completion", *files, "-p", "The", "-n", "4", "-no-cnv", "-t", "1").returncode == 0

@@ -29,3 +29,21 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 def values(tensor: gguf.ReaderTensor) -> np.ndarray:
     """The weights, decoded by gguf-py."""
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def write_gguf(
+    out: Path, fields: dict[str, tuple[object, list[gguf.GGUFValueType]]], tensors: dict[str, tuple]
+) -> Path:
+    """A file of fields (value, types as a reader has them) and tensors (data, type)."""
+    architecture = str(fields["general.architecture"][0])
+    writer = gguf.GGUFWriter(out, architecture)
+    for name, (value, kinds) in fields.items():
+        if name != "general.architecture":
+            writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    for name, (data, qtype) in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out

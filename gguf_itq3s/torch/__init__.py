@@ -1,0 +1,30 @@
+"""ITQ3_S and ternary weights in PyTorch: linear layers whose weights stay packed, on any device that PyTorch reaches.
+
+    from gguf_itq3s.torch import PackedLinear
+    layer = PackedLinear.from_weight(weight, bias)      # 3.125 bits a weight
+    y = layer(x)
+
+Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a slice at a time), ``products`` (the
+products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
+``packing`` (weights to blocks, the residual pass), ``memory`` (what a product takes besides), ``kernels`` (Triton).
+
+This room is the only one that imports PyTorch at its head: ``import gguf_itq3s`` alone does not load it.
+"""
+
+from .linear import ITQ3SLinear, PackedLinear, TernaryLinear, replace_linears
+from .packing import Packed, quantize
+from .paths import PATHS, use_path
+from .products import dequantize, rotate
+
+__all__ = [
+    "PATHS",
+    "ITQ3SLinear",
+    "Packed",
+    "PackedLinear",
+    "TernaryLinear",
+    "dequantize",
+    "quantize",
+    "replace_linears",
+    "rotate",
+    "use_path",
+]

@@ -1,0 +1,178 @@
+"""Blocks of ITQ3_S, TQ1_0 and TQ2_0 to numbers, in plain PyTorch.
+
+The bytes are those of :mod:`gguf_itq3s.codec.blocks` and :mod:`gguf_itq3s.codec.packing`; level table, parity checks
+and offsets are taken from there. A decoded block is integers, the zero-point taken off, and a scale; ITQ3_S blocks are
+left in the rotated basis, where the products use them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import gguf
+import torch
+
+from ..codec.formats import ITQ3_S_FORMAT
+from ..codec.ternary import TQ1_0, TQ2_0
+from ..codec.transform import BLOCK
+from ..codec.types import ITQ3_S
+
+QType: TypeAlias = gguf.GGMLQuantizationType
+
+
+@functools.lru_cache(maxsize=32)
+def level_table(device: torch.device) -> torch.Tensor:
+    """The level table of ITQ3_S, float32 (16,), made once a device (see :mod:`.transform`)."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(ITQ3_S_FORMAT.level_values).to(device)
+
+
+def _shifted(selectors: torch.Tensor, before: torch.Tensor, tap: int) -> torch.Tensor:
+    """Bytes of the bits ``s[t - tap]``, 0 <= tap < 8, from the bytes of s[t] and those one byte before."""
+    return selectors if tap == 0 else (selectors << tap) | (before >> (8 - tap))
+
+
+def _parity_plane(selectors: torch.Tensor, before: torch.Tensor, check: int) -> torch.Tensor:
+    """Bytes of a parity check of the selector bits; bit i of ``check`` taps ``s[t - i]``."""
+    taps = [tap for tap in range(check.bit_length()) if check >> tap & 1]
+    return functools.reduce(torch.bitwise_xor, (_shifted(selectors, before, tap) for tap in taps))
+
+
+def _fields(codes: torch.Tensor, width: int, planes: bool) -> torch.Tensor:
+    """The fields of ``width`` bits in the bytes of the last axis.
+
+    With ``planes`` the lowest fields of all bytes come first, then the next; without, the fields of a byte lie side by
+    side. uint8 (..., m) -> (..., m * 8 / width).
+    """
+    parts = [(codes >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)]
+    return torch.stack(parts, dim=-2 if planes else -1).flatten(-2)
+
+
+def _itq3_s_indices(blocks: torch.Tensor) -> torch.Tensor:
+    """Level indices ``4 * symbol + subset``: uint8 (..., 100) -> (..., 256)."""
+    fmt, trellis = ITQ3_S_FORMAT, ITQ3_S_FORMAT.trellis
+    selectors = blocks[..., fmt.symbol_bytes : fmt.scale_offset]
+    before = torch.nn.functional.pad(selectors, (1, 0))[..., :-1]
+    indices = _fields(blocks[..., : fmt.symbol_bytes], fmt.symbol_bits, planes=True).bitwise_left_shift_(2)
+    indices |= _fields(_parity_plane(selectors, before, trellis.check1), 1, planes=False).bitwise_left_shift_(1)
+    indices |= _fields(_parity_plane(selectors, before, trellis.check0), 1, planes=False)
+    return indices
+
+
+def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """The float16 at a byte offset of every block, little endian: uint8 (..., bytes) -> float32 (..., 1)."""
+    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
+
+
+def _itq3_s_values(blocks: torch.Tensor) -> torch.Tensor:
+    indices = _itq3_s_indices(blocks).int()
+    values = level_table(blocks.device).index_select(0, indices.view(-1)).view(indices.shape)
+    del indices
+    return values.sub_(_half(blocks, ITQ3_S_FORMAT.scale_offset + 2))
+
+
+def _tq2_0_values(blocks: torch.Tensor) -> torch.Tensor:
+    """Two halves of 128 weights, each four planes of 32."""
+    halves = blocks[..., : BLOCK // 4].unflatten(-1, (2, BLOCK // 8))
+    return _fields(halves, 2, planes=True).flatten(-2).float().sub_(1)
+
+
+def _trits(codes: torch.Tensor, count: int) -> torch.Tensor:
+    """Digits by repeated multiplication by three, in planes: uint8 (..., m) -> (..., count * m) of 0, 1, 2."""
+    planes = []
+    for _ in range(count):
+        tripled = codes.short() * 3
+        planes.append((tripled >> 8).to(torch.uint8))
+        codes = tripled.to(torch.uint8)
+    return torch.cat(planes, dim=-1)
+
+
+def _tq1_0_values(blocks: torch.Tensor) -> torch.Tensor:
+    """Five planes of 32 weights, five of 16, four of 4."""
+    digits = torch.cat([_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5), _trits(blocks[..., 48:52], 4)], -1)
+    return digits.float().sub_(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the blocks of a type are read.
+
+    Attributes:
+        qtype: the type.
+        values: uint8 (..., bytes) -> float32 (..., 256): integers, the zero-point taken off.
+        block_bytes: bytes of a block.
+        scale_offset: where its float16 scale stands.
+        unit: a weight is value * scale * unit.
+        rotated: whether the block is in the rotated basis.
+    """
+
+    qtype: QType
+    values: Callable[[torch.Tensor], torch.Tensor]
+    block_bytes: int
+    scale_offset: int
+    unit: float
+    rotated: bool
+
+    def scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        """What the values are multiplied with: uint8 (..., bytes) -> float32 (..., 1)."""
+        return _half(blocks, self.scale_offset).mul_(self.unit)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row.
+
+        Raises:
+            ValueError: the row is not whole blocks.
+        """
+        if columns <= 0 or columns % BLOCK:
+            raise ValueError(f"{self.qtype.name} rows must be a multiple of {BLOCK} long, not {columns}")
+        return columns // BLOCK * self.block_bytes
+
+    def columns(self, packed: torch.Tensor) -> int:
+        """Weights in a row of packed rows: uint8 (rows, bytes of a row).
+
+        Raises:
+            ValueError: it is no matrix of whole blocks.
+        """
+        if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] % self.block_bytes or not packed.shape[1]:
+            raise ValueError(
+                f"packed {self.qtype.name} rows are uint8 (rows, k * {self.block_bytes}), not {packed.dtype} "
+                f"{tuple(packed.shape)}"
+            )
+        return packed.shape[1] // self.block_bytes * BLOCK
+
+
+def _ternary(qtype: QType, values: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
+    size = gguf.GGML_QUANT_SIZES[qtype][1]
+    return Layout(qtype, values, size, size - 2, 1.0, rotated=False)
+
+
+#: The types a layer can have. The unit of ITQ3_S levels is d/32.
+LAYOUTS: Final = {
+    ITQ3_S: Layout(
+        ITQ3_S, _itq3_s_values, ITQ3_S_FORMAT.block_bytes, ITQ3_S_FORMAT.scale_offset, 2.0**-5, rotated=True
+    ),
+    TQ1_0: _ternary(TQ1_0, _tq1_0_values),
+    TQ2_0: _ternary(TQ2_0, _tq2_0_values),
+}
+
+
+def layout(qtype: int) -> Layout:
+    """The layout of a type, given by its member or number.
+
+    Raises:
+        ValueError: a type without one.
+    """
+    if found := LAYOUTS.get(QType(qtype)):
+        return found
+    raise ValueError(
+        f"{QType(qtype).name} weights cannot stay packed in PyTorch; use {', '.join(t.name for t in LAYOUTS)}"
+    )
+
+
+def weights(blocks: torch.Tensor, kind: Layout) -> torch.Tensor:
+    """Values times scales, in the basis of the block: uint8 (..., bytes) -> float32 (..., 256)."""
+    values = kind.values(blocks)
+    return values.mul_(kind.scales(blocks))

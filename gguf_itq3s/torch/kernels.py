@@ -1,0 +1,358 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""The products in Triton: weights are decoded in registers, tile by tile, and never stored.
+
+Three kernels: the rotation; the product ``x V^T``, which splits the columns among programs where rows are few; the
+product ``g V`` of the gradient. They differ by type only in :func:`_indices`, which is picked when a kernel is
+compiled. Levels stay small integers, exact in float16 and bfloat16, and are multiplied by ``tl.dot`` with sums in
+float32; a block's sum is scaled in float32, and its zero-point is taken off with the sum of the inputs.
+
+Nothing is summed by atomic operations: results are the same from run to run. In Triton's interpreter
+(``TRITON_INTERPRET=1``) the kernels run on the CPU, untuned.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from ..codec.formats import ITQ3_S_FORMAT
+from ..codec.ternary import TQ1_0, TQ2_0
+from ..codec.transform import BLOCK
+from ..codec.types import ITQ3_S
+from .decode import Layout
+
+#: Columns decoded at a time: a quarter of a block, which is one plane of the symbols of ITQ3_S.
+PART: Final = tl.constexpr(64)
+_BLOCK: Final = tl.constexpr(BLOCK)
+_HALVINGS: Final = tl.constexpr(BLOCK.bit_length() - 1)
+_NORM: Final = tl.constexpr(BLOCK**-0.5)
+
+_ITQ3_S, _TQ2_0, _TQ1_0 = (tl.constexpr(int(qtype)) for qtype in (ITQ3_S, TQ2_0, TQ1_0))
+# In 32-bit words of an ITQ3_S block: where selector bits begin, where scale and zero-point stand.
+_SELECTORS: Final = tl.constexpr(ITQ3_S_FORMAT.symbol_bytes // 4)
+_SCALES: Final = tl.constexpr(ITQ3_S_FORMAT.scale_offset // 4)
+_CHECK1: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.check1)
+_CHECK0: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.check0)
+_TAPS: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.memory + 1)
+
+#: Rows up to which the columns are split, and how many programs are wanted for each multiprocessor then.
+SPLIT_ROWS: Final = 16
+_PROGRAMS: Final = 4
+
+
+@triton.jit
+def _rotate_kernel(x, out, blocks, ROWS: tl.constexpr):  # noqa: N803
+    """Blocks of 256 by butterflies in float32, in the order of stages of :mod:`gguf_itq3s.codec.transform`.
+
+    Each stage takes pairs of neighbours apart and puts sums before differences: the index turns by one bit, so that
+    the next stage finds its pairs side by side, and eight stages later it is what it was.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = (row < blocks)[:, None]
+    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(_HALVINGS):
+        a, b = tl.split(tl.reshape(values, (ROWS, _BLOCK // 2, 2)))
+        values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, _BLOCK))
+    tl.store(out + place, (values * _NORM).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _parity(now, before, CHECK: tl.constexpr):  # noqa: N803
+    """A parity check of 32 selector bits; bit i of CHECK taps the bit i places before."""
+    plane = now ^ now
+    for tap in tl.static_range(_TAPS):
+        if (CHECK >> tap) & 1:
+            if tap == 0:
+                plane ^= now
+            else:
+                plane ^= (now << tap) | (before >> (32 - tap))
+    return plane
+
+
+@triton.jit
+def _itq3_s_indices(words, mask, part, ROWS: tl.constexpr):  # noqa: N803
+    """Level indices of a part of blocks, one block a row: four at a time, in the bytes of a word.
+
+    ``words`` points to the first 32-bit word of each block, (ROWS, 1).
+    """
+    i = tl.arange(0, PART // 4)[None, :]
+    symbols = tl.load(words + i, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    place = _SELECTORS + 2 * part + i // 8
+    now = tl.load(words + place, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    before = tl.load(words + place - 1, mask=mask & (place > _SELECTORS), other=0).to(tl.uint32, bitcast=True)
+    shift = (4 * (i % 8)).to(tl.uint32)
+    # Four neighbouring bits to the lowest bits of four bytes: copies 7 places apart.
+    high = (((_parity(now, before, _CHECK1) >> shift) & 15) * 0x00204081) & 0x01010101
+    low = (((_parity(now, before, _CHECK0) >> shift) & 15) * 0x00204081) & 0x01010101
+    symbols = (symbols >> (2 * part + 0 * i).to(tl.uint32)) & 0x03030303  # a loop's part is no tensor
+    packed = (symbols << 2) | (high << 1) | low
+    byte = (8 * tl.arange(0, 4)).to(tl.uint32)
+    return tl.reshape((packed[:, :, None] >> byte[None, None, :]) & 15, (ROWS, PART)).to(tl.int32)
+
+
+@triton.jit
+def _tq2_0_indices(codes, mask, part):
+    """Digits of a part of TQ2_0 blocks: halves of 32 bytes, four planes each."""
+    t = part * PART + tl.arange(0, PART)[None, :]
+    byte = tl.load(codes + (t // 128) * 32 + t % 32, mask=mask, other=0).to(tl.int32)
+    return (byte >> (2 * (t % 128 // 32))) & 3
+
+
+@triton.jit
+def _tq1_0_indices(codes, mask, part):
+    """Digits of a part of TQ1_0 blocks: five planes of 32 weights, five of 16, four of 4.
+
+    Digit n is the overflow of the byte times 3 ** (n + 1), one multiplication by three after the other.
+    """
+    t = part * PART + tl.arange(0, PART)[None, :]
+    first, second = t < 160, t < 240
+    place = tl.where(first, t % 32, tl.where(second, 32 + t % 16, 48 + t % 4))
+    digit = tl.where(first, t // 32, tl.where(second, (t - 160) // 16, (t - 240) // 4))
+    byte = tl.load(codes + place, mask=mask, other=0).to(tl.int32)
+    power = tl.where(digit == 0, 1, tl.where(digit == 1, 3, tl.where(digit == 2, 9, tl.where(digit == 3, 27, 81))))
+    return (((byte * power) & 255) * 3) >> 8
+
+
+@triton.jit
+def _indices(packed, mask, part, TYPE: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
+    """Indices into the level table: int32 (ROWS, PART)."""
+    if TYPE == _ITQ3_S:
+        return _itq3_s_indices(packed, mask, part, ROWS)
+    elif TYPE == _TQ2_0:  # noqa: RET505  (both branches of a constexpr need their return)
+        return _tq2_0_indices(packed, mask, part)
+    else:
+        return _tq1_0_indices(packed, mask, part)
+
+
+@triton.jit
+def _scales(packed, mask, TYPE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr):  # noqa: N803
+    """Scale, times the unit of the values, and zero-point of every block: float32 (rows, 1) each."""
+    if TYPE == _ITQ3_S:
+        word = tl.load(packed + _SCALES, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = tl.load(packed + OFFSET, mask=mask, other=0).to(tl.uint16)
+        high = tl.load(packed + OFFSET + 1, mask=mask, other=0).to(tl.uint16)
+        scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = scale * 0.0
+    return scale * UNIT, zero
+
+
+@triton.jit
+def _product_kernel(
+    x, packed, levels, out, m, n, blocks, bucket, split,
+    TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """A tile of ``x V^T`` over a share of the blocks of columns; share s goes to the s-th matrix of ``out``.
+
+    ``packed`` points to 32-bit words for ITQ3_S, whose blocks are whole words, and to bytes for the others; SIZE is a
+    block's size in them. ``bucket`` is only a key of the tuning.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    share = tl.program_id(2)
+    row_mask, output_mask = (rows < m)[:, None], (outputs < n)[:, None]
+    columns = tl.arange(0, PART)[None, :]
+    inputs = x + rows[:, None] * (blocks * _BLOCK) + columns
+    codes = packed + outputs[:, None] * (blocks * SIZE)
+    each = tl.cdiv(blocks, split)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for block in range(share * each, tl.minimum(share * each + each, blocks)):
+        place = codes + block * SIZE
+        scale, zero = _scales(place, output_mask, TYPE, OFFSET, UNIT)
+        products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for part in range(_BLOCK // PART):
+            a = tl.load(inputs + block * _BLOCK + part * PART, mask=row_mask, other=0.0)
+            b = tl.load(levels + _indices(place, output_mask, part, TYPE, BLOCK_N))
+            products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+            if TYPE == _ITQ3_S:
+                sums += tl.sum(a.to(tl.float32), axis=1)
+        if TYPE == _ITQ3_S:
+            products -= sums[:, None] * tl.trans(zero)
+        total += products * tl.trans(scale)
+    target = out + share.to(tl.int64) * m * n + rows[:, None] * n + outputs[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=row_mask & (outputs < n)[None, :])
+
+
+@triton.jit
+def _sum_kernel(partial, out, count, split, SIZE: tl.constexpr):  # noqa: N803
+    """The sum of ``split`` matrices of ``count`` numbers, in order."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    mask = place < count
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    for share in range(split):
+        total += tl.load(partial + share * count + place, mask=mask, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _transposed_kernel(
+    x, packed, levels, out, m, n, blocks, bucket,
+    TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """A tile of ``x V``: BLOCK_M rows and one part of one block of columns, summed over all rows of V.
+
+    The scale of a block differs from row to row of V, so it goes to the inputs.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(1) % (_BLOCK // PART)
+    block = tl.program_id(1) // (_BLOCK // PART)
+    row_mask = (rows < m)[:, None]
+    total = tl.zeros((BLOCK_M, PART), dtype=tl.float32)
+    offsets = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, n, BLOCK_N):
+        outputs = start + tl.arange(0, BLOCK_N)
+        mask = (outputs < n)[:, None]
+        place = packed + outputs[:, None].to(tl.int64) * (blocks * SIZE) + block * SIZE
+        scale, zero = _scales(place, mask, TYPE, OFFSET, UNIT)
+        inputs = x + rows[:, None] * n + outputs[None, :]
+        a = tl.load(inputs, mask=row_mask & (outputs < n)[None, :], other=0.0).to(tl.float32) * tl.trans(scale)
+        if TYPE == _ITQ3_S:
+            offsets += tl.sum(a * tl.trans(zero), axis=1)
+        b = tl.load(levels + _indices(place, mask, part, TYPE, BLOCK_N))
+        total = tl.dot(a.to(x.dtype.element_ty), b, total, input_precision="ieee")
+    total -= offsets[:, None]
+    columns = block * _BLOCK + part * PART + tl.arange(0, PART)
+    target = out + rows[:, None] * (blocks * _BLOCK) + columns[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=row_mask)
+
+
+def _config(rows: int, outputs: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": outputs}, num_warps=warps, num_stages=stages)
+
+
+#: Tile sizes that are tried, by whether rows are few.
+_FEW: Final = [_config(16, 64, 4, 2)] + [_config(16, outputs, warps, 2) for outputs in (16, 32) for warps in (2, 4)]
+_MANY: Final = [
+    _config(32, 64, 4, 2), _config(64, 64, 4, 2), _config(64, 64, 8, 2), _config(64, 128, 8, 2),
+    _config(128, 64, 8, 2),
+]  # fmt: skip
+
+_KEY: Final = ["n", "blocks", "bucket", "TYPE"]
+_tuned_few = triton.autotune(_FEW, key=_KEY)(_product_kernel)
+_tuned_many = triton.autotune(_MANY, key=_KEY)(_product_kernel)
+_tuned_transposed = triton.autotune([*_FEW, *_MANY], key=_KEY)(_transposed_kernel)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(qtype: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What an index stands for, made once a device: exact in every floating dtype."""
+    values = ITQ3_S_FORMAT.level_values if qtype == ITQ3_S else np.arange(-1, 3, dtype=np.float32)
+    with torch.inference_mode(False):
+        return torch.from_numpy(values).to(device, dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _split(rows: int, outputs: int, blocks: int, device: torch.device) -> int:
+    """Among how many programs the columns are split: enough to keep the device busy where rows are few."""
+    if rows > SPLIT_ROWS:
+        return 1
+    wanted = _PROGRAMS * _multiprocessors(device)
+    return max(1, min(blocks, triton.cdiv(wanted, triton.cdiv(outputs, 32))))
+
+
+def unit_options(kind: Layout) -> tuple[str, dict[str, Any]]:
+    """What the kernels read packed rows in, as Triton names a pointer to it, and what they have to know of the type."""
+    words = kind.qtype == ITQ3_S
+    size = kind.block_bytes // 4 if words else kind.block_bytes
+    options = {"TYPE": int(kind.qtype), "SIZE": size, "OFFSET": kind.scale_offset, "UNIT": kind.unit}
+    return "*i32" if words else "*u8", options
+
+
+def _units(packed: torch.Tensor, kind: Layout) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The packed rows in those units."""
+    unit, options = unit_options(kind)
+    packed = packed.contiguous()
+    if unit == "*i32":
+        aligned = packed.data_ptr() % 4 == 0 and packed.storage_offset() % 4 == 0
+        packed = (packed if aligned else packed.clone()).view(torch.int32)
+    return packed, options
+
+
+def _bucket(rows: int) -> int:
+    """Numbers of rows that are tuned together: between powers of two, the few as one."""
+    return min(max(SPLIT_ROWS, triton.next_power_of_2(rows)), 1024)
+
+
+def _interpreted(rows: int, outputs: int) -> dict[str, int]:
+    """Tile sizes in the interpreter, which has nothing to tune; few large operations are the fastest there."""
+    sizes = (min(max(16, triton.next_power_of_2(size)), 128) for size in (rows, outputs))
+    return dict(zip(("BLOCK_M", "BLOCK_N"), sizes, strict=True))
+
+
+def _operand(x: torch.Tensor) -> torch.Tensor:
+    """The input as the kernels take it; the interpreter's ``tl.dot`` knows no bfloat16."""
+    return x.float() if knobs.runtime.interpret and x.dtype == torch.bfloat16 else x.contiguous()
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Every block of 256 of the last axis rotated: (..., k * 256), the dtype of ``x``, contiguous."""
+    x = x.contiguous()
+    out, blocks, rows = torch.empty_like(x), x.numel() // BLOCK, 64 if knobs.runtime.interpret else 4
+    if blocks:
+        _rotate_kernel[(triton.cdiv(blocks, rows),)](x, out, blocks, ROWS=rows)
+    return out
+
+
+def product(x: torch.Tensor, packed: torch.Tensor, kind: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """``x V^T``: (m, columns), uint8 (n, bytes of a row) -> (m, n) in ``dtype``; float32, float16 or bfloat16."""
+    x = _operand(x)
+    m, n = x.shape[0], packed.shape[0]
+    out = x.new_empty((m, n), dtype=dtype)
+    if not out.numel():
+        return out
+    units, options = _units(packed, kind)
+    blocks = kind.columns(packed) // BLOCK
+    split = _split(m, n, blocks, x.device)
+    target = out if split == 1 else x.new_empty((split, m, n), dtype=torch.float32)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        return triton.cdiv(m, meta["BLOCK_M"]), triton.cdiv(n, meta["BLOCK_N"]), split
+
+    arguments = (x, units, _table(int(kind.qtype), x.device, x.dtype), target, m, n, blocks, _bucket(m), split)
+    if knobs.runtime.interpret:
+        _product_kernel[grid](*arguments, **options, **_interpreted(m, n))
+    else:
+        (_tuned_few if m <= SPLIT_ROWS else _tuned_many)[grid](*arguments, **options)
+    if split > 1:
+        size = 1024
+        _sum_kernel[(triton.cdiv(out.numel(), size),)](target, out, out.numel(), split, SIZE=size)
+    return out
+
+
+def product_transposed(x: torch.Tensor, packed: torch.Tensor, kind: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """``x V``: (m, n), uint8 (n, bytes of a row) -> (m, columns) in ``dtype``."""
+    x = _operand(x)
+    columns = kind.columns(packed)
+    out = x.new_empty((x.shape[0], columns), dtype=dtype)
+    if not out.numel():
+        return out
+    units, options = _units(packed, kind)
+    blocks = columns // BLOCK
+    m = x.shape[0]
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        return triton.cdiv(m, meta["BLOCK_M"]), blocks * (BLOCK // PART.value)
+
+    table = _table(int(kind.qtype), x.device, x.dtype)
+    arguments = (x, units, table, out, m, packed.shape[0], blocks, _bucket(m))
+    if knobs.runtime.interpret:
+        _transposed_kernel[grid](*arguments, **options, **_interpreted(m, packed.shape[0]))
+    else:
+        _tuned_transposed[grid](*arguments, **options)
+    return out

@@ -1,0 +1,271 @@
+"""Linear layers whose weights stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..codec.ternary import TQ2_0
+from ..codec.transform import BLOCK
+from ..codec.types import ITQ3_S
+from . import decode, packing, paths, products, transform
+from .decode import QType
+
+
+class PackedLinear(nn.Linear):
+    """``y = x W^T + b`` with W in packed blocks, decoded a slice at a time within the product.
+
+    A subclass of ``torch.nn.Linear``, so that what looks for linear layers finds it; ``weight`` holds the blocks.
+
+    The three paths agree: for an input in float32 the difference between any two is at most 2e-6 of
+    ``|x| |w|`` (the norms of the input row and the weight row), what sums of different order differ by; in float16 and
+    bfloat16 it is at most 2 units in the last place of the largest output plus what rounding the rotated input to that
+    dtype costs on the path ``triton``: 2**-10 (float16) or 2**-7 (bfloat16) of ``|x| |w|`` are never exceeded.
+
+    Attributes:
+        weight: uint8 (out_features, bytes of a row), a parameter without gradient.
+        residual: uint8 (out_features, bytes of a row) of the residual pass, likewise, or None.
+        bias: (out_features,) of a floating dtype, or None.
+        qtype: the type of the blocks: ITQ3_S, TQ1_0 or TQ2_0.
+        residual_type: that of the residual pass, ITQ3_S or TQ2_0, or None.
+        path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
+    """
+
+    residual: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType = ITQ3_S,
+        residual_type: QType | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """A layer of zero blocks, to load a state into; ``device="meta"`` allocates nothing.
+
+        Args:
+            in_features: columns of the matrix, a multiple of 256.
+            out_features: its rows.
+            bias: whether there is one; zeros.
+            qtype: the type of the blocks.
+            residual_type: that of the residual pass, or None.
+            device: where to.
+            dtype: of the bias.
+
+        Raises:
+            ValueError: a width that is not a multiple of 256, or types that do not fit.
+        """
+        kind = decode.layout(qtype)
+        packing.check_residual(kind.qtype, residual_type)
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the matrix
+        self.in_features, self.out_features = in_features, out_features
+        self.qtype, self.residual_type = kind.qtype, residual_type
+        self.path: str | None = None
+        self.weight = _blocks(out_features, kind.row_bytes(in_features), device)
+        second = None
+        if residual_type is not None:
+            second = _blocks(out_features, decode.layout(residual_type).row_bytes(in_features), device)
+        self.register_parameter("residual", second)
+        zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", zeros)
+        self._dense: tuple[torch.Tensor, ...] | None = None
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = ITQ3_S,
+        residual_type: QType | None = None, effort: str = "default", threads: int | None = None,
+    ) -> PackedLinear:  # fmt: skip
+        """Quantize a matrix (:func:`gguf_itq3s.torch.quantize`).
+
+        Args:
+            weight: (out_features, in_features) of a floating dtype.
+            bias: (out_features,), or None.
+            qtype: the type of the blocks.
+            residual_type: that of the residual pass, or None.
+            effort: of the ITQ3_S encoder.
+            threads: of the C library.
+
+        Raises:
+            ValueError: as :func:`gguf_itq3s.torch.quantize`.
+        """
+        packed = packing.quantize(weight, qtype, residual_type, effort=effort, threads=threads)
+        return cls.from_blocks(packed.weight, bias, qtype=qtype, residual=packed.residual, residual_type=residual_type)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = ITQ3_S,
+        residual: torch.Tensor | None = None, residual_type: QType | None = None,
+    ) -> PackedLinear:  # fmt: skip
+        """A layer around blocks that are there, which it does not copy.
+
+        Args:
+            blocks: uint8 (out_features, bytes of a row).
+            bias: (out_features,), or None.
+            qtype: the type of the blocks.
+            residual: uint8 (out_features, bytes of a row) of a residual pass, or None.
+            residual_type: its type; by default the one that its size tells.
+
+        Raises:
+            ValueError: shapes or types that do not belong together.
+        """
+        columns = decode.layout(qtype).columns(blocks)
+        if residual is None:
+            residual_type = None
+        elif residual_type is None:
+            residual_type = _type_of_size(residual, columns)
+        layer = cls(columns, blocks.shape[0], False, qtype=qtype, residual_type=residual_type, device="meta")
+        layer.weight = nn.Parameter(blocks, requires_grad=False)
+        if residual is not None and residual_type is not None:
+            if decode.layout(residual_type).columns(residual) != columns or len(residual) != len(blocks):
+                raise ValueError(
+                    f"a residual of shape {tuple(residual.shape)} is not one of {tuple(blocks.shape)} blocks"
+                )
+            layer.residual = nn.Parameter(residual, requires_grad=False)
+        if bias is not None:
+            if bias.shape != (blocks.shape[0],):
+                raise ValueError(f"a bias of shape {tuple(bias.shape)} is not one of {blocks.shape[0]} rows")
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    def forward(self, x: torch.Tensor, rotated: torch.Tensor | None = None, path: str | None = None) -> torch.Tensor:
+        """The product.
+
+        Args:
+            x: (..., in_features) of a floating dtype; within ``torch.autocast`` it is cast as for nn.Linear.
+            rotated: ``gguf_itq3s.torch.rotate(x)``, for several ITQ3_S layers that read the same input; made here
+                without it. ``x`` then only says dtype and, on the path ``dense``, is the input.
+            path: in place of the attribute.
+
+        Returns:
+            (..., out_features) in the dtype of ``x``.
+
+        Raises:
+            ValueError: the last axis is not ``in_features`` long, or there is no such path.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"the last axis of shape {tuple(x.shape)} is not {self.in_features} long")
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        path = paths.choose(x.device, path or self.path)
+        if path == "dense":
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return nn.functional.linear(x, self._matrix(x.dtype), bias)
+        source = x
+        if self.qtype == ITQ3_S:
+            source = products.rotate(x, path) if rotated is None else rotated
+        out = products.product(source, self.weight, self.qtype, dtype=self._sum_dtype(x.dtype), path=path)
+        del source  # a rotated input made here is not needed any more
+        if self.residual is not None and self.residual_type is not None:
+            out.add_(products.product(x, self.residual, self.residual_type, dtype=out.dtype, path=path))
+        if self.bias is not None:
+            out.add_(self.bias.to(out.dtype))
+        return out.to(x.dtype)
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What outputs are added in: one product is rounded once, two are added before they are."""
+        return dtype if self.residual is None else transform.accumulation_dtype(dtype)
+
+    def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """The decoded matrix of the path ``dense``, made at its first use and when the blocks have changed."""
+        if self._dense is None or self._dense[0].dtype != dtype or self._dense[1] is not self.weight:
+            self._dense = (self.dequantize(dtype), self.weight)
+        return self._dense[0]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The whole matrix: (out_features, in_features) in ``dtype``."""
+        return products.dequantize(self.weight, self.qtype, self.residual, self.residual_type, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Nothing: blocks are not initialised at random, and what calls this for nn.Linear means the float matrix."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedLinear:
+        self._dense = None  # another device or dtype
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._dense = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dense": None}
+
+    def extra_repr(self) -> str:
+        second = "" if self.residual_type is None else f" + {self.residual_type.name}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"type={self.qtype.name}{second}"
+        )
+
+
+class ITQ3SLinear(PackedLinear):
+    """A layer of ITQ3_S blocks: 3.125 bits a weight, 6.25 or 5.1875 with a residual pass."""
+
+
+class TernaryLinear(PackedLinear):
+    """A layer of TQ2_0 (2.0625 bits a weight) or TQ1_0 (1.6875) blocks, for ternary matrices."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
+        super().__init__(in_features, out_features, bias, **{"qtype": TQ2_0, **options})
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = TQ2_0, **options: Any
+    ) -> PackedLinear:
+        return super().from_weight(weight, bias, qtype=qtype, **options)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = TQ2_0, **options: Any
+    ) -> PackedLinear:
+        return super().from_blocks(blocks, bias, qtype=qtype, **options)
+
+
+def _blocks(rows: int, size: int, device: torch.device | str | None) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(rows, size, dtype=torch.uint8, device=device), requires_grad=False)
+
+
+def _type_of_size(residual: torch.Tensor, columns: int) -> QType:
+    for qtype in packing.RESIDUALS.values():
+        if residual.ndim == 2 and residual.shape[1] == decode.layout(qtype).row_bytes(columns):
+            return qtype
+    raise ValueError(f"a residual of shape {tuple(residual.shape)} is of no type that a residual pass has")
+
+
+def replace_linears(
+    model: nn.Module, qtype: QType = ITQ3_S, residual_type: QType | None = None, *,
+    wanted: Callable[[str, nn.Linear], bool] | None = None, effort: str = "default", threads: int | None = None,
+) -> list[str]:  # fmt: skip
+    """Quantize the linear layers of a model, in place.
+
+    Layers that are packed already, whose width is not a multiple of 256, and subclasses of nn.Linear, of which only
+    their makers know what else they do, stay as they are.
+
+    Args:
+        model: of any kind.
+        qtype: the type of the blocks.
+        residual_type: that of the residual pass, or None.
+        wanted: which of them, by name and layer; by default all but the output head (``lm_head``).
+        effort: of the ITQ3_S encoder.
+        threads: of the C library.
+
+    Returns:
+        The names of the layers replaced.
+
+    Raises:
+        ValueError: as :func:`gguf_itq3s.torch.quantize`.
+    """
+    chosen = wanted or (lambda name, _: name.rpartition(".")[2] != "lm_head")
+    found = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and not layer.in_features % BLOCK and chosen(name, layer)
+    ]
+    for name, layer in found:
+        packed = PackedLinear.from_weight(
+            layer.weight, layer.bias, qtype=qtype, residual_type=residual_type, effort=effort, threads=threads
+        )
+        packed.train(layer.training)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, packed)
+    return [name for name, _ in found]

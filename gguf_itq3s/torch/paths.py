@@ -1,0 +1,80 @@
+"""Which implementation of a product runs: ``reference``, ``triton`` or ``dense``.
+
+``reference`` decodes a slice of the weights at a time with PyTorch's own operators and runs everywhere; ``triton``
+decodes inside one fused kernel, on a GPU (or, with ``TRITON_INTERPRET=1`` in the environment, in Triton's interpreter
+on the CPU); ``dense`` decodes the matrix once, in the dtype of the input, and keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+PATHS: Final = ("reference", "triton", "dense")
+
+#: What :func:`use_path` has set, in this process; the last one counts.
+_forced: list[str] = []
+
+
+def check(path: str) -> str:
+    """The path itself.
+
+    Raises:
+        ValueError: there is no such path.
+    """
+    if path not in PATHS:
+        raise ValueError(f"unknown path {path!r}; use one of {', '.join(PATHS)}")
+    return path
+
+
+@contextlib.contextmanager
+def use_path(path: str) -> Iterator[None]:
+    """Within the context every layer of this process takes ``path``, whatever its own attribute says.
+
+    Raises:
+        ValueError: there is no such path.
+    """
+    _forced.append(check(path))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@functools.lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose(device: torch.device, path: str | None = None) -> str:
+    """The path of a product: that of :func:`use_path`, else ``path``, else by device.
+
+    Args:
+        device: where the product runs.
+        path: as asked for by a call or a layer; None for the device's own: ``triton`` on a GPU where Triton is
+            installed, ``reference`` elsewhere.
+
+    Raises:
+        ValueError: there is no such path.
+        RuntimeError: ``triton`` was asked for and cannot run here.
+    """
+    asked = _forced[-1] if _forced else path
+    if asked is None:
+        return "triton" if device.type == "cuda" and _has_triton() else "reference"
+    if check(asked) == "triton":
+        if not _has_triton():
+            raise RuntimeError("the path triton needs Triton: pip install 'gguf-itq3s[torch-gpu]'")
+        if device.type == "cpu" and not _interpreted():
+            raise RuntimeError("the path triton needs a GPU, or TRITON_INTERPRET=1 for its interpreter")
+    return asked

@@ -1,0 +1,245 @@
+"""Products with packed weights as PyTorch operators: they have gradients, and ``torch.compile`` does not look inside.
+
+``y = x W^T`` with ``W = V H``, V the decoded blocks in the rotated basis, is ``(x H) V^T``: the input is rotated once
+(``gguf_itq3s::rotate``) and multiplied with V (``gguf_itq3s::product``), whose slices are decoded as they are needed;
+the gradient is ``(g V) H`` (``gguf_itq3s::product_transposed``). Packed weights have no gradient. Source: the pipeline
+of the TurboQuant model page, with the Hadamard matrix as its rotation.
+
+The product of a residual pass (:mod:`.packing`) is one more, with the input as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from ..codec.transform import BLOCK
+from . import decode, paths, transform
+
+#: Weights in a decoded slice of the reference path: one block of columns of so many rows at most.
+SLICE_ROWS: Final = 4096
+
+
+def slices(packed: torch.Tensor, kind: decode.Layout) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """The matrix in slices of one block of columns: (rows, columns, float32 weights), one alive at a time."""
+    for row in range(0, packed.shape[0], SLICE_ROWS):
+        rows = slice(row, min(row + SLICE_ROWS, packed.shape[0]))
+        for block in range(packed.shape[1] // kind.block_bytes):
+            columns = slice(block * BLOCK, (block + 1) * BLOCK)
+            parts = packed[rows, block * kind.block_bytes : (block + 1) * kind.block_bytes]
+            yield rows, columns, decode.weights(parts, kind)
+
+
+def _without_autocast(x: torch.Tensor) -> Any:
+    """Within an operator dtypes are chosen; autocast would choose others for the products inside."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+#: What the operators run, by their full names.
+IMPLEMENTATIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {}
+
+
+def _operator(function: Callable[..., torch.Tensor]) -> Any:
+    """Make an operator of a function, by its name."""
+    name = f"gguf_itq3s::{function.__name__.lstrip('_')}"
+    IMPLEMENTATIONS[name] = function
+    return torch.library.custom_op(name, function, mutates_args=())
+
+
+@_operator
+def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
+    with _without_autocast(x):
+        if triton:
+            from . import kernels
+
+            return kernels.rotate(x)
+        return transform.fwht(x)
+
+
+@_rotate.register_fake  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, triton: bool) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=x.dtype if triton else transform.accumulation_dtype(x.dtype))
+
+
+def _rotate_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, ctx.triton = inputs
+    ctx.dtype = x.dtype
+
+
+def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _rotate(gradient, ctx.triton).to(ctx.dtype), None
+
+
+_rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
+
+
+@_operator
+def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
+    kind = decode.layout(qtype)
+    with _without_autocast(x):
+        if triton:
+            from . import kernels
+
+            return kernels.product(x, weight, kind, dtype)
+        accumulated = transform.accumulation_dtype(x.dtype)
+        out = x.new_zeros((x.shape[0], weight.shape[0]), dtype=accumulated)
+        for rows, columns, part in slices(weight, kind):
+            out[:, rows].addmm_(x[:, columns].to(accumulated), part.to(accumulated).t())
+            del part  # before the next slice is decoded
+        return out.to(dtype)
+
+
+@_product.register_fake  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@_operator
+def _product_transposed(
+    x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool
+) -> torch.Tensor:
+    kind = decode.layout(qtype)
+    with _without_autocast(x):
+        if triton:
+            from . import kernels
+
+            return kernels.product_transposed(x, weight, kind, dtype)
+        accumulated = transform.accumulation_dtype(x.dtype)
+        out = x.new_zeros((x.shape[0], kind.columns(weight)), dtype=accumulated)
+        for rows, columns, part in slices(weight, kind):
+            out[:, columns].addmm_(x[:, rows].to(accumulated), part.to(accumulated))
+            del part
+        return out.to(dtype)
+
+
+@_product_transposed.register_fake  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
+    return x.new_empty((x.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
+
+
+def _product_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, ctx.qtype, _, ctx.triton = inputs
+    ctx.save_for_backward(weight)
+    ctx.dtype = x.dtype
+
+
+def _gradient(transposed: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """The gradient of one of the two products, which the other one computes."""
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return transposed(gradient.contiguous(), weight, ctx.qtype, ctx.dtype, ctx.triton), *[None] * 4
+
+    return backward
+
+
+_product.register_autograd(_gradient(_product_transposed), setup_context=_product_context)
+_product_transposed.register_autograd(_gradient(_product), setup_context=_product_context)
+
+
+@_operator
+def _dequantize(
+    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
+) -> torch.Tensor:
+    kind = decode.layout(qtype)
+    rows, columns = weight.shape[0], kind.columns(weight)
+    out = weight.new_empty((rows, columns), dtype=dtype)
+    step = max(1, SLICE_ROWS * BLOCK // columns)
+    with _without_autocast(weight):
+        for start in range(0, rows, step):
+            blocks = weight[start : start + step].unflatten(-1, (-1, kind.block_bytes))
+            values = kind.values(blocks)
+            # Integers are rotated before they are scaled: that is exact.
+            part = (transform.fwht(values) if kind.rotated else values).mul_(kind.scales(blocks))
+            if residual is not None:
+                second = decode.layout(residual_type)
+                part += decode.weights(residual[start : start + step].unflatten(-1, (-1, second.block_bytes)), second)
+            out[start : start + step] = part.flatten(-2)
+    return out
+
+
+@_dequantize.register_fake  # type: ignore[untyped-decorator]
+def _(
+    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return weight.new_empty((weight.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
+
+
+def _uses_triton(x: torch.Tensor, path: str | None) -> bool:
+    """Whether the kernels run; they add in float32, so float64 is left to the reference."""
+    return paths.choose(x.device, path) == "triton" and x.dtype != torch.float64
+
+
+def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
+    """The rotated input of ITQ3_S layers, for several that read the same one: ``layer(x, rotated=rotate(x))``.
+
+    Args:
+        x: (..., k * 256) of a floating dtype.
+        path: as :func:`gguf_itq3s.torch.paths.choose` takes it.
+
+    Returns:
+        The shape of ``x``: float32 (float64 for float64) on the path ``reference``, the dtype of ``x`` on ``triton``.
+
+    Raises:
+        ValueError: the last axis is not a multiple of 256, or there is no such path.
+    """
+    if not x.ndim or x.shape[-1] % BLOCK:
+        raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
+    return _rotate(x, _uses_triton(x, path))
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, qtype: int, *, dtype: torch.dtype | None = None, path: str | None = None
+) -> torch.Tensor:
+    """``x V^T``, V the decoded weights in the basis of their blocks.
+
+    Args:
+        x: (..., columns), rotated where the type is ITQ3_S; any floating dtype.
+        weight: uint8 (rows, bytes of a row).
+        qtype: its type.
+        dtype: of the result; that of ``x`` by default. Sums are float32, or float64 for a float64 ``x``.
+        path: ``reference`` or ``triton``, or None.
+
+    Returns:
+        (..., rows).
+
+    Raises:
+        ValueError: shapes or types that do not belong together.
+    """
+    columns = decode.layout(qtype).columns(weight)
+    if x.shape[-1] != columns:
+        raise ValueError(f"the last axis of shape {tuple(x.shape)} does not match rows of {columns} weights")
+    flat = x.reshape(math.prod(x.shape[:-1]), columns)
+    out = _product(flat, weight, int(qtype), dtype or x.dtype, _uses_triton(x, path))
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def dequantize(
+    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None = None, residual_type: int | None = None, *,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    """The matrix that packed blocks stand for.
+
+    Without a zero-point and a residual pass, the float32 bits of :func:`gguf_itq3s.dequantize`.
+
+    Args:
+        weight: uint8 (rows, bytes of a row).
+        qtype: its type.
+        residual: uint8 (rows, bytes of a row) of the residual pass, or None.
+        residual_type: its type; that of ``weight`` by default.
+        dtype: of the result, to which a slice at a time is rounded from float32.
+
+    Returns:
+        (rows, columns) on the device of ``weight``.
+
+    Raises:
+        ValueError: shapes or types that do not belong together.
+    """
+    second = qtype if residual_type is None else residual_type
+    shape = (weight.shape[0], decode.layout(qtype).columns(weight))
+    if residual is not None and (residual.shape[0], decode.layout(second).columns(residual)) != shape:
+        raise ValueError(f"a residual pass of shape {tuple(residual.shape)} does not belong to {shape} weights")
+    return _dequantize(weight, int(qtype), residual, int(second), dtype)

@@ -1,0 +1,16 @@
+"""ITQ3_S and ternary weights in Transformers: models that are quantized while they load, and GGUF files kept packed.
+
+    from gguf_itq3s.transformers import ITQ3SConfig
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=ITQ3SConfig())
+
+Importing this room registers the quantization method ``itq3_s`` with Transformers, which the ``config.json`` of a
+saved model names too. ``config`` says what can be asked for, ``folding`` which norms are folded, ``quantizer`` is what
+Transformers calls while it loads, ``gguf`` reads a file. Adapters are trained by PEFT as it is: to it the layers are
+linear layers.
+"""
+
+from .config import ITQ3SConfig
+from .gguf import load_gguf
+from .quantizer import ITQ3SQuantizer
+
+__all__ = ["ITQ3SConfig", "ITQ3SQuantizer", "load_gguf"]

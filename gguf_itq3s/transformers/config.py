@@ -1,0 +1,111 @@
+"""What is asked of the quantization, and what a saved model records of it in ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import gguf
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..checkpoint.fold import PACKED_METHOD
+from ..codec.blocks import EFFORTS
+from ..codec.ternary import TQ1_0, TQ2_0
+from ..codec.types import ITQ3_S
+
+METHOD: Final = PACKED_METHOD
+#: Names of the types that linear layers can have.
+QTYPES: Final = {"itq3_s": ITQ3_S, "tq2_0": TQ2_0, "tq1_0": TQ1_0}
+#: Names of the types of a residual pass, which follows ITQ3_S.
+RESIDUALS: Final = ("itq3_s", "tq2_0")
+
+
+@register_quantization_config(METHOD)
+class ITQ3SConfig(QuantizationConfigMixin):
+    """Options of the quantization, for ``from_pretrained(..., quantization_config=ITQ3SConfig())``.
+
+    Attributes:
+        qtype: ``itq3_s``; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
+        residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all) or ``tq2_0`` (5.1875); or
+            None.
+        modules_to_not_convert: linear layers that stay as they are, by name or by a part of it between dots, such as
+            ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the class calls it. Tied
+            matrices and those whose columns are no multiple of 256 stay anyway. Once the model is loaded: the names of
+            all that stayed.
+        fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s`` does;
+            see :mod:`.folding`.
+        effort: of the ITQ3_S encoder, ``fast`` or ``default``.
+        ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
+            it they are an error for ``tq2_0`` and ``tq1_0``.
+        threads: of the C library, None for one a processor; not saved.
+        other_types: of a loaded model, layers of another type than ``qtype``: type -> names.
+        norms_folded: of a loaded model, whether its norms are folded.
+    """
+
+    def __init__(
+        self, qtype: str = "itq3_s", residual: str | None = None,
+        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = True, effort: str = "default",
+        ternarize: bool = False, threads: int | None = None, other_types: Mapping[str, Sequence[str]] | None = None,
+        norms_folded: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        """As the attributes; what else a ``config.json`` may hold is passed over.
+
+        Raises:
+            ValueError: a value that is none of these.
+        """
+        self.quant_method = METHOD
+        self.qtype, self.residual = qtype, residual
+        self.modules_to_not_convert = modules_to_not_convert
+        self.fold_norms, self.effort, self.ternarize, self.threads = fold_norms, effort, ternarize, threads
+        self.other_types = dict(other_types) if isinstance(other_types, Mapping) else other_types
+        self.norms_folded = norms_folded
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for a value that cannot be; ``config.json`` may hold any."""
+
+        def one_of(name: str, value: object, known: Sequence[str | None]) -> None:
+            if not isinstance(value, (str, type(None))) or value not in known:
+                words = ", ".join(str(word) for word in known)
+                raise ValueError(f"quantization_config: {name} {value!r:.60} is not one of {words}")
+
+        def names(name: str, value: object) -> None:
+            if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) and word for word in value):
+                raise ValueError(f"quantization_config: {name} {value!r:.60} is not a list of names")
+
+        one_of("qtype", self.qtype, tuple(QTYPES))
+        one_of("residual", self.residual, (None, *RESIDUALS))
+        one_of("effort", self.effort, EFFORTS)
+        if self.residual is not None and self.qtype != "itq3_s":
+            raise ValueError(f"quantization_config: a residual pass follows itq3_s, not {self.qtype}")
+        if self.modules_to_not_convert is not None:
+            names("modules_to_not_convert", self.modules_to_not_convert)
+        for name in ("fold_norms", "ternarize", "norms_folded"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"quantization_config: {name} {getattr(self, name)!r:.60} is not true or false")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ValueError(f"quantization_config: threads {self.threads!r:.60} is not a positive number")
+        if self.other_types is not None:
+            if not isinstance(self.other_types, dict):
+                raise ValueError(f"quantization_config: other_types {self.other_types!r:.60} is not a dictionary")
+            for key, value in self.other_types.items():
+                one_of("other_types", key, tuple(QTYPES))
+                names(f"other_types of {key}", value)
+
+    def types_of(self, name: str) -> tuple[gguf.GGMLQuantizationType, gguf.GGMLQuantizationType | None]:
+        """The type of a layer and that of its residual pass."""
+        for key, layers in (self.other_types or {}).items():
+            if name in layers:
+                return QTYPES[key], None
+        return QTYPES[self.qtype], None if self.residual is None else QTYPES[self.residual]
+
+    def keeps(self, name: str) -> bool:
+        """Whether a layer stays as it is; names are compared as text, whatever a folder's ``config.json`` holds."""
+        return any(f".{key}." in f".{name}." for key in self.modules_to_not_convert or ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` gets: all but the number of threads, which is the machine's."""
+        found = super().to_dict()
+        del found["threads"]
+        return {key: value for key, value in found.items() if value is not None}

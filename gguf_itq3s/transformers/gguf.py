@@ -1,0 +1,186 @@
+"""A GGUF file as a Transformers model whose ITQ3_S, TQ1_0 and TQ2_0 matrices stay packed.
+
+``from_pretrained(folder, gguf_file=...)`` reads such a file too, since gguf-py knows the type, but decodes everything:
+Transformers admits no quantization method beside its own reading of GGUF. So configuration, names and what a tensor
+needs on its way are asked of Transformers, and the tensors are handed to ``from_pretrained`` as a state.
+
+Rows of a packed matrix may change places and nothing else may: llama.cpp orders the rows of queries and keys of Llama
+its own way, and a row is whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from ..checkpoint.fold import NORMS_FOLDED
+from ..checkpoint.reader import check_counts
+from ..codec.transform import BLOCK
+from ..errors import UserError
+from ..inspect.reader import GGUFFile, open_gguf
+from .config import QTYPES, ITQ3SConfig
+
+_NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
+_REMEDY: Final = "write or download it again"
+#: What Transformers does to single tensors of these architectures; others merge or transpose them.
+_PROCESSORS: Final = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor")
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A tensor that is made when Transformers takes it.
+
+    Attributes:
+        load: makes it.
+        dtype: of the tensor.
+        shape: of the tensor.
+    """
+
+    load: Callable[[], torch.Tensor]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.load()
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """A model of the class that Transformers has for a GGUF file, with packed layers where the file has our types.
+
+    Other types (the output matrix, the token embedding) are decoded, a tensor at a time.
+
+    Args:
+        path: the file, or any part of a split one.
+        dtype: of what is not packed; None for PyTorch's default.
+        options: further ones of ``from_pretrained``, such as ``device_map``.
+
+    Returns:
+        The model, as ``from_pretrained`` returns it; ``save_pretrained`` writes it packed.
+
+    Raises:
+        UserError: the file is damaged, of an architecture that Transformers does not read, or does not fit its own
+            description.
+    """
+    path = Path(path)
+    file = open_gguf(path)
+    arch = _text(file, "general.architecture", path)
+    processor_class = modeling_gguf_pytorch_utils.TENSOR_PROCESSORS.get(
+        arch, modeling_gguf_pytorch_utils.TensorProcessor
+    )
+    if processor_class.__name__ not in _PROCESSORS:
+        raise UserError(
+            path, f"is of the architecture {arch}, whose tensors Transformers rearranges",
+            "take from_pretrained(folder, gguf_file=...), which decodes them",
+        )  # fmt: skip
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        # Of most architectures Transformers passes over it and takes the class's default.
+        head = _contents(file, f"{arch}.attention.key_length")
+        if isinstance(head, int) and hasattr(config, "head_dim"):
+            config.head_dim = head
+        check_counts(path, config.to_dict())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        processor = processor_class(config=config.to_dict())
+        names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(model, processor)
+    except UserError:
+        raise
+    except Exception as error:  # a file can say anything, and Transformers takes its word for it
+        raise UserError(path, f"cannot be read by Transformers ({error})", _REMEDY) from error
+    state, types = _state(file, path, model, processor, names)
+    config.quantization_config = _config(model, types, _flag(file, NORMS_FOLDED)).to_dict()
+    dtype = dtype or torch.get_default_dtype()
+    loaded = type(model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    loaded.config.name_or_path = str(path)
+    return loaded
+
+
+def _state(
+    file: GGUFFile, path: Path, model: nn.Module, processor: Any, names: Mapping[str, str]
+) -> tuple[dict[str, _Lazy], dict[str, str]]:
+    """The tensors by the names of the model, and the type of each layer that stays packed."""
+    parameters = dict(model.named_parameters())
+    untouched = set(get_keys_to_not_convert(model)) - {"lm_head"}
+    linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in untouched}
+    state: dict[str, _Lazy] = {}
+    types: dict[str, str] = {}
+    for tensor in file.tensors:
+        name = names.get(tensor.name)
+        if name is None or name not in parameters:
+            continue
+        expected, shape = tuple(parameters[name].shape), tuple(int(n) for n in reversed(tensor.shape))
+        if shape != expected:
+            what = f"has the shape {list(shape)}, and the model's is {list(expected)}"
+            raise UserError(path, what, _REMEDY, tensor.name)
+        module = name.removesuffix(".weight")
+        if tensor.tensor_type in _NAMES and module in linear and shape[1] % BLOCK == 0:
+            types[module] = _NAMES[tensor.tensor_type]
+            state[name] = _packed(tensor, processor, path)
+        else:
+            state[name] = _floats(tensor, processor)
+    if missing := sorted(set(parameters) - set(state) - set(getattr(model, "all_tied_weights_keys", ()))):
+        raise UserError(path, f"has no tensor for {missing[0]}", _REMEDY)
+    return state, types
+
+
+def _packed(tensor: Any, processor: Any, path: Path) -> _Lazy:
+    rows = int(tensor.shape[1])
+    # Asked of Transformers' own code, on numbers of rows: two columns, so that a transposed matrix is noticed.
+    numbers = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+    done = np.asarray(processor.process(numbers, tensor.name).weights)
+    order = (done[:, 0] // 2).astype(np.int64) if done.shape == numbers.shape else np.zeros(0, np.int64)
+    if not np.array_equal(numbers[order], done) or not np.array_equal(np.sort(order), np.arange(rows)):
+        raise UserError(path, "is rearranged within its rows", "take from_pretrained(gguf_file=...)", tensor.name)
+    data = tensor.data
+    return _Lazy(lambda: torch.from_numpy(np.array(data[order])), torch.uint8, tuple(data.shape))
+
+
+def _floats(tensor: Any, processor: Any) -> _Lazy:
+    def load() -> torch.Tensor:
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(np.array(processor.process(weights, tensor.name).weights))
+
+    return _Lazy(load, torch.float32, tuple(int(n) for n in reversed(tensor.shape)))
+
+
+def _config(model: nn.Module, types: Mapping[str, str], folded: bool) -> ITQ3SConfig:
+    """What says which layers are packed: the commonest type, and those that are not of it by name."""
+    counts = [types[name] for name in types]
+    common = max(QTYPES, key=counts.count)
+    others: dict[str, list[str]] = {}
+    for name, kind in types.items():
+        if kind != common:
+            others.setdefault(kind, []).append(name)
+    kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in types]
+    return ITQ3SConfig(common, modules_to_not_convert=kept, other_types=others or None, norms_folded=folded)
+
+
+def _text(file: GGUFFile, key: str, path: Path) -> str:
+    value = _contents(file, key)
+    if not isinstance(value, str):
+        raise UserError(path, f"has no {key}", _REMEDY)
+    return value
+
+
+def _flag(file: GGUFFile, key: str) -> bool:
+    return _contents(file, key) is True
+
+
+def _contents(file: GGUFFile, key: str) -> object:
+    try:
+        field = file.fields.get(key)
+        return None if field is None else field.contents()
+    except (ValueError, IndexError, TypeError):
+        return None

@@ -1,0 +1,41 @@
+"""Random packed matrices and inputs for the tests of the PyTorch layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from gguf_itq3s.codec import packing
+from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
+from gguf_itq3s.codec.types import ITQ3_S
+
+TYPES = (ITQ3_S, TQ1_0, TQ2_0)
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """float32 (rows, columns), Gaussian, reproducible."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Valid random blocks: every byte pattern of codes, scales that are numbers, for ITQ3_S zero-points."""
+    rng = np.random.default_rng(seed)
+    count = rows * columns // 256
+    if qtype == ITQ3_S:
+        data = rng.integers(0, 256, (count, 100), dtype=np.uint8)
+        scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
+        data[:, 96:] = scales.astype("<f2").view(np.uint8)
+    else:
+        pack = packing.tq1_0_blocks if qtype == TQ1_0 else packing.tq2_0_blocks
+        data = pack(rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, count))
+    return data.reshape(rows, -1)
+
+
+def deviation(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
+    """The largest difference of ``y`` from ``x W^T``, summed in float64, relative to ``|x| |w|`` of its output."""
+    if not y.numel():
+        return 0.0
+    x, weight = x.double(), weight.double()
+    scale = x.norm(dim=-1)[..., None] * weight.norm(dim=-1)
+    return float(((y.double() - x @ weight.t()).abs() / scale).max())

@@ -1,0 +1,162 @@
+"""Runs the Triton kernels in Triton's interpreter and prints what came out, as JSON.
+
+A program of its own: ``TRITON_INTERPRET`` has to be set before the kernels are imported, and must not reach other
+tests. ``tests/unit/test_torch_triton.py`` reads the figures.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gguf_itq3s  # noqa: F401  (before anything imports gguf)
+
+# isort: split
+import gguf
+import numpy as np
+import torch
+
+import triton_shapes
+from gguf_itq3s.codec.transform import fwht
+from gguf_itq3s.torch import PackedLinear, kernels, products, rotate
+from gguf_itq3s.torch.memory import StorageTracker, additional
+from packed import TYPES, deviation, matrix, packed_rows
+
+
+def layer(qtype: int, outputs: int, columns: int) -> tuple[PackedLinear, torch.Tensor]:
+    """A layer, and its matrix as gguf-py decodes it."""
+    kind = gguf.GGMLQuantizationType(qtype)
+    data = packed_rows(kind, outputs, columns)
+    decoded = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    return PackedLinear.from_blocks(torch.from_numpy(data), qtype=kind), decoded
+
+
+def forward() -> dict[str, float]:
+    """Case -> deviation in float32."""
+    found = {}
+    for case in triton_shapes.FORWARD:
+        built, decoded = layer(case.qtype, case.outputs, case.columns)
+        x = matrix(case.rows, case.columns, 1)
+        found[triton_shapes.name(case)] = deviation(built(x, path="triton"), x, decoded)
+    return found
+
+
+def backward() -> dict[str, float]:
+    """Type/rows -> deviation of the gradient to the input, in float32."""
+    found = {}
+    for qtype in TYPES:
+        for rows in (1, 17):
+            built, decoded = layer(qtype, 33, 512)
+            x, g = matrix(rows, 512, 1).requires_grad_(), matrix(rows, 33, 2)
+            built(x, path="triton").backward(g)
+            assert x.grad is not None
+            found[f"{qtype.name}/{rows}"] = deviation(x.grad, g, decoded.t())
+    return found
+
+
+def halves() -> dict[str, list[float]]:
+    """Type/dtype -> deviation forward, and of the gradient."""
+    found = {}
+    for qtype in TYPES:
+        for dtype in (torch.float16, torch.bfloat16):
+            built, decoded = layer(qtype, 9, 768)
+            x, g = matrix(17, 768, 1).to(dtype).requires_grad_(), matrix(17, 9, 2).to(dtype)
+            y = built(x, path="triton")
+            y.backward(g)
+            assert y.dtype == dtype and x.grad is not None and x.grad.dtype == dtype
+            found[f"{qtype.name}/{dtype}"] = [
+                deviation(y.detach(), x.detach(), decoded), deviation(x.grad, g, decoded.t())
+            ]  # fmt: skip
+    return found
+
+
+def rotation() -> dict[str, Any]:
+    x = matrix(67, 768)
+    return {
+        "exact": bool(np.array_equal(rotate(x, "triton").numpy(), fwht(x.numpy()))),
+        "bfloat16": float((rotate(x.bfloat16(), "triton").float() - rotate(x.bfloat16())).abs().max()),
+        "empty": list(rotate(x[:0], "triton").shape),
+    }
+
+
+def memory() -> list[list[int]]:
+    """Measured and computed peak of the path, for one product and two, whole and split among three programs.
+
+    The kernels are left out: they hold nothing outside registers, but the interpreter copies what it is given.
+    """
+    found = []
+    nothing: dict[Any, Any] = collections.defaultdict(lambda: lambda *_, **__: None)
+    for name in ("_rotate_kernel", "_product_kernel", "_sum_kernel"):
+        setattr(kernels, name, nothing)
+    for split in (1, 3):
+        kernels._split = lambda *_, count=split: count  # type: ignore[misc]
+        for residual in (None, TYPES[2]):
+            for dtype in (torch.float32, torch.float16):
+                built = PackedLinear.from_weight(matrix(9, 768), residual_type=residual)
+                x = matrix(5, 768, 1).to(dtype)
+                built(x, path="triton")  # makes the tables
+                with torch.no_grad(), StorageTracker() as tracker:
+                    built(x, path="triton")
+                computed = additional(5, 768, 9, path="triton", residual_type=residual, dtype=dtype, split=split)
+                found.append([tracker.peak, computed])
+    return found
+
+
+def tiles() -> dict[str, float]:
+    """Deviation with tiles smaller than the matrix, and with as many shares of the columns as there are blocks."""
+    found = {}
+    kernels._interpreted = lambda rows, outputs: {"BLOCK_M": 16, "BLOCK_N": 16}
+    for split in (1, 2, 3, 5):
+        kernels._split = lambda *_, count=split: count  # type: ignore[misc]
+        built, decoded = layer(TYPES[0], 35, 768)
+        x = matrix(37, 768, 1).requires_grad_()
+        y = built(x, path="triton")
+        found[f"{split}"] = deviation(y.detach(), x.detach(), decoded)
+        found[f"{split} again"] = float((built(x, path="triton") - y).abs().max())
+        if split == 1:
+            g = matrix(37, 35, 2)
+            y.backward(g)
+            assert x.grad is not None
+            found["gradient"] = deviation(x.grad, g, decoded.t())
+    return found
+
+
+def others() -> dict[str, Any]:
+    """What PyTorch does with the operators."""
+    built, decoded = layer(TYPES[0], 5, 512)
+    built.path = "triton"
+    x = matrix(3, 512, 1).requires_grad_()
+    torch.library.opcheck(products._rotate, (x, True))
+    torch.library.opcheck(products._product, (x, built.weight, int(TYPES[0]), torch.float32, True))
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")(x)
+    strided = matrix(512, 3, 1).t()
+    bytes_before = torch.cat([torch.zeros(1, 500, dtype=torch.uint8), built.weight.data.view(1, -1)], 1)
+    moved = bytes_before.flatten()[1:][: 5 * 200].view(5, 200)
+    moved.copy_(built.weight)
+    unaligned = PackedLinear.from_blocks(moved)
+    second = PackedLinear.from_weight(matrix(5, 512), residual_type=TYPES[2])
+    return {
+        "compiled": float((compiled - built(x)).abs().max()),
+        "strided": deviation(built(strided), strided, decoded),
+        "unaligned": deviation(unaligned(strided, path="triton"), strided, decoded),
+        "shared rotation": float((built(x, rotated=rotate(x, "triton")) - built(x)).abs().max()),
+        "rotation in float32": deviation(built(x, rotated=rotate(x, "reference")).detach(), x.detach(), decoded),
+        "residual": deviation(second(strided, path="triton"), strided, second.dequantize()),
+        "float64": deviation(built(x.detach().double()), x.detach().double(), decoded),
+        "empty": list(built(x[:0].view(2, 0, 512)).shape),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    parts = (forward, backward, halves, rotation, others, tiles, memory)  # the last two change the kernels
+    print(json.dumps({part.__name__: part() for part in parts}))

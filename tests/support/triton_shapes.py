@@ -1,0 +1,31 @@
+"""The shapes that the Triton kernels are tried on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gguf import GGMLQuantizationType as Type
+
+from gguf_itq3s.codec.types import ITQ3_S
+from packed import TYPES
+
+
+class Case(NamedTuple):
+    qtype: Type
+    rows: int
+    columns: int
+    outputs: int
+
+
+def name(case: Case) -> str:
+    return f"{case.qtype.name}-{case.rows}x{case.columns}"
+
+
+#: Odd numbers of outputs; the ternary types, which share all but the decoder, with fewer of the widest.
+FORWARD = [
+    Case(qtype, rows, columns, outputs)
+    for qtype in TYPES
+    for columns, outputs in ((256, 33), (768, 7), (4096, 5))
+    for rows in (1, 3, 16, 17, 128)
+    if qtype == ITQ3_S or columns < 4096 or rows in (1, 17)
+]

@@ -1,0 +1,156 @@
+"""LoRA adapters of stock PEFT beside packed layers: training, saving, and what convert-lora makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from gguf_files import arrays, metadata
+from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
+from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.transformers import ITQ3SConfig
+from training import train, windows, with_adapter
+
+
+def load(folder: Path, **options: Any) -> Any:
+    config = ITQ3SConfig(effort="fast", threads=1, **options)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, list[float]]:
+    """A packed model with an adapter trained for 20 steps, where that is saved, the packed model, and the losses."""
+    folder = tmp_path_factory.mktemp("peft")
+    model = load(uneven("llama"))
+    model.save_pretrained(folder / "packed")
+    model = with_adapter(model)
+    losses = train(model, windows(uneven("llama"), 4, 64), 20)
+    model.save_pretrained(folder / "adapter")
+    return model, folder, losses
+
+
+def test_training_changes_the_adapters_alone(trained: tuple[Any, Path, list[float]]) -> None:
+    model, folder, losses = trained
+    assert losses[-1] < 0.8 * losses[0] and all(np.isfinite(losses))
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(names) == 28 and all(".lora_" in name for name in names)
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == names
+    before = load_file(folder / "packed" / "model.safetensors")
+    after = {name.replace(".base_layer", ""): tensor for name, tensor in model.get_base_model().state_dict().items()}
+    assert len(before) == 21 and sum(tensor.dtype == torch.uint8 for tensor in before.values()) == 14
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_gradients_are_those_of_the_decoded_model(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
+    """The backward pass through packed layers, against PyTorch's own through linear ones."""
+    _, folder, _ = trained
+    tokens = windows(uneven("llama"), 2, 32)
+    found = []
+    for decode in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(
+            model.dequantize() if decode else model, folder / "adapter", is_trainable=True
+        )
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(found[0]) == 28 and found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert (gradient - found[1][name]).norm() <= 1e-4 * found[1][name].norm(), name
+
+
+def test_an_adapter_is_loaded_again(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
+    model, folder, _ = trained
+    tokens = windows(uneven("llama"), 1, 32)
+    again = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32), folder / "adapter"
+    )
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert again.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 35)
+
+
+@pytest.mark.parametrize("base", ["original", "packed"])
+def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], uneven: Any, tmp_path: Path) -> None:
+    """Trained beside folded matrices it fits them: nothing is scaled, and it is marked. The card tells."""
+    _, folder, _ = trained
+    model_dir = uneven("llama") if base == "original" else folder / "packed"
+    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir))
+    assert done.folded and not done.scaled and len(done.matrices) == 14
+    assert metadata(tmp_path / "out.gguf")[fold.NORMS_FOLDED] is True
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    a = weights["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"].numpy()
+    np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.ffn_up.weight.lora_a"], a)
+
+
+def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any, tmp_path: Path) -> None:
+    """Without the card it has to be said, or the base has to say it; what is said comes first."""
+    _, folder, _ = trained
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_bytes((folder / "adapter" / name).read_bytes())
+
+    def scaled(base: Path, **options: Any) -> int:
+        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **options)).scaled)
+
+    assert scaled(uneven("llama")) == 10  # taken for one of the checkpoint
+    assert scaled(uneven("llama"), trained_folded=True) == 0
+    assert scaled(folder / "packed") == 0
+    (adapter / "README.md").write_bytes((folder / "adapter" / "README.md").read_bytes())
+    assert scaled(uneven("llama")) == 0
+    assert scaled(uneven("llama"), trained_folded=False) == 10
+    with pytest.raises(UserError, match="fits no file whose norms are not; leave out --no-fold-norms"):
+        scaled(uneven("llama"), fold_norms=False)
+
+
+def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> None:
+    """It was trained where the checkpoint's own gains are, so it is scaled like any other."""
+    model = with_adapter(load(uneven("llama"), fold_norms=False))
+    train(model, windows(uneven("llama"), 1, 16), 1)
+    model.save_pretrained(tmp_path / "adapter")
+    assert fold.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
+    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama")))
+    assert done.folded and len(done.scaled) == 10
+
+
+def test_the_trainer(trained: tuple[Any, Path, list[float]], tmp_path: Path) -> None:
+    """Transformers' own, after PEFT's preparation of quantized models; without an adapter it refuses."""
+    model = AutoModelForCausalLM.from_pretrained(trained[1] / "packed", dtype=torch.bfloat16)
+    options = TrainingArguments(str(tmp_path), report_to=[], max_steps=2, per_device_train_batch_size=2, use_cpu=True)
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(3, 500, (16,), generator=generator) for _ in range(4)]
+    data: Any = [{"input_ids": tokens, "labels": tokens} for tokens in samples]
+    with pytest.raises(ValueError, match="attach trainable adapters on top of the quantized model"):
+        Trainer(model, options, train_dataset=data)
+    model = peft.prepare_model_for_kbit_training(model)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert np.isfinite(Trainer(model, options, train_dataset=data).train().training_loss)
+    assert sum(".lora_" in name for name, _ in model.named_parameters()) == 28
+
+
+def test_packed_matrices_are_not_merged_into(trained: tuple[Any, Path, list[float]]) -> None:
+    """Blocks cannot take the update: an error, and the blocks stay."""
+    model, folder, _ = trained
+    again = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32), folder / "adapter"
+    )
+    with pytest.raises(RuntimeError):
+        again.merge_and_unload()
+    name = "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
+    assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+
+
+def test_the_adapter_names_its_model(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
+    config = json.loads((trained[1] / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(uneven("llama"))

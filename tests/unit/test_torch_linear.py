@@ -1,0 +1,378 @@
+"""Linear layers of packed blocks: decoding, products and their gradients, and living in PyTorch's ways."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+import gguf_itq3s
+from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
+from gguf_itq3s.codec.transform import fwht
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.torch import (
+    ITQ3SLinear,
+    PackedLinear,
+    TernaryLinear,
+    decode,
+    products,
+    quantize,
+    replace_linears,
+    rotate,
+    transform,
+    use_path,
+)
+from packed import TYPES, deviation, matrix, packed_rows
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+#: Between two paths in float32, of |x| |w|.
+TOLERANCE = 2e-6
+
+
+def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert deviation(y, x, weight) <= tolerance
+
+
+# ---------------------------------------------------------------------------------------------------------- decoding
+
+
+def test_reference_blocks_decode_to_the_rotated_values() -> None:
+    data = np.load(DATA / "itq3_s_decode.npz")
+    kind = decode.LAYOUTS[ITQ3_S]
+    values = decode.weights(torch.from_numpy(data["blocks"]), kind)
+    np.testing.assert_allclose(values.numpy(), data["rotated"], rtol=1e-6)
+    decoded = products.dequantize(torch.from_numpy(data["blocks"]), ITQ3_S)
+    np.testing.assert_allclose(decoded.numpy(), data["weights"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_dequantized_bits_are_those_of_the_codec(qtype: Type) -> None:
+    data = packed_rows(qtype, 5, 1024)
+    expected = gguf.quants.dequantize(data, qtype)
+    decoded = products.dequantize(torch.from_numpy(data), qtype).numpy()
+    if qtype == ITQ3_S:
+        plain = blocks.unpack(data.reshape(-1, 100))[3] == 0
+        assert plain.any() and not plain.all()
+        np.testing.assert_array_equal(decoded.reshape(-1, 256)[plain], expected.reshape(-1, 256)[plain])
+        np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(decoded, expected)
+
+
+def test_rotation_is_the_codecs_and_its_own_inverse() -> None:
+    x = matrix(3, 768)
+    np.testing.assert_allclose(rotate(x).numpy(), fwht(x.numpy()), atol=2e-6)
+    torch.testing.assert_close(rotate(rotate(x)), x)
+    integers = torch.randint(-63, 64, (4, 256)).float()
+    assert torch.equal(transform.fwht(integers) * 16, torch.from_numpy(fwht(integers.numpy())) * 16)
+    assert rotate(x.bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"\(3, 100\) is not a multiple of 256"):
+        rotate(x[:, :100])
+
+
+def test_gradient_of_the_rotation() -> None:
+    x = matrix(2, 256).double().requires_grad_()
+    assert torch.autograd.gradcheck(rotate, x, fast_mode=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("path", ["reference", "dense"])
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 256, 7), (3, 768, 33), (17, 1024, 5), (0, 256, 3)])
+def test_product_is_that_of_the_dequantized_matrix(
+    qtype: Type, rows: int, columns: int, outputs: int, path: str
+) -> None:
+    data = torch.from_numpy(packed_rows(qtype, outputs, columns))
+    layer = PackedLinear.from_blocks(data, matrix(1, outputs)[0], qtype=qtype)
+    x = matrix(rows, columns, 1)
+    expected = torch.from_numpy(gguf.quants.dequantize(data.numpy(), qtype))
+    y = layer(x, path=path)
+    assert y.dtype == torch.float32 and y.shape == (rows, outputs)
+    assert_close(y - layer.bias, x, expected, 3e-6)  # the bias rounds once more
+
+
+@pytest.mark.parametrize("count", [64, 100])
+def test_rows_of_a_slice_do_not_matter(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    layer = PackedLinear.from_weight(matrix(300, 512))
+    x = matrix(4, 512, 1)
+    whole = layer(x)
+    monkeypatch.setattr(products, "SLICE_ROWS", count)
+    torch.testing.assert_close(layer(x), whole)
+    assert torch.equal(layer.dequantize(), torch.from_numpy(gguf_itq3s.dequantize(layer.weight.numpy())))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
+@pytest.mark.parametrize("path", ["reference", "dense"])
+def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None:
+    layer = PackedLinear.from_weight(matrix(65, 512))
+    x = matrix(9, 512, 1).to(dtype)
+    y = layer(x, path=path)
+    assert y.dtype == dtype
+    assert_close(y, x, layer.dequantize(), tolerance)
+
+
+def test_leading_dimensions() -> None:
+    layer = PackedLinear.from_weight(matrix(8, 256), matrix(1, 8)[0])
+    x = matrix(24, 256)
+    y = layer(x)
+    torch.testing.assert_close(layer(x.view(2, 3, 4, 256)), y.view(2, 3, 4, 8))
+    torch.testing.assert_close(layer(x[0]), y[0])
+    torch.testing.assert_close(layer(x.t().contiguous().t()), y)  # strides
+    assert layer(x[:0].view(2, 0, 256)).shape == (2, 0, 8)
+    with pytest.raises(ValueError, match=r"\(24, 255\) is not 256 long"):
+        layer(x[:, :255])
+
+
+@pytest.mark.parametrize("residual", [None, ITQ3_S, TQ2_0])
+def test_gradient_to_the_input(residual: Type | None) -> None:
+    layer = PackedLinear.from_weight(matrix(5, 256), matrix(1, 5)[0].double(), residual_type=residual)
+    x = matrix(3, 256, 1).double().requires_grad_()
+    assert torch.autograd.gradcheck(layer, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(layer, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_gradient_is_that_of_the_dense_path(qtype: Type) -> None:
+    layer = PackedLinear.from_blocks(torch.from_numpy(packed_rows(qtype, 33, 768)), qtype=qtype)
+    gradients = []
+    for path in ("reference", "dense"):
+        x = matrix(2 * 3, 768, 1).view(2, 3, 768).requires_grad_()
+        layer(x, path=path).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4 * float(gradients[1].abs().max()))
+    half = matrix(2, 768).bfloat16().requires_grad_()
+    layer(half).sum().backward()
+    assert half.grad is not None and half.grad.dtype == torch.bfloat16
+
+
+def test_bias_learns_and_blocks_do_not() -> None:
+    layer = PackedLinear(256, 4)
+    assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["bias"]
+    layer(matrix(3, 256)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 3.0)) and layer.weight.grad is None
+
+
+def test_shared_rotation_gives_the_same() -> None:
+    first, second = PackedLinear.from_weight(matrix(8, 512)), PackedLinear.from_weight(matrix(6, 512, 1))
+    x = matrix(3, 512, 2)
+    rotated = rotate(x)
+    for layer in (first, second):
+        assert torch.equal(layer(x, rotated=rotated), layer(x))
+
+
+def test_autocast_casts_the_input_and_nothing_inside() -> None:
+    layer = PackedLinear.from_weight(matrix(65, 512))
+    x = matrix(9, 512, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16()))
+
+
+# ----------------------------------------------------------------------------------------------------- residual pass
+
+
+def test_residual_pass_codes_the_error() -> None:
+    weight = matrix(64, 1024)
+    errors = {}
+    for name, residual in (("none", False), ("itq3_s", True), ("tq2_0", "tq2_0")):
+        packed = quantize(weight, residual=residual)
+        layer = PackedLinear.from_blocks(packed.weight, residual=packed.residual)
+        decoded = layer.dequantize()
+        errors[name] = float((decoded - weight).square().sum() / weight.square().sum())
+        x = matrix(5, 1024, 1)
+        assert_close(layer(x), x, decoded, 3e-6)
+    assert errors["none"] < 0.0223
+    assert errors["itq3_s"] < 0.00055
+    assert errors["tq2_0"] < 0.0045
+    bits = {q: decode.LAYOUTS[q].block_bytes * 8 / 256 for q in (ITQ3_S, TQ2_0)}
+    assert (2 * bits[ITQ3_S], bits[ITQ3_S] + bits[TQ2_0]) == (6.25, 5.1875)
+
+
+def test_what_residuals_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown residual 'q8_0'"):
+        quantize(matrix(1, 256), residual="q8_0")
+    with pytest.raises(ValueError, match="follows ITQ3_S, not TQ2_0"):
+        quantize(matrix(1, 256), TQ2_0, residual=True)
+    with pytest.raises(ValueError, match="follows ITQ3_S"):
+        PackedLinear(256, 1, qtype=TQ1_0, residual_type=TQ2_0)
+    packed = quantize(matrix(3, 512), residual=True)
+    assert packed.residual is not None
+    with pytest.raises(ValueError, match="of no type"):
+        PackedLinear.from_blocks(packed.weight, residual=packed.residual[:, :100])
+    with pytest.raises(ValueError, match="is not one of"):
+        PackedLinear.from_blocks(packed.weight, residual=packed.residual[:2])
+
+
+# --------------------------------------------------------------------------------------------------------- quantizing
+
+
+@pytest.mark.parametrize("convert", [lambda w: w, lambda w: w.numpy(), lambda w: w.to(torch.float64)])
+def test_quantize_writes_the_codecs_bytes(convert) -> None:  # type: ignore[no-untyped-def]
+    weight = matrix(5, 512)
+    packed = quantize(convert(weight), effort="fast")
+    np.testing.assert_array_equal(packed.weight.numpy(), blocks.quantize(weight.numpy(), effort="fast"))
+    assert packed.residual is None
+
+
+@pytest.mark.parametrize("qtype", [TQ1_0, TQ2_0], ids=lambda t: t.name)
+def test_ternary_matrices_keep_their_weights(qtype: Type) -> None:
+    weight = torch.sign(matrix(6, 512)) * (matrix(6, 512, 1) > 0) * 0.5
+    assert torch.equal(TernaryLinear.from_weight(weight, qtype=qtype).dequantize(), weight)
+
+
+def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = matrix(7, 512)
+    whole = quantize(weight, residual="tq2_0")
+    monkeypatch.setattr("gguf_itq3s.torch.packing._PIECE", 1024)
+    for one, other in zip(whole, quantize(weight, residual="tq2_0"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(ValueError, match="multiple of 256 long, not 320"):
+        PackedLinear(320, 4)
+    with pytest.raises(ValueError, match="multiple of 256 long, not 320"):
+        quantize(matrix(2, 320))
+    with pytest.raises(ValueError, match="Q4_K weights cannot stay packed"):
+        PackedLinear(256, 4, qtype=Type.Q4_K)
+    with pytest.raises(ValueError, match="NaN"):
+        quantize(torch.full((1, 256), torch.nan))
+    with pytest.raises(ValueError, match="a matrix is needed"):
+        quantize(torch.zeros(256))
+    with pytest.raises(ValueError, match=r"uint8 \(rows, k \* 100\)"):
+        PackedLinear.from_blocks(torch.zeros(2, 66, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a bias of shape"):
+        PackedLinear.from_blocks(torch.zeros(2, 100, dtype=torch.uint8), torch.zeros(3))
+
+
+# ----------------------------------------------------------------------------------------------------- PyTorch's ways
+
+
+@pytest.fixture(params=[None, ITQ3_S, TQ2_0], ids=["plain", "itq3_s", "tq2_0"])
+def layer(request: pytest.FixtureRequest) -> PackedLinear:
+    return PackedLinear.from_weight(matrix(9, 512), matrix(1, 9)[0], residual_type=request.param)
+
+
+def test_state_goes_through_safetensors(layer: PackedLinear, tmp_path: Path) -> None:
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other = PackedLinear(512, 9, residual_type=layer.residual_type)
+    x = matrix(3, 512, 1)
+    other(x, path="dense")  # must not outlive the loading
+    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    assert torch.equal(other(x), layer(x)) and torch.equal(other(x, path="dense"), layer(x, path="dense"))
+
+
+def test_meta_device_and_assigned_state(layer: PackedLinear) -> None:
+    other = PackedLinear(512, 9, residual_type=layer.residual_type, device="meta")
+    assert other.weight.is_meta and other.weight.shape == layer.weight.shape
+    other.load_state_dict(layer.state_dict(), assign=True)
+    x = matrix(3, 512, 1)
+    assert torch.equal(other(x), layer(x))
+    assert PackedLinear(512, 9, device="meta")(torch.zeros(2, 512, device="meta")).shape == (2, 9)
+
+
+def test_copies_and_pickles(layer: PackedLinear) -> None:
+    x = matrix(3, 512, 1)
+    y = layer(x, path="dense")
+    layer.path = "dense"
+    size = len(pickle.dumps(layer))
+    assert size < 9 * 512 * 2  # without the dense matrix
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), y) and other.path == "dense" and other.qtype == layer.qtype
+
+
+def test_other_dtypes_leave_the_blocks_alone(layer: PackedLinear) -> None:
+    blocks_before = layer.weight.clone()
+    for change in (layer.half, layer.bfloat16, lambda: layer.to(torch.float64), layer.float):
+        assert change().weight.dtype == torch.uint8
+        assert torch.equal(layer.weight, blocks_before)
+    assert layer.half().bias.dtype == torch.float16
+    assert layer(matrix(2, 512).half()).dtype == torch.float16
+
+
+def test_dense_matrix_follows_the_dtype_and_the_blocks(layer: PackedLinear) -> None:
+    x = matrix(2, 512)
+    layer(x.half(), path="dense")
+    assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
+    layer.weight = torch.nn.Parameter(quantize(matrix(9, 512, 5)).weight, requires_grad=False)
+    assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
+
+
+@pytest.mark.parametrize("path", ["reference", "dense"])
+def test_compiles_in_one_graph(layer: PackedLinear, path: str) -> None:
+    layer.path = path
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = matrix(3, 512, 1).requires_grad_()
+    y = compiled(x)
+    torch.testing.assert_close(y, layer(x))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_operators_follow_pytorchs_rules() -> None:
+    x = matrix(2, 256).requires_grad_()
+    packed = quantize(matrix(3, 256), residual=True)
+    torch.library.opcheck(products._rotate, (x, False))
+    torch.library.opcheck(products._product, (x, packed.weight, int(ITQ3_S), torch.float32, False))
+    gradient = matrix(2, 3).requires_grad_()
+    torch.library.opcheck(products._product_transposed, (gradient, packed.weight, int(ITQ3_S), torch.float32, False))
+    arguments = (packed.weight, int(ITQ3_S), packed.residual, int(ITQ3_S), torch.float16)
+    torch.library.opcheck(products._dequantize, arguments)
+
+
+def test_a_linear_layer_to_what_looks_for_one() -> None:
+    assert isinstance(PackedLinear(256, 1), torch.nn.Linear)
+    assert isinstance(ITQ3SLinear.from_weight(matrix(2, 256)), ITQ3SLinear)
+    assert isinstance(TernaryLinear(256, 2), PackedLinear) and TernaryLinear(256, 2).qtype == TQ2_0
+    assert "type=ITQ3_S + TQ2_0" in repr(PackedLinear(256, 1, residual_type=TQ2_0))
+
+
+def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PackedLinear.from_weight(matrix(2, 256))
+    x = matrix(1, 256)
+    for bad in (lambda: layer(x, path="fast"), lambda: use_path("fast").__enter__()):
+        with pytest.raises(ValueError, match="unknown path 'fast'; use one of reference, triton, dense"):
+            bad()
+    with use_path("dense"):
+        layer(x, path="reference")
+    assert layer._dense is not None
+    layer.float()
+    layer(x)
+    assert layer._dense is None
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="needs"):
+        layer(x, path="triton")
+
+
+def test_linears_of_a_model_are_replaced() -> None:
+    model = torch.nn.ModuleDict({
+        "body": torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256, bias=False)),
+        "odd": torch.nn.Linear(100, 4),
+        "lm_head": torch.nn.Linear(256, 8),
+    })  # fmt: skip
+    bias = model["body"][0].bias  # type: ignore[index]
+    assert replace_linears(model.eval(), residual_type=TQ2_0) == ["body.0", "body.2"]
+    assert type(model["lm_head"]) is torch.nn.Linear and type(model["odd"]) is torch.nn.Linear
+    first = model["body"][0]  # type: ignore[index]
+    assert isinstance(first, PackedLinear) and first.bias is bias and not first.training
+    assert replace_linears(model, wanted=lambda name, _: name == "lm_head") == ["lm_head"]
+
+
+def test_the_package_alone_does_not_load_torch() -> None:
+    program = "import sys, gguf_itq3s; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,563 @@
+"""Transformers' loading with packed layers: bytes, folding, saving, GGUF files, folders that are not what they say."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    modeling_gguf_pytorch_utils,
+)
+
+from checkpoints import SIZES, save_model
+from gguf_files import write_gguf
+from gguf_itq3s.codec import ternary
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.errors import UserError
+from gguf_itq3s.torch import PackedLinear
+from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
+
+#: Fast: what the encoder finds is not the subject here.
+FAST: dict[str, Any] = {"effort": "fast", "threads": 1}
+TOKENS = torch.arange(3, 43).reshape(2, 20)
+
+
+def load(folder: Path, config: ITQ3SConfig | None = None, **options: Any) -> Any:
+    if config is not None:
+        options["quantization_config"] = config  # Transformers takes None for an order to forget that of the folder
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def packed(model: nn.Module) -> dict[str, PackedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found.float()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(scope="module")
+def converted(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``converted(name)``: the file that the converter writes of an uneven model, every matrix in the type."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(name: str, fold_norms: bool = True) -> Path:
+        if (name, fold_norms) not in made:
+            out = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+            options = ConvertOptions(uneven(name), out, pure=True, effort="fast", fold_norms=fold_norms)
+            convert(options, io.StringIO())
+            made[name, fold_norms] = out
+        return made[name, fold_norms]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A packed model, and the folder it was saved to; not to be changed."""
+    model = load(uneven("llama"), ITQ3SConfig(**FAST))
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+# ------------------------------------------------------------------------------------------------ quantized on load
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "auto"), ("llama", torch.bfloat16), ("llama-tied", "auto"), ("mistral", "auto"), ("qwen3", "auto")],
+)
+def test_the_bytes_are_those_of_the_converter(
+    name: str, dtype: Any, uneven: Callable[[str], Path], converted: Callable[..., Path]
+) -> None:
+    """Whatever the model's dtype: rounding to it comes after the gains and the code."""
+    model = load(uneven(name), ITQ3SConfig(**FAST), dtype=dtype)
+    file = load_gguf(converted(name), dtype=model.dtype)
+    assert model.config.quantization_config.norms_folded and file.config.quantization_config.norms_folded
+    ours, theirs = model.state_dict(), file.state_dict()
+    layers = packed(model)
+    assert len(layers) == 14
+    norms = [key for key in ours if "layernorm" in key]
+    assert len(norms) >= 4
+    for key in (*(f"{layer}.weight" for layer in layers), *norms):
+        assert ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
+def test_the_rows_are_those_of_the_file(
+    name: str, uneven: Callable[[str], Path], converted: Callable[..., Path]
+) -> None:
+    """Without Transformers' reading of the file: the bytes themselves, and for Llama llama.cpp's order of rows."""
+    model = load(uneven(name), ITQ3SConfig(**FAST))
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(converted(name)).tensors}
+    heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+    for part in "qkv":
+        rows = model.model.layers[1].self_attn.get_submodule(f"{part}_proj").weight.numpy()
+        if name == "llama" and part in heads:
+            # Halves of a head, which rotate against each other, become neighbours.
+            rows = rows.reshape(heads[part], 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        assert np.array_equal(rows, tensors[f"blk.1.attn_{part}.weight"])
+    for part in ("down", "gate", "up"):
+        blocks = model.model.layers[0].mlp.get_submodule(f"{part}_proj").weight.numpy()
+        assert np.array_equal(blocks, tensors[f"blk.0.ffn_{part}.weight"])
+
+
+#: More architectures whose norms are folded: configuration class, what differs from the usual sizes.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3Config", {"num_key_value_heads": 4, "pad_token_id": 0}),
+    "granite": ("GraniteConfig", {}),
+    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
+    "gemma2": ("Gemma2Config", {"head_dim": 64, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 64, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None:
+    """The same rows of blocks in the file, and folding that changes nothing but them."""
+    kind, changes = MORE[name]
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
+    )
+    with torch.no_grad():
+        for parameter_name, parameter in built.named_parameters():
+            if "norm" in parameter_name and parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.4)
+    folder = save_model(built, tmp_path / "model", tokenizer)
+    convert(ConvertOptions(folder, tmp_path / "model.gguf", pure=True, effort="fast"), io.StringIO())
+    file = gguf.GGUFReader(tmp_path / "model.gguf")
+    model = load(folder, ITQ3SConfig(**FAST))
+    assert model.config.quantization_config.norms_folded
+    arch = str(file.fields["general.architecture"].contents())
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    names = gguf.get_tensor_name_map(number, 2)
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    layers = packed(model)
+    assert len(layers) == (8 if name == "phi3" else 14)
+    for layer_name, layer in layers.items():
+        tensor = tensors[f"{names.get_name(layer_name)}.weight"]
+        rows = [np.sort(blocks.view(f"V{blocks.shape[1]}").ravel()) for blocks in (tensor.data, layer.weight.numpy())]
+        assert rows[0].tobytes() == rows[1].tobytes(), layer_name
+    if arch in modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES:
+        read = packed(load_gguf(tmp_path / "model.gguf"))
+        assert all(torch.equal(read[layer_name].weight, layer.weight) for layer_name, layer in layers.items())
+    with pytest.warns(UserWarning, match="no linear layer can be packed"):
+        folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"]), dtype=torch.float32)
+    assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_folding_changes_nothing_that_is_computed(name: str, uneven: Callable[[str], Path]) -> None:
+    """With layers that stay floats, which are scaled too, only the codes differ; unfolded norms are as they were."""
+    plain = load(uneven(name), dtype=torch.float32)
+    kept = ["q_proj", "k_proj", "v_proj", "o_proj", "mlp", "lm_head"]
+    with pytest.warns(UserWarning, match="no linear layer can be packed"):
+        folded = load(uneven(name), ITQ3SConfig(modules_to_not_convert=kept, **FAST), dtype=torch.float32)
+    assert folded.config.quantization_config.norms_folded
+    before, after = (model.model.layers[0].input_layernorm.weight for model in (plain, folded))
+    assert not torch.equal(before, after) and after.unique().tolist() == [0.0 if name == "gemma" else 1.0]
+    # The converter adds the one of Gemma's gains in the checkpoint's float16.
+    assert difference(logits(folded), logits(plain)) < (1e-3 if name == "gemma" else 1e-5)
+    unfolded = load(uneven(name), ITQ3SConfig(fold_norms=False, **FAST), dtype=torch.float32)
+    assert torch.equal(unfolded.model.layers[0].input_layernorm.weight, before)
+    assert not unfolded.config.quantization_config.norms_folded
+
+
+def test_what_stays(uneven: Callable[[str], Path]) -> None:
+    """The output head and what is named, by whole parts of its name; a loaded model knows them all."""
+
+    def names(*kept: str) -> set[str]:
+        model = load(uneven("llama"), ITQ3SConfig(modules_to_not_convert=kept, **FAST))
+        left = model.config.quantization_config.modules_to_not_convert
+        assert len(left) + len(packed(model)) == 15 and not set(left) & set(packed(model))
+        return set(packed(model))
+
+    assert names("lm_head", "layers.1", "model.layers.0.mlp") == {
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"
+    }
+    assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
+
+
+def test_other_classes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """A model without a head, and one with a head that the checkpoint does not have, folded all the same."""
+    config = ITQ3SConfig(**FAST)
+    causal = load(uneven("llama"), config, dtype=torch.float32)
+    bare = AutoModel.from_pretrained(uneven("llama"), quantization_config=config, dtype=torch.float32)
+    head = AutoModelForSequenceClassification.from_pretrained(uneven("llama"), quantization_config=config)
+    assert type(head.score) is nn.Linear and torch.isfinite(head.score.weight).all()
+    for model in (bare, head.model):
+        assert model.config.quantization_config.norms_folded and len(packed(model)) == 14
+        theirs = model.state_dict()
+        assert all(
+            torch.equal(theirs[key], tensor) for key, tensor in causal.model.state_dict().items() if "proj" in key
+        )
+
+
+def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    torch.save(load_file(uneven("llama") / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    shutil.copyfile(uneven("llama") / "config.json", tmp_path / "config.json")
+    with pytest.raises(ValueError, match="read from safetensors files: save it so, or give fold_norms=False"):
+        load(tmp_path, ITQ3SConfig(**FAST))
+    assert len(packed(load(tmp_path, ITQ3SConfig(fold_norms=False, **FAST)))) == 14
+
+
+def test_columns_that_are_no_multiple_of_256_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="2 linear layers stay as they are.*no multiple of 256: model.layers.0.mlp.down"
+    ):
+        model = load(checkpoint("llama-odd"), ITQ3SConfig(**FAST))
+    assert len(packed(model)) == 12 and type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_tied_matrices_stay(uneven: Callable[[str], Path]) -> None:
+    model = load(uneven("llama-tied"), ITQ3SConfig(modules_to_not_convert=[], **FAST))
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.float16
+    model = load(uneven("llama"), ITQ3SConfig(modules_to_not_convert=[], **FAST))
+    assert isinstance(model.lm_head, PackedLinear)
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_experts_stay_and_nothing_is_folded(uneven: Callable[[str], Path]) -> None:
+    """Stacked experts are no linear layers; as they read a norm, no norm is folded, and that is said."""
+    with pytest.warns(UserWarning, match="norms are not folded"):
+        model = load(uneven("mixtral"), ITQ3SConfig(**FAST))
+    assert not model.config.quantization_config.norms_folded
+    assert {name.rpartition(".")[2] for name in packed(model)} <= {"q_proj", "k_proj", "v_proj", "o_proj", "gate"}
+    assert len(packed(model)) >= 8
+
+
+def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a matrix is coded, those before it are gone, and the model holds no other in floats."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    own = quantizer.ITQ3SQuantizer._pack
+
+    def watched(self: Any, module: str, gain: Any, weight: torch.Tensor) -> Any:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(weight))
+        return own(self, module, gain, weight)
+
+    monkeypatch.setattr(quantizer.ITQ3SQuantizer, "_pack", watched)
+    model = load(uneven("llama"), ITQ3SConfig(**FAST))
+    assert len(seen) == 14 and alive == [0] * 14
+    assert all(layer.weight.dtype == torch.uint8 for layer in packed(model).values())
+
+
+@pytest.mark.parametrize("residual", ["itq3_s", "tq2_0"])
+def test_residual_pass(residual: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    plain = logits(load(uneven("llama"), dtype=torch.float32))
+    one = load(uneven("llama"), ITQ3SConfig(**FAST), dtype=torch.float32)
+    two = load(uneven("llama"), ITQ3SConfig(residual=residual, **FAST), dtype=torch.float32)
+    assert difference(logits(two), plain) < 0.5 * difference(logits(one), plain)
+    two.save_pretrained(tmp_path)
+    again = load(tmp_path, dtype=torch.float32)
+    assert all(layer.residual is not None for layer in packed(again).values())
+    assert torch.equal(logits(again), logits(two))
+
+
+@pytest.fixture(scope="module")
+def trits(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers' matrices are ternary."""
+    folder = tmp_path_factory.mktemp("ternary") / "model"
+    shutil.copytree(uneven("llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            weights = ternary.ternarize(weight.float().numpy(), "absmean").weights()
+            tensors[name] = torch.from_numpy(weights).half()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("qtype", ["tq2_0", "tq1_0"])
+def test_ternary_models_lose_nothing(qtype: str, trits: Path, tmp_path: Path) -> None:
+    model = load(trits, ITQ3SConfig(qtype), dtype=torch.float32)
+    assert {layer.qtype.name.lower() for layer in packed(model).values()} == {qtype}
+    assert not model.config.quantization_config.norms_folded  # folded, a matrix would have more values than three
+    assert difference(logits(model), logits(load(trits, dtype=torch.float32))) < 1e-5
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_what_is_not_ternary(uneven: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match=r"weight: is not ternary; use qtype itq3_s, .* or ternarize=True"):
+        load(uneven("llama"), ITQ3SConfig("tq2_0"))
+    model = load(uneven("llama"), ITQ3SConfig("tq2_0", ternarize=True), dtype=torch.float32)
+    weight = load_file(uneven("llama") / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float().numpy()
+    expected = ternary.ternarize(weight, "absmean").weights()
+    assert np.allclose(model.model.layers[0].mlp.up_proj.dequantize().numpy(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mlp.up_proj", "input_layernorm"])
+def test_weights_that_are_no_numbers(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(uneven("llama"), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[f"model.layers.1.{name}.weight"].view(-1)[3] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"layers.1.{name}.weight: has NaN or infinite weights; repair the checkpoint"):
+        load(tmp_path / "model", ITQ3SConfig(**FAST))
+
+
+# --------------------------------------------------------------------------------------------------- saved and loaded
+
+
+def test_saved_and_loaded_again(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "itq3_s" and config["norms_folded"] and "threads" not in config
+    again = load(folder)
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    matrices = sum(layer.in_features * layer.out_features for layer in packed(again).values())
+    bytes_there = sum(layer.weight.numel() for layer in packed(again).values())
+    assert bytes_there * 8 / matrices == 3.125
+    stored = {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert stored["model.layers.0.mlp.up_proj.weight"] == torch.uint8
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(again.generate(TOKENS[:1], **options), model.generate(TOKENS[:1], **options))
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_device_maps(device_map: Any, saved: tuple[Any, Path], uneven: Callable[[str], Path]) -> None:
+    """By accelerate, of a saved model and while one is quantized."""
+    model, folder = saved
+    again = load(folder, device_map=device_map, dtype=torch.bfloat16)
+    quantized = load(uneven("llama"), ITQ3SConfig(**FAST), device_map=device_map, dtype=torch.bfloat16)
+    assert torch.equal(logits(again), logits(quantized))
+    assert again.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert difference(logits(again), logits(model)) < 0.05
+
+
+def test_the_disk_is_no_place_for_packed_layers(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be offloaded to the disk"):
+        load(saved[1], device_map={"": "disk"}, offload_folder=tmp_path)
+
+
+def test_dequantized(saved: tuple[Any, Path]) -> None:
+    model = load(saved[1], dtype=torch.float32)
+    before = logits(model)
+    dense = model.dequantize()
+    assert not packed(dense) and not hasattr(dense.config, "quantization_config")
+    assert difference(logits(dense), before) < 1e-4
+
+
+def changed(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a folder with other fields in its quantization_config and other tensors; None takes one away."""
+    shutil.copytree(folder, out)
+    if config is not None:
+        path = out / "config.json"
+        fields = json.loads(path.read_text())
+        fields["quantization_config"] |= config
+        path.write_text(json.dumps(fields))
+    if tensors:
+        there = load_file(out / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in there.items() if tensor is not None}
+        save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(512, 101, dtype=torch.uint8), r"is U8 of shape \[512, 101\] where ITQ3_S blocks.*\[512, 100\]"),
+        (torch.zeros(511, 100, dtype=torch.uint8), r"is U8 of shape \[511, 100\]"),
+        (torch.zeros(51200, dtype=torch.uint8), r"is U8 of shape \[51200\]"),
+        (torch.zeros(512, 100), r"is F32 of shape \[512, 100\] where ITQ3_S blocks, U8"),
+        (torch.zeros(512, 256), r"is F32 of shape \[512, 256\]"),
+        (None, "has no model.layers.1.mlp.up_proj.weight; download the model again"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tensor: torch.Tensor | None, message: str, saved: tuple[Any, Path], tmp_path: Path
+) -> None:
+    folder = changed(saved[1], tmp_path / "model", **{UP: tensor})
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_bytes_where_floats_belong(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    folder = changed(saved[1], tmp_path / "model", **{name: torch.ones(256, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="a tensor of U8 cannot be a parameter of"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qtype": "q4_k"}, "qtype 'q4_k' is not one of itq3_s, tq2_0, tq1_0"),
+        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "residual"),
+        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows itq3_s, not tq2_0"),
+        ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": "no"}, "fold_norms 'no' is not true"),
+        ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
+        ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),
+        ({"modules_to_not_convert": [""]}, "is not a list of names"),
+        ({"modules_to_not_convert": {"a": 1}}, "is not a list of names"),
+        ({"other_types": ["tq2_0"]}, "is not a dictionary"), ({"other_types": {"f16": ["a"]}}, "other_types 'f16'"),
+        ({"other_types": {"tq2_0": "a"}}, "is not a list of names"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(
+    fields: dict[str, Any], message: str, saved: tuple[Any, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ITQ3SConfig(**fields)
+    with pytest.raises(ValueError, match=message):
+        load(changed(saved[1], tmp_path / "model", fields))
+
+
+def test_names_are_no_patterns(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    """A name that would take for ever as a regular expression is a name that no layer has."""
+    folder = changed(saved[1], tmp_path / "model", {"modules_to_not_convert": ["lm_head", "(.*.*)*(.*.*)*$x"]})
+    assert len(packed(load(folder))) == 14
+    # Of another set of layers than the tensors are for.
+    folder = changed(saved[1], tmp_path / "other", {"modules_to_not_convert": []})
+    with pytest.raises(ValueError, match="is F16 of shape"):
+        load(folder)
+
+
+def test_a_config_is_not_written_to(uneven: Callable[[str], Path]) -> None:
+    config = ITQ3SConfig(**FAST)
+    load(uneven("llama"), config)
+    assert config.modules_to_not_convert is None and not config.norms_folded
+
+
+# ---------------------------------------------------------------------------------------------------------- GGUF files
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+def test_a_file_computes_what_its_decoded_form_computes(name: str, converted: Callable[..., Path]) -> None:
+    """Plain from_pretrained decodes every tensor; the packed layers give the same to rounding."""
+    path = converted(name)
+    model = load_gguf(path)
+    assert len(packed(model)) >= 14
+    decoded = load(path.parent, gguf_file=path.name, dtype=torch.float32)
+    assert not packed(decoded)
+    assert difference(logits(model), logits(decoded)) < 1e-4
+    assert model.generate(TOKENS[:1], max_new_tokens=4, do_sample=False).shape == (1, 24)
+
+
+def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
+    """ITQ3_S and TQ2_0 beside Q6_K; saved, every layer keeps its type."""
+    out = tmp_path / "mixed.gguf"
+    options = ConvertOptions(
+        trits, out, outtype="tq2_0", effort="fast", tensor_types=(("ffn_down", "itq3_s"), ("attn_output", "q8_0"))
+    )
+    convert(options, io.StringIO())
+    model = load_gguf(out, dtype=torch.float16)
+    kinds = {name.rpartition(".")[2]: layer.qtype.name for name, layer in packed(model).items()}
+    assert kinds == {
+        "q_proj": "TQ2_0", "k_proj": "TQ2_0", "v_proj": "TQ2_0", "gate_proj": "TQ2_0", "up_proj": "TQ2_0",
+        "down_proj": "ITQ3_S",
+    }  # fmt: skip
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert {name: layer.qtype for name, layer in packed(again).items()} == {
+        name: layer.qtype for name, layer in packed(model).items()
+    }
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "split.gguf"
+    convert(ConvertOptions(uneven("llama"), out, pure=True, effort="fast", split_max_tensors=8), io.StringIO())
+    first = sorted(tmp_path.glob("*.gguf"))[0]
+    assert first.name.endswith("-00001-of-00003.gguf")
+    whole = load_gguf(converted("llama")).state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_gguf(first).state_dict().items())
+
+
+def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """A copy of a file with other metadata or tensors."""
+    reader = gguf.GGUFReader(source)
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    values = {key: (field.contents(), field.types) for key, field in fields.items()}
+    change(values, tensors)
+    return write_gguf(out, values, tensors)
+
+
+def drop(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda _, tensors: tensors.pop(name)
+
+
+def cut(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(_: dict[str, Any], tensors: dict[str, Any]) -> None:
+        data, qtype = tensors[name]
+        tensors[name] = (data[:-8], qtype)
+
+    return change
+
+
+def say(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(fields: dict[str, Any], _: dict[str, Any]) -> None:
+        fields[key] = (value, fields[key][1])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            drop("blk.1.ffn_up.weight"),
+            "has no tensor for model.layers.1.mlp.up_proj.weight; write or download it again",
+        ),
+        (
+            cut("blk.1.ffn_up.weight"),
+            r"blk.1.ffn_up.weight: has the shape \[504, 256\], and the model's is \[512, 256\]",
+        ),
+        (cut("blk.1.attn_q.weight"), r"has the shape \[248, 256\]"),
+        (say("llama.block_count", 3), "has no tensor for model.layers.2"),
+        (say("llama.block_count", 1 << 30), "num_hidden_layers|cannot be read"),
+        (say("llama.embedding_length", 0), "cannot be read by Transformers|has the shape"),
+        (say("general.architecture", "nonsense"), "cannot be read by Transformers"),
+        (say("general.architecture", "gpt2"), "whose tensors Transformers rearranges"),
+    ],
+)
+def test_files_that_are_refused(
+    change: Callable[[dict[str, Any], dict[str, Any]], None], message: str, converted: Callable[..., Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        load_gguf(rewritten(converted("llama"), tmp_path / "damaged.gguf", change))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file; give a GGUF file"):
+        load_gguf(tmp_path / "missing.gguf")
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(UserError, match="is not a complete GGUF file"):
+        load_gguf(tmp_path / "short.gguf")
