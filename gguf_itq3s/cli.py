@@ -11,6 +11,7 @@ from . import __version__, build, upstream
 from .adapters import command as adapters
 from .calibration import command as calibrate
 from .convert import command as convert
+from .distill import command as distill
 from .errors import report_errors
 from .evaluate import command as evaluate
 from .inspect import contents, plan, ternary, verify
@@ -19,7 +20,20 @@ from .publish import command as publish
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, ternary, adapters, metadata, build, publish)
+SUBCOMMANDS = (
+    convert,
+    calibrate,
+    distill,
+    contents,
+    verify,
+    evaluate,
+    plan,
+    ternary,
+    adapters,
+    metadata,
+    build,
+    publish,
+)
 
 
 @report_errors

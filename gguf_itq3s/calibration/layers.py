@@ -41,7 +41,7 @@ class LayeredModel:
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
         import torch
 
-        self.folder, self.device, self.checkpoint = options.model, _device(options), checkpoint
+        self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         try:
             with trust.transformers_for(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
                 self.config = transformers.AutoConfig.from_pretrained(options.model)
@@ -185,8 +185,12 @@ class LayeredModel:
                 setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
 
 
-def _device(options: CalibrationOptions) -> torch.device:
-    """The torch device, once it has held a number."""
+def torch_device(options: CalibrationOptions) -> torch.device:
+    """The torch device, once it has held a number.
+
+    Raises:
+        UserError: torch cannot use it.
+    """
     import torch
 
     try:

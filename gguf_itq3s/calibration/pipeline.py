@@ -128,20 +128,23 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             model.unload(number)
 
 
-def save(arrays: dict[str, np.ndarray], path: Path, folder: Path | None = None) -> None:
+def save(
+    arrays: dict[str, np.ndarray], path: Path, folder: Path | None = None, metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file whole or not at all.
 
     Args:
         arrays: its tensors.
         path: its name, also of one that is replaced.
         folder: on the same disk, where it is written before it gets its name; by default its own.
+        metadata: of the file.
 
     Raises:
         OSError: it cannot be written; also where the disk is full, as from any other writer.
     """
     partial = (folder or path.parent) / f"{path.name}.partial"
     try:
-        save_file(arrays, partial)
+        save_file(arrays, partial, metadata)
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

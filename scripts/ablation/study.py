@@ -63,7 +63,7 @@ def distribution(matrices: dict[str, FloatArray]) -> Result:
     return {kind: means(pairs) for kind, pairs in kinds.items()}
 
 
-def _digest(*parts: str | bytes) -> str:
+def digest(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)
@@ -74,14 +74,14 @@ def _digest(*parts: str | bytes) -> str:
 def model_digest(model_dir: Path) -> str:
     """Hash of the weights and the config of a Hugging Face folder."""
     files = sorted([*model_dir.glob("*.safetensors"), model_dir / "config.json"])
-    return _digest(*(path.read_bytes() for path in files))
+    return digest(*(path.read_bytes() for path in files))
 
 
 def code_digest() -> str:
     """Hash of the sources that a result depends on."""
     here, codec = Path(__file__).resolve().parent, Path(gguf_itq3s.codec.__file__).resolve().parent
     sources = [*sorted(here.glob("*.py")), *sorted(codec.glob("*.py"))]
-    return _digest(*(path.read_bytes() for path in sources))
+    return digest(*(path.read_bytes() for path in sources))
 
 
 def _measure(reference: Reference, matrices: dict[str, FloatArray], variant: Variant, folded: bool) -> Result:
@@ -112,7 +112,7 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
         (key of the variant -> measures).
     """
     cache.mkdir(parents=True, exist_ok=True)
-    common = _digest(text, str(chunks), code_digest())
+    common = digest(text, str(chunks), code_digest())
     todo = all_variants()
     results: Result = {}
     first: Reference | None = None
@@ -120,8 +120,8 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
     with tqdm(total=len(models) * (len(todo) + 1), desc="ablation", unit="variant") as bar:
         for name, folder in models.items():
             own = model_digest(folder)
-            paths = {row_key(v, f): cache / f"{_digest(common, own, row_key(v, f))}.json" for v, f in todo}
-            base = cache / f"{_digest(common, own, first_digest, 'original')}.json"
+            paths = {row_key(v, f): cache / f"{digest(common, own, row_key(v, f))}.json" for v, f in todo}
+            base = cache / f"{digest(common, own, first_digest, 'original')}.json"
             reference: Reference | None = None
             if not base.is_file() or not all(path.is_file() for path in paths.values()):
                 reference = Reference(folder, text, chunks)
@@ -136,7 +136,7 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
                         ).to_json(),
                         "distribution": distribution(reference.matrices()),
                     }
-                    _write(base, entry)
+                    write(base, entry)
                 matrices = reference.matrices()
             bar.update()
             rows = {}
@@ -145,7 +145,7 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
                 bar.set_postfix_str(f"{name}: {key}")
                 if not paths[key].is_file():
                     assert reference is not None
-                    _write(paths[key], _measure(reference, matrices, variant, folded))
+                    write(paths[key], _measure(reference, matrices, variant, folded))
                 rows[key] = json.loads(paths[key].read_text())
                 bar.update()
             if reference is not None:
@@ -154,7 +154,7 @@ def study(models: dict[str, Path], text: str, chunks: int, cache: Path) -> Resul
     return {"chunks": chunks, "context": 512, "models": results}
 
 
-def _write(path: Path, value: Result) -> None:
+def write(path: Path, value: Result) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)

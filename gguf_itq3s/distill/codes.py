@@ -1,0 +1,104 @@
+"""A weight as a file will hold it, in the forward pass of a model that is trained.
+
+Between two encodings the error of the code is held fixed: with w the latent weight, w0 what it was when it was encoded
+and C(w0) its code, the layer computes with ``s (w + C(w0) - w0)``, s the learned factors of the blocks' scales. The
+gradient passes to w as if there were no code (straight-through estimation, Bengio et al. 2013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..codec import blocks, native, ternary
+from ..codec.transform import BLOCK, FloatArray
+
+#: Latent weights (rows, n) -> what their code decodes to, both float32.
+Encode = Callable[[FloatArray], FloatArray]
+
+
+def encoder(qtype: str, effort: str, threads: int) -> Encode:
+    """What a matrix is after it was written in a type.
+
+    Args:
+        qtype: ``itq3_s``, or ``tq2_0`` (the scale of a block that has the least error).
+        effort: of ITQ3_S.
+        threads: of the C library.
+    """
+    return partial(_itq3_s, effort=effort, threads=threads) if qtype == "itq3_s" else _tq2_0
+
+
+def _itq3_s(weights: FloatArray, effort: str, threads: int) -> FloatArray:
+    return blocks.dequantize(native.quantize(weights, effort=effort, threads=threads), weights.shape)
+
+
+def _tq2_0(weights: FloatArray) -> FloatArray:
+    return ternary.ternarize(weights, "optimal").weights()
+
+
+class Coded(torch.nn.Module):
+    """A parametrization of a weight whose rows are whole blocks: (rows, n) -> (rows, n).
+
+    Attributes:
+        offset: what the code differs from the latent weight by, as of the last encoding, float32 (rows, n).
+        factor: learned factors of the scales, float32 (rows, n / 256).
+    """
+
+    offset: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros_like(weight), persistent=False)
+        self.factor = torch.nn.Parameter(weight.new_ones(weight.shape[0], weight.shape[1] // BLOCK))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        coded = (weight + self.offset).unflatten(1, (-1, BLOCK))
+        return (coded * self.factor[..., None]).flatten(1)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def encode(self, weight: torch.Tensor, encode: Encode) -> None:
+        """Encode the latent weight anew."""
+        latent = weight.detach().float()
+        code = torch.from_numpy(encode(np.ascontiguousarray(latent.cpu().numpy()))).to(latent.device)
+        self.offset.copy_(code - latent)
+
+
+class CodedMatrix:
+    """A linear layer that computes with coded weights.
+
+    Attributes:
+        name: GGUF name of its tensor.
+        source: name of its tensor in the checkpoint.
+        layer: the layer.
+    """
+
+    def __init__(self, name: str, source: str, layer: torch.nn.Linear) -> None:
+        self.name, self.source, self.layer = name, source, layer
+        self.layer.weight.requires_grad_(True)
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", Coded(layer.weight.detach()))
+
+    @property
+    def _list(self) -> Any:
+        return self.layer.parametrizations["weight"]
+
+    @property
+    def latent(self) -> torch.nn.Parameter:
+        """The weight that is trained."""
+        return self._list.original
+
+    @property
+    def coded(self) -> Coded:
+        return self._list[0]
+
+    def encode(self, encode: Encode) -> None:
+        """Encode the latent weight anew."""
+        self.coded.encode(self.latent, encode)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def weights(self) -> torch.Tensor:
+        """What the layer computes with, float32 (rows, n)."""
+        return self.layer.weight.detach()
