@@ -63,3 +63,19 @@ def markdown(ratios: Sequence[Ratio], models: Mapping[str, Mapping[str, Mapping[
         if any(cell != "-" for cell in cells):
             lines.append([label, *cells])
     return report.markdown(["mean KLD over that of another row", *models], lines)
+
+
+def alike(labels: Mapping[str, str], models: Mapping[str, Mapping[str, Mapping[str, Any]]], first: str) -> str:
+    """A table of the same rows on several models of one function, over those on one of them.
+
+    Args:
+        labels: key of a row -> what it is called.
+        models: title -> key of a row -> the result, with ``windows``.
+        first: title of the model that the others are compared with.
+    """
+    others = [title for title in models if title != first]
+    lines = []
+    for key, label in labels.items():
+        pairs = [paired(models[title][key]["windows"], models[first][key]["windows"]) for title in others]
+        lines.append([label, *(f"{value:.3f} ± {error:.3f}" for value, error in pairs)])
+    return report.markdown([f"mean KLD over that on the {first}", *others], lines)

@@ -122,7 +122,9 @@ RATIOS: tuple[ratio.Ratio, ...] = (
     ("3.85 bits `--calibrate --fisher` / Q4_K all, importance matrix", "bpw", ("q4_k-all-imatrix",)),
 )
 #: Rows whose twins ought to be as good as the model: the functions are the same.
-ALIKE = ("default", "calibrated", "sequential", "fisher")
+ALIKE = ("default", "imatrix", "calibrated")
+#: `make eval` has those on the twins that are quantized while they are calibrated.
+TWIN_ROWS = tuple(row for row in ROWS if not row.sequential)
 
 #: Text -> model -> row -> its result.
 Results = dict[str, dict[str, dict[str, Result]]]
@@ -155,18 +157,9 @@ def tables(results: Results) -> str:
         parts += [report.markdown(["", "bits", *models], cells)]
         parts += [ratio.markdown(RATIOS, models)]
         if TWINS[0] in models:
-            parts += [_alike(models)]
+            labels = {row.key: row.how for row in TWIN_ROWS if row.key in ALIKE}
+            parts += [ratio.alike(labels, {name: models[name] for name in ("model", *TWINS)}, "model")]
     return "\n".join(parts)
-
-
-def _alike(models: dict[str, dict[str, Result]]) -> str:
-    """The same row on a twin over that on the model."""
-    labels = {row.key: row.how for row in ROWS}
-    lines = []
-    for key in ALIKE:
-        pairs = [ratio.paired(models[twin][key]["windows"], models["model"][key]["windows"]) for twin in TWINS]
-        lines.append([labels[key], *(f"{value:.3f} ± {error:.3f}" for value, error in pairs)])
-    return report.markdown(["mean KLD over the model's", *TWINS], lines)
 
 
 def _bits(row: Row) -> float:
@@ -208,7 +201,7 @@ def main() -> int:
     topics.write_text("\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())), encoding="utf-8")
     results: Results = {text: {} for text in TEXTS}
     for name, folder in models.items():
-        rows = ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
+        rows = TWIN_ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
         settings = Settings(
             folder, args.work_dir / name.replace(" ", "-"), chunks=args.chunks, threads=args.threads, keep=True,
             training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,

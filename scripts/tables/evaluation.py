@@ -30,8 +30,13 @@ from scripts.train.twins import make_twins  # noqa: E402
 #: Rows that the twins are measured on: what the rotation is for.
 TWIN_ROWS = (
     "f16", "q3_k-pure", "iq3_s-pure", "iq3_s-pure-imatrix", "iq3_xxs-pure", "itq3_s-pure", "convert-pure",
-    "convert-pure-calibrated",
+    "convert-pure-calibrated", "convert-pure-sequential", "convert-pure-fisher",
 )  # fmt: skip
+#: Those that are to be as good on a twin as on the model.
+ALIKE = {
+    "convert-pure": "ITQ3_S, folded", "convert-pure-calibrated": "`--calibration`",
+    "convert-pure-sequential": "`--calibrate`", "convert-pure-fisher": "`--calibrate --fisher`",
+}  # fmt: skip
 TWINS = {"weight twin": "weight-twin", "activation twin": "activation-twin"}
 
 #: What calibrating while quantizing is worth.
@@ -103,7 +108,8 @@ def main() -> int:
         parts = [
             f"#### {name}\n\n{command.results_table(rows)}" for name, rows in twin_tables.items() if name != "model"
         ]
-        sections["eval twins"] = "\n".join([ratios(twin_tables), *parts])
+        by_key = {name: {r["key"]: r for r in rows} for name, rows in twin_tables.items()}
+        sections["eval twins"] = "\n".join([ratios(twin_tables), ratio.alike(ALIKE, by_key, "model"), *parts])
     if tables.get("weights"):
         plots.pareto(tables["weights"], "mean_kld", out / "eval_kld.png")
         plots.pareto(tables["weights"], "perplexity", out / "eval_perplexity.png")
