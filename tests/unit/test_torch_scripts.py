@@ -1,0 +1,75 @@
+"""The table of the residual pass and the benchmark of the PyTorch layers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gguf_itq3s.errors import UserError
+from scripts.bench import torch_layers
+from scripts.tables import residual, torch_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "bench" / "torch_layers.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    done = bench("--results", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: CUDA: PyTorch sees no GPU, so no speed is measured; ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
+    sizes = ["--shapes", "96x256", "--rows", "1", "5", "--rounds", "1", "--count", "2"]
+    done = bench("--device", "cpu", *sizes, "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    layers = json.loads((tmp_path / "torch.json").read_text())["layers"]
+    assert {(entry["rows"], entry["layer"]) for entry in layers} == {
+        (rows, layer)
+        for rows in (1, 5)
+        for layer in ("nn.Linear", "ITQ3_S, reference", "ITQ3_S, dense", "TQ2_0, reference")
+    }
+    assert all(entry["seconds"] > 0 for entry in layers)
+    assert "(1.00)" in (tmp_path / "torch.md").read_text()
+
+
+def test_a_layer_that_is_wrong_is_not_timed() -> None:
+    matrix, x = torch.randn(8, 256), torch.randn(2, 256)
+    torch_layers.check("right", lambda x: x @ matrix.t(), matrix, x)
+    with pytest.raises(UserError, match="differs from its decoded matrix"):
+        torch_layers.check("wrong", lambda x: x @ matrix.t() * 1.1, matrix, x)
+    with pytest.raises(UserError, match="differs"):
+        torch_layers.check("nan", lambda x: x @ matrix.t() * float("nan"), matrix, x)
+
+
+def test_table_of_the_residual_pass() -> None:
+    record = json.loads(residual.RESULTS.read_text())
+    page = (ROOT / "docs" / "torch.md").read_text()
+    assert residual.table(record).strip() in page
+    bits = [row["bits"] for row in record.values()]
+    assert bits == sorted(bits) and {3.125, 5.1875, 6.25} <= set(bits)
+    error = {name: row["error"] for name, row in record.items()}
+    assert error["ITQ3_S + ITQ3_S"] < 0.00055 < error["ITQ3_S + TQ2_0"] < 0.0045 < error["ITQ3_S"]
+
+
+def test_table_of_memory_stands_in_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller matrix is measured; its computed peaks are the measured ones."""
+    monkeypatch.setattr(torch_memory, "OUTPUTS", 512)
+    monkeypatch.setattr(torch_memory, "COLUMNS", 1024)
+    rows = re.findall(r"^\| reference .*\|\s+(\S+ \w+) \|\s+(\S+ \w+) \|$", torch_memory.table(), re.MULTILINE)
+    assert len(rows) == 3
+    for computed, measured in rows:
+        assert computed.split()[1] == measured.split()[1]
+        assert float(measured.split()[0]) == pytest.approx(float(computed.split()[0]), rel=0.01)
