@@ -92,8 +92,8 @@ def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float
 def table(found: dict[str, dict[str, float]]) -> str:
     rows = []
     for name, row in found.items():
-        divergence = f"{row['kld']:.5f} ± {row['kld_error']:.5f}"
-        rows.append([name, f"{row['bits']:.4g}", f"{row['error']:.2g}", divergence, f"{100 * row['same_top']:.1f}%"])
+        divergence = f"{row['kld']:#.3g} ± {row['kld_error']:.1g}"
+        rows.append([name, f"{row['bits']:.5g}", f"{row['error']:.2g}", divergence, f"{100 * row['same_top']:.1f}%"])
     tokens = next(iter(found.values()))["tokens"]
     head = f"Bundled model, {tokens:.0f} tokens scored, every matrix of the blocks in the type:\n\n"
     return head + report.markdown(["type", "bits/weight", "rel. sq. error", "KL divergence, nats", "same top"], rows)
