@@ -8,7 +8,7 @@ Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a
 products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
 ``packing`` (weights to blocks, the residual pass), ``memory`` (what a product takes besides), ``kernels`` (Triton).
 
-This room is the only one that imports PyTorch at its head: ``import gguf_itq3s`` alone does not load it.
+This room and ``transformers`` above it import PyTorch at their heads: ``import gguf_itq3s`` alone does not load it.
 """
 
 from .linear import ITQ3SLinear, PackedLinear, TernaryLinear, replace_linears

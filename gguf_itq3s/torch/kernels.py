@@ -146,7 +146,7 @@ def _scales(packed, mask, TYPE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.con
     return scale * UNIT, zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "bucket", "split"])
 def _product_kernel(
     x, packed, levels, out, m, n, blocks, bucket, split,
     TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
@@ -195,7 +195,7 @@ def _sum_kernel(partial, out, count, split, SIZE: tl.constexpr):  # noqa: N803
     tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "bucket"])
 def _transposed_kernel(
     x, packed, levels, out, m, n, blocks, bucket,
     TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803

@@ -20,10 +20,8 @@ class PackedLinear(nn.Linear):
 
     A subclass of ``torch.nn.Linear``, so that what looks for linear layers finds it; ``weight`` holds the blocks.
 
-    The three paths agree: for an input in float32 the difference between any two is at most 2e-6 of
-    ``|x| |w|`` (the norms of the input row and the weight row), what sums of different order differ by; in float16 and
-    bfloat16 it is at most 2 units in the last place of the largest output plus what rounding the rotated input to that
-    dtype costs on the path ``triton``: 2**-10 (float16) or 2**-7 (bfloat16) of ``|x| |w|`` are never exceeded.
+    The three paths agree, relative to ``|x| |w|``, the norms of the input's row and of the weights' row: in float32 two
+    of them differ by at most 2e-6; in float16 each is within 2**-10, in bfloat16 within 2**-7 of the exact product.
 
     Attributes:
         weight: uint8 (out_features, bytes of a row), a parameter without gradient.

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.fold import NORMS_FOLDED
-from ..checkpoint.reader import check_counts
+from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf
@@ -90,7 +90,9 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
         head = _contents(file, f"{arch}.attention.key_length")
         if isinstance(head, int) and hasattr(config, "head_dim"):
             config.head_dim = head
+        shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
         check_counts(path, config.to_dict())
+        check_counts_by_shapes(path, config.to_dict(), shapes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         processor = processor_class(config=config.to_dict())

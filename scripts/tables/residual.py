@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +33,11 @@ from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.torch import dequantize, quantize  # noqa: E402
 from scripts.ablation.torch_evaluator import Reference  # noqa: E402
+from scripts.tables import errors  # noqa: E402
 
 RESULTS: Final = ROOT / "docs" / "results" / "residual.json"
+#: The random weights.
+KINDS: Final = ("Gaussian", "Laplace", "Student-t, 4 d.o.f.")
 Array = np.ndarray
 
 
@@ -53,8 +56,17 @@ def plain(library: native.NativeLibrary, qtype: Type, threads: int) -> Callable[
     return lambda weights: gguf.quants.dequantize(library.quantize_type(weights, qtype, threads=threads), qtype)
 
 
-def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float]]:
-    """Type -> bits per weight, relative squared error, KL divergence and its standard error."""
+def relative_error(code: Callable[[Array], Array], matrices: Iterable[Array]) -> float:
+    """Relative squared error over all matrices."""
+    error = power = 0.0
+    for weights in matrices:
+        error += float(np.square(code(weights) - weights, dtype=np.float64).sum())
+        power += float(np.square(weights, dtype=np.float64).sum())
+    return error / power
+
+
+def codings(threads: int) -> dict[str, tuple[float, Callable[[Array], Array]]]:
+    """Type -> bits per weight, weights -> decoded weights."""
     library = native.load()
     if library is None:
         raise UserError(native.library_name(), "is not built", "run make build")
@@ -63,7 +75,7 @@ def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float
     def bits(*types: Type) -> float:
         return sum(8 * size[qtype][1] / size[qtype][0] for qtype in types)
 
-    codes = {
+    return {
         "ITQ3_S": (bits(ITQ3_S), packed(None, threads)),
         "ITQ3_S + TQ2_0": (bits(ITQ3_S, TQ2_0), packed(TQ2_0, threads)),
         "ITQ3_S + ITQ3_S": (bits(ITQ3_S, ITQ3_S), packed(ITQ3_S, threads)),
@@ -72,18 +84,23 @@ def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float
             for qtype in (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0)
         },
     }
+
+
+def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float]]:
+    """Type -> bits per weight, relative squared errors, KL divergence and its standard error."""
     reference = Reference(model, wikitext.read(wikitext.test_path()), chunks)
     matrices = reference.matrices()
-    power = sum(float(np.square(w, dtype=np.float64).sum()) for w in matrices.values())
+    random = errors.distributions()
     found = {}
-    for name, (size_in_bits, code) in codes.items():
+    for name, (bits, code) in codings(threads).items():
         decoded = {key: code(weights) for key, weights in matrices.items()}
-        error = sum(float(np.square(decoded[key] - w, dtype=np.float64).sum()) for key, w in matrices.items())
         reference.set_matrices(decoded)
         result = reference.divergence()
         found[name] = {
-            "bits": size_in_bits, "error": error / power, "kld": result.mean_kld, "kld_error": result.mean_kld_error,
-            "same_top": result.same_top, "tokens": result.tokens,
+            "bits": bits, "error": relative_error(code, matrices.values()),
+            **{kind: relative_error(code, [weights]) for kind, weights in random.items()},
+            "kld": result.mean_kld, "kld_error": result.mean_kld_error, "same_top": result.same_top,
+            "tokens": result.tokens,
         }  # fmt: skip
         print(f"{name}: {found[name]}", file=sys.stderr)
     return dict(sorted(found.items(), key=lambda item: item[1]["bits"]))
@@ -92,11 +109,15 @@ def measure(model: Path, chunks: int, threads: int) -> dict[str, dict[str, float
 def table(found: dict[str, dict[str, float]]) -> str:
     rows = []
     for name, row in found.items():
-        divergence = f"{row['kld']:.5f} ± {row['kld_error']:.5f}"
-        rows.append([name, f"{row['bits']:.4g}", f"{row['error']:.2g}", divergence, f"{100 * row['same_top']:.1f}%"])
+        divergence = f"{row['kld']:#.3g} ± {row['kld_error']:.1g}"
+        cells = [f"{row[kind]:#.3g}" for kind in ("error", *KINDS)]
+        rows.append([name, f"{row['bits']:.5g}", *cells, divergence, f"{100 * row['same_top']:.1f}%"])
     tokens = next(iter(found.values()))["tokens"]
-    head = f"Bundled model, {tokens:.0f} tokens scored, every matrix of the blocks in the type:\n\n"
-    return head + report.markdown(["type", "bits/weight", "rel. sq. error", "KL divergence, nats", "same top"], rows)
+    head = (
+        f"Relative squared error on the bundled model's matrices and on a million random weights, and the model's KL "
+        f"divergence, {tokens:.0f} tokens scored, every matrix of the blocks in the type:\n\n"
+    )
+    return head + report.markdown(["type", "bits/weight", "model", *KINDS, "KL divergence, nats", "same top"], rows)
 
 
 @report_errors

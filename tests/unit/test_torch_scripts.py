@@ -54,6 +54,12 @@ def test_a_layer_that_is_wrong_is_not_timed() -> None:
         torch_layers.check("nan", lambda x: x @ matrix.t() * float("nan"), matrix, x)
 
 
+def test_the_pages_first_lines_run() -> None:
+    code = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "torch.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "torch.Size([2, 7, 512])"
+
+
 def test_table_of_the_residual_pass() -> None:
     record = json.loads(residual.RESULTS.read_text())
     page = (ROOT / "docs" / "torch.md").read_text()
