@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -96,6 +97,9 @@ def distill(options: DistillOptions, messages: TextIO | None = None) -> Distilla
         return done
     except OSError as error:
         raise output_error(options.out, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # there is something in it
+            work.rmdir()
 
 
 class Run:
@@ -116,6 +120,9 @@ class Run:
         self.teacher = load_model(options, self.device)
         context = int(getattr(self.teacher.config.get_text_config(), "max_position_embeddings", 2048))
         every = windows(options.calibration, context)
+        if every.max() >= (size := int(self.teacher.get_input_embeddings().num_embeddings)):
+            what = f"has a tokenizer that gives token {every.max()}, and an embedding of {size}"
+            raise UserError(options.model, what, "take the tokenizer that belongs to it")
         held = np.arange(len(every)) % _HELD_SHARE == 0
         if held.all():
             what = f"gives {len(every)} window of {every.shape[1]} tokens"

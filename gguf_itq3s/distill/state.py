@@ -55,7 +55,8 @@ def read_state(path: Path, key: str, tensors: Mapping[str, torch.Tensor]) -> dic
                 what = "holds a training of another model, text or other options"
                 raise UserError(path.parent, what, remedy)
             step, losses = facts["step"], facts["losses"]
-            if not isinstance(step, int) or not isinstance(losses, list) or step < 0:
+            numbers = all(isinstance(facts[name], float) for name in ("before", "confidence"))
+            if not isinstance(step, int) or not isinstance(losses, list) or step < 0 or not numbers:
                 raise ValueError("its facts are not those of a training")
             if set(file.keys()) != set(tensors):
                 raise ValueError("it has other tensors")

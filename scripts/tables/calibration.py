@@ -130,9 +130,14 @@ TWIN_ROWS = tuple(row for row in ROWS if not row.sequential)
 Results = dict[str, dict[str, dict[str, Result]]]
 
 
+def plain_split(path: Path) -> str:
+    """A split of WikiText in its ``.tokens`` form without the marks of the tokenisation."""
+    return re.sub(r" @([-,.])@ ", r"\1", read_text(path)).replace("<unk>", "")
+
+
 def calibration_text(novels: Path, valid: Path, tokens: int, out: Path) -> Path:
     """Half novels, half validation split, excerpts spread evenly over both."""
-    plain = re.sub(r" @([-,.])@ ", r"\1", read_text(valid)).replace("<unk>", "")
+    plain = plain_split(valid)
     count = max(1, tokens * 5 // 2 // EXCERPT)
     pieces = []
     for text in (read_text(novels), plain):

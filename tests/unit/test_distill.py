@@ -207,7 +207,8 @@ def test_folding_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_pa
 
 def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model = uneven("llama")
-    changes = {"steps": 6, "optimizer_state": "8bit", "loss": "cakld", "micro_batch": 2, "embedding_lr": 1e-3}
+    changes = {"steps": 6, "optimizer_state": "8bit", "loss": "cakld", "micro_batch": 2, "embedding_lr": 1e-3,
+               "type": "tq2_0"}  # fmt: skip
     whole = run(model, tmp_path / "whole", **changes)
     own = Run._step
     stops = [5, 3]
@@ -266,7 +267,7 @@ def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: P
 def test_gradient_checkpointing_gives_the_same_model(uneven: Make, tmp_path: Path) -> None:
     results = []
     for name, on in (("kept", False), ("again", True)):
-        run(uneven("llama"), tmp_path / name, steps=2, gradient_checkpointing=on)
+        run(uneven("llama"), tmp_path / name, steps=2, type="tq2_0", gradient_checkpointing=on)
         results.append(load_file(tmp_path / name / "model.safetensors"))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
@@ -310,7 +311,13 @@ def test_what_cannot_be_done_is_said(changes: dict[str, Any], said: str, checkpo
     with pytest.raises(UserError) as error:
         run(checkpoint("llama"), tmp_path / "out", **changes)
     assert said in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.distilling").exists()
+
+
+def test_a_tokenizer_of_another_model_is_found_before_it_is_run(checkpoint: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(pipeline, "windows", lambda *_: np.full((4, 32), 512))
+    with pytest.raises(UserError, match="gives token 512, and an embedding of 512"):
+        run(checkpoint("llama"), tmp_path / "out")
 
 
 def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
@@ -335,10 +342,10 @@ def test_a_checkpoint_that_is_not_its_own_is_refused(uneven: Make, tmp_path: Pat
     with monkeypatch.context() as patch:
         patch.setattr(Run, "finish", stop)
         with pytest.raises(UserError, match="stopped"):
-            run(model, out)
+            run(model, out, type="tq2_0")
     state = tmp_path / "out.distilling" / "state.safetensors"
     with pytest.raises(UserError, match="holds a training of another model, text or other options"):
-        run(model, out, steps=5)
+        run(model, out, type="tq2_0", steps=5)
     with safe_open(state, framework="pt") as file:
         facts, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     damages: dict[str, Callable[[], object]] = {
@@ -352,10 +359,10 @@ def test_a_checkpoint_that_is_not_its_own_is_refused(uneven: Make, tmp_path: Pat
     for said, damage in damages.items():
         damage()
         with pytest.raises(UserError, match="is not a checkpoint of this training") as error:
-            run(model, out)
+            run(model, out, type="tq2_0")
         assert said in str(error.value) or said == "invalid"
     save_file(tensors, state, metadata=facts)
-    assert run(model, out).steps == 4
+    assert run(model, out, type="tq2_0").steps == 4
     assert out.is_dir() and not state.exists()
 
 
