@@ -9,8 +9,13 @@ Transformers calls while it loads, ``gguf`` reads a file. Adapters are trained b
 linear layers.
 """
 
-from .config import ITQ3SConfig
-from .gguf import load_gguf
-from .quantizer import ITQ3SQuantizer
+try:
+    from .config import ITQ3SConfig
+    from .gguf import load_gguf
+    from .quantizer import ITQ3SQuantizer
+except ImportError as error:
+    raise ImportError(
+        f"gguf_itq3s.transformers needs transformers 5 or later ({error}); pip install -U transformers"
+    ) from error
 
 __all__ = ["ITQ3SConfig", "ITQ3SQuantizer", "load_gguf"]

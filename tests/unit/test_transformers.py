@@ -6,6 +6,8 @@ import gc
 import io
 import json
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -562,3 +564,10 @@ def test_no_file(tmp_path: Path) -> None:
     (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
     with pytest.raises(UserError, match="is not a complete GGUF file"):
         load_gguf(tmp_path / "short.gguf")
+
+
+def test_an_old_transformers_is_named() -> None:
+    code = "import sys; sys.modules['transformers.core_model_loading'] = None; import gguf_itq3s.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode and "needs transformers 5 or later" in last and "pip install -U transformers" in last
