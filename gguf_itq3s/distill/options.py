@@ -67,9 +67,9 @@ class DistillOptions:
     micro_batch: int | None = None
     tokens: int = 1 << 20
     context: int | None = None
-    lr: float = 5e-4
-    scale_lr: float = 5e-4
-    norm_lr: float = 5e-4
+    lr: float = 3e-3
+    scale_lr: float = 1e-3
+    norm_lr: float = 2e-3
     embedding_lr: float = 0.0
     every: int = 10
     effort: str = "default"

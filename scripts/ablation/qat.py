@@ -82,9 +82,10 @@ class Row:
 
 ROWS: Final = (
     Row("float", False), Row("float", True),
-    *(Row(f"rcp-{bits}", *how) for bits in (2, 3) for how in (
-        (False,), (True,), (False, False, True), (True, False, True), (False, True, True), (True, True, True))),
-    Row("rcp-3", True, True, True, 16),
+    Row("rcp-2", False), Row("rcp-2", True), Row("rcp-2", False, False, True), Row("rcp-2", True, False, True),
+    Row("rcp-2", False, True, True), Row("rcp-2", True, True, True),
+    Row("rcp-3", False), Row("rcp-3", True), Row("rcp-3", False, False, True), Row("rcp-3", True, False, True),
+    Row("rcp-3", True, True, True), Row("rcp-3", True, True, True, 16),
     Row("tq2_0", False), Row("tq2_0", False, False, True), Row("itq3_s", True), Row("itq3_s", True, False, True),
 )  # fmt: skip
 

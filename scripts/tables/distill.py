@@ -61,7 +61,7 @@ ROWS: Final = {
     "E": Row("... 160 steps, rate 0.003, embedding 0.001", "fisher",
              {"steps": 160, "lr": 3e-3, "norm_lr": 2e-3, "embedding_lr": 1e-3}),
     "nearest": Row(NEAREST, ""),
-    "N": Row("... 160 steps, rate 0.003", "", {"steps": 160, "lr": 3e-3, "norm_lr": 2e-3}),
+    "N": Row("... 60 steps, rate 0.001", "", {"steps": 60, "lr": 1e-3, "norm_lr": 2e-3}),
 }  # fmt: skip
 #: Of all trained rows.
 COMMON: Final[dict[str, Any]] = {
