@@ -166,7 +166,8 @@ class PackedLinear(nn.Linear):
     def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """The decoded matrix of the path ``dense``, made at its first use and when the blocks have changed."""
         if self._dense is None or self._dense[0].dtype != dtype or self._dense[1] is not self.weight:
-            self._dense = (self.dequantize(dtype), self.weight)
+            with torch.inference_mode(False):  # it may be trained through later
+                self._dense = (self.dequantize(dtype), self.weight)
         return self._dense[0]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -8,7 +8,6 @@ on the CPU); ``dense`` decodes the matrix once, in the dtype of the input, and k
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -17,6 +16,10 @@ from typing import Final
 import torch
 
 PATHS: Final = ("reference", "triton", "dense")
+
+# Looked up once, where torch.compile does not have to follow.
+_HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
+_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 
 #: What :func:`use_path` has set, in this process; the last one counts.
 _forced: list[str] = []
@@ -47,16 +50,6 @@ def use_path(path: str) -> Iterator[None]:
         _forced.pop()
 
 
-@functools.lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.lru_cache(maxsize=1)
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def choose(device: torch.device, path: str | None = None) -> str:
     """The path of a product: that of :func:`use_path`, else ``path``, else by device.
 
@@ -71,10 +64,10 @@ def choose(device: torch.device, path: str | None = None) -> str:
     """
     asked = _forced[-1] if _forced else path
     if asked is None:
-        return "triton" if device.type == "cuda" and _has_triton() else "reference"
+        return "triton" if device.type == "cuda" and _HAS_TRITON else "reference"
     if check(asked) == "triton":
-        if not _has_triton():
+        if not _HAS_TRITON:
             raise RuntimeError("the path triton needs Triton: pip install 'gguf-itq3s[torch-gpu]'")
-        if device.type == "cpu" and not _interpreted():
+        if device.type == "cpu" and not _INTERPRETED:
             raise RuntimeError("the path triton needs a GPU, or TRITON_INTERPRET=1 for its interpreter")
     return asked

@@ -114,7 +114,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
         rows.append([name, f"{row['bits']:.5g}", *cells, divergence, f"{100 * row['same_top']:.1f}%"])
     tokens = next(iter(found.values()))["tokens"]
     head = (
-        f"Relative squared error on the bundled model's matrices and on a million random weights, and the model's KL "
+        f"Relative squared error on the bundled model's matrices and on a million random weights, and the model's\nKL "
         f"divergence, {tokens:.0f} tokens scored, every matrix of the blocks in the type:\n\n"
     )
     return head + report.markdown(["type", "bits/weight", "model", *KINDS, "KL divergence, nats", "same top"], rows)

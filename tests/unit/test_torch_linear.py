@@ -157,6 +157,20 @@ def test_gradient_is_that_of_the_dense_path(qtype: Type) -> None:
     assert half.grad is not None and half.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("path", ["reference", "dense"])
+def test_training_after_inference(path: str) -> None:
+    """What is kept from a pass in inference mode serves one with gradients."""
+    layer = PackedLinear.from_weight(matrix(5, 256), matrix(1, 5)[0])
+    x = matrix(3, 256, 1)
+    with torch.inference_mode():
+        y = layer(x, path=path)
+    x.requires_grad_()
+    again = layer(x, path=path)
+    assert torch.equal(again, y)
+    again.sum().backward()
+    assert x.grad is not None and x.grad.abs().max() > 0
+
+
 def test_bias_learns_and_blocks_do_not() -> None:
     layer = PackedLinear(256, 4)
     assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["bias"]
@@ -368,7 +382,7 @@ def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.float()
     layer(x)
     assert layer._dense is None
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("gguf_itq3s.torch.paths._INTERPRETED", False)
     with pytest.raises(RuntimeError, match="needs"):
         layer(x, path="triton")
 
