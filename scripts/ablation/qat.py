@@ -277,13 +277,13 @@ def main() -> int:
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[BUNDLED], help="to train on (default: the bundled mix)"
     )
-    parser.add_argument("--steps", type=int, default=30, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="windows of a step (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=65536, help="of the text (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=8e-3, help="of weights, in their RMS (default: %(default)g)")
+    parser.add_argument("--tokens", type=int, default=262144, help="of the text (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of weights, in their RMS (default: %(default)g)")
     parser.add_argument("--clip-lr", type=float, default=1e-2, help="clipping, partition (default: %(default)g)")
-    parser.add_argument("--chunks", type=int, default=8, help="windows of 512 tokens to score (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=16, help="windows of 512 tokens to score (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "qat", help="cached results")
     parser.add_argument("--results", type=Path, help="folder of results.md to update")
