@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--held-out", type=Path, help="folder of another model, scored without twins")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "calibration", help="cached results")
     parser.add_argument("--tokens", type=int, default=131072, help="calibration tokens (default: %(default)s)")
-    parser.add_argument("--chunks", type=int, default=64, help="windows of 512 to score (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=128, help="windows of 512 to score (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=processors(), help="default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder of calibration.md to update")
     args = parser.parse_args()
