@@ -1,125 +1,29 @@
-"""The CUDA kernels on the CPU: compiled as C++, every thread a fiber (tests/cuda/emulate), compared with numpy.
-
-Another test file runs a launcher of its own with ``build("tensor-core", folder, [its .cpp, SOURCES / "the launcher's
-.cu"])`` and calls ``device("name", ...)`` for ``extern "C" void emulate_name(...)`` of that .cpp.
-"""
+"""Our CUDA kernels on the CPU: conversions, activations, decoders, compared with numpy; the emulated device itself."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import operator
-import re
-import shutil
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from emulated_cuda import TYPES, VOLTA, Device
 from gguf_itq3s.codec.blocks import decode_blocks, unpack
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
-EMULATE = ROOT / "tests" / "cuda" / "emulate"
-SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
 
 BLOCK = 256
-TYPES = {"itq3_s": 0, "tq1_0": 1, "tq2_0": 2}
-LAYOUTS = {
-    "tensor-core": ["-DTURING_MMA_AVAILABLE", "-DAMPERE_MMA_AVAILABLE"],
-    "dp4a": [],
-    "dp4a-pascal": ["-DEMULATE_MMQ_ROWS=64"],
-}
 SEEDS = (0, 1, 2, 3)  # orders of threads: of their numbers, any, by priorities, any
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
-
-
-class Device:
-    """The emulated device: a shared library of the kernels for one tile layout."""
-
-    def __init__(self, library: Path, tile_rows: int = 128) -> None:
-        self.tile_rows = tile_rows  # of MMQ
-        self.library = ctypes.CDLL(str(library))
-        if hasattr(self.library, "emulate_vec_dot"):
-            self.library.emulate_vec_dot.restype = ctypes.c_float
-
-    def __call__(self, name: str, *args: npt.NDArray[Any] | int | np.integer[Any] | None) -> float:
-        converted = [
-            a.ctypes.data_as(ctypes.c_void_p)
-            if isinstance(a, np.ndarray)
-            else ctypes.c_int64(operator.index(a))
-            if a is not None
-            else None
-            for a in args
-        ]
-        return float(getattr(self.library, "emulate_" + name)(*converted) or 0.0)
-
-    def configure(
-        self, *, cc: int = 900, nsm: int = 2, smpbo: int = 227 * 1024, seed: int = 0, max_grid: int = 65535
-    ) -> None:
-        """The device that the launchers see, and the order of the threads."""
-        self("configure", cc, nsm, smpbo, seed, max_grid)
-
-
-def as_cpp(source: str) -> str:
-    """CUDA source whose launches, dynamic shared memory and largest grid are launch.h's."""
-    source = re.sub(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\]", r"\1 * \2 = emulate::dynamic_shared<\1>()", source)
-    source = re.sub(
-        r"(\w+(?:<[^<>;]*>)?)\s*<<<([^;]*?)>>>\(",
-        r"ggml_cuda_kernel_launch(\1, ggml_cuda_kernel_launch_params(\2), ",
-        source,
-    )
-    return source.replace("(int64_t) 65535", "emulate::device.max_grid")
-
-
-def build(
-    layout: str,
-    folder: Path,
-    sources: Sequence[Path] = (),
-    base: Sequence[Path] = (EMULATE / "device.cpp", SOURCES / "itq3s-quantize.cu"),
-) -> Device:
-    """The device with the kernels of these sources."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None, "a C++ compiler is needed"
-    library = folder / f"emulated-{layout}.so"
-    converted = folder / "sources"
-    converted.mkdir(exist_ok=True)
-    for path in (*SOURCES.glob("*.cu*"), *base, *sources):
-        (converted / path.name).write_text(as_cpp(path.read_text()))
-    command = [compiler, *LAYOUTS[layout], "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-D__shared__=static"]
-    command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]  # misaligned vector accesses end the test
-    command += [f"-I{converted}", f"-I{EMULATE}", f"-I{ROOT / 'ggml-patch' / 'src' / 'format'}", "-o", str(library)]
-    for path in (*base, *sources):
-        command += ["-x", "c++", str(converted / path.name)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return Device(library, 64 if layout == "dp4a-pascal" else 128)
-
-
-@pytest.fixture(scope="session")
-def devices(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Device]:
-    """A device for each layout of the tiles, which nothing but the products of tiles depends on."""
-    return functools.cache(lambda layout: build(layout, tmp_path_factory.mktemp("cuda"), [EMULATE / "kernels.cpp"]))
-
-
-@pytest.fixture
-def device(devices: Callable[[str], Device], request: pytest.FixtureRequest) -> Device:
-    """The device as it is by default, with an order of threads of the test's own."""
-    device = devices("tensor-core")
-    device.configure(seed=zlib.crc32(request.node.name.encode()))
-    return device
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray:
@@ -243,7 +147,7 @@ def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid:
     codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
     out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
     device.configure(max_grid=max_grid, seed=1)
-    device("dequantize", TYPES[name], codes[dtype][1], stored, out, ne, strides)
+    device("dequantize", TYPES.index(name), codes[dtype][1], stored, out, ne, strides)
 
     first = (
         strides[2] * np.arange(2)[:, None, None, None]
@@ -283,6 +187,7 @@ def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
     x = activations((2, 3, 4, ne00 + 8), offset)  # rows of a view: 8 values of a row are not its own
     y = aligned((2, 3, 4, padded // 128 * 144), np.uint8)
     s01 = x.shape[-1]
+    device.configure(cc=VOLTA, seed=rotate + offset)
     device("quantize_mmvq", rotate, x, y, ne00, s01, 4 * s01, 12 * s01, padded, 4, 3, 2)
 
     source = np.zeros((2, 3, 4, 6, BLOCK), np.float32)
@@ -350,6 +255,7 @@ def test_vec_dot(device: Device, name: str) -> None:
     x = activations((1, nblocks * BLOCK), seed=4)
     y = aligned((nblocks * 288,), np.uint8)
     rotate = int(name == "itq3_s")
+    device.configure(cc=VOLTA)
     device("quantize_mmvq", rotate, x, y, nblocks * BLOCK, 0, 0, 0, nblocks * BLOCK, 1, 1, 1)
 
     # The product that the kernel owes: weights times the activation as it was rounded, in float64.
@@ -361,63 +267,8 @@ def test_vec_dot(device: Device, name: str) -> None:
         if rotate:
             weights = rotated(weights.astype(np.float32)).astype(np.float64)
         products = weights * rounded.reshape(nblocks, BLOCK)
-        result = device("vec_dot", TYPES[name], stored, y, nblocks, row * nblocks)
+        result = device("vec_dot", TYPES.index(name), stored, y, nblocks, row * nblocks)
         assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
-
-
-#: Widths of upstream's tiles, and whether rows may be missing: those that all devices have, those of Volta and newer.
-TILES = [(j, fallback) for fallback, js in ((1, (8, 16, 32, 64)), (0, (8, 16, 24, 32, 40, 48, 64))) for j in js]
-WIDE_TILES = [(128, 1), *((j, 0) for j in (80, 96, 112, 128))]
-LAYOUT_TILES = [
-    (layout, *tile) for layout in LAYOUTS for tile in TILES + (WIDE_TILES if layout != "dp4a-pascal" else [])
-]
-
-
-def check_mmq_tile(device: Device, name: str, columns: int, fallback: int, rows: int, zero_point: float | None) -> None:
-    """A tile of upstream's, ``rows`` rows of it there, against the product in float64."""
-    nblocks, stride, first = 2, 3, 1
-    blocks = random_blocks(name, rows * stride + first, seed=5)
-    if zero_point is not None:
-        blocks[:, 98:100] = np.array([zero_point], "<f2").view(np.uint8)
-    stored = aligned(blocks.shape, np.uint8)
-    stored[:] = blocks
-    x = activations((columns, nblocks * BLOCK), seed=6)
-    y = aligned((nblocks * 2, columns, 144), np.uint8)
-    source = x.reshape(columns, nblocks, BLOCK)
-    rotate = name == "itq3_s"
-    device("quantize_mmq", int(rotate), x, None, y, nblocks * BLOCK, x.shape[1], 0, 0, nblocks * BLOCK, columns, 1, 1)
-    q, d = quantize_halves(rotated(source) if rotate else source, rotate)
-    out = aligned((columns, device.tile_rows), np.float32)
-    device("mmq", TYPES[name], columns, fallback, stored, y, out, first, rows - 1, stride, nblocks)
-
-    index = first + stride * np.arange(rows)[:, None] + np.arange(nblocks)
-    weights = weights_of(name, blocks)[index].astype(np.float64)
-    if name == "itq3_s":
-        weights = rotated(weights.astype(np.float32)).astype(np.float64)
-    rounded = q * by_weight(d, rotate).astype(np.float64)
-    expected = np.einsum("cbt,rbt->cr", rounded, weights)
-    size = np.einsum("cbt,rbt->cr", np.abs(rounded), np.abs(weights))
-    assert np.abs(out[:, :rows] - expected).max() <= 2e-6 * size.max()
-
-
-@pytest.mark.parametrize("layout,columns,fallback", LAYOUT_TILES)
-@pytest.mark.parametrize("name", TYPES)
-def test_mmq_tile(devices: Callable[[str], Device], layout: str, name: str, columns: int, fallback: int) -> None:
-    device = devices(layout)
-    device.configure(seed=columns + fallback)
-    check_mmq_tile(device, name, columns, fallback, 37 if fallback else device.tile_rows, None)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("columns,fallback", [(16, 1), (64, 0)])  # 16 and 32 rows a warp
-@pytest.mark.parametrize("zero_point", [0, 2, 0.375])
-def test_mmq_tile_of_zero_points(
-    devices: Callable[[str], Device], layout: str, columns: int, fallback: int, zero_point: float
-) -> None:
-    device = devices(layout)
-    for seed in SEEDS:
-        device.configure(seed=seed)
-        check_mmq_tile(device, "itq3_s", columns, fallback, device.tile_rows, zero_point)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -443,11 +294,9 @@ def test_tensor_cores(device: Device, seed: int) -> None:
     np.testing.assert_array_equal(f, exact)
 
 
-@pytest.fixture(scope="session")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    build("tensor-core", folder, base=[EMULATE / "faults.cpp"])
-    return folder / "emulated-tensor-core.so"
+@pytest.fixture
+def faults(device: Device) -> Path:
+    return device.path
 
 
 FAULT = """

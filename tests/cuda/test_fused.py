@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from emulated_cuda import Device
 from gguf_itq3s.codec.blocks import decode_blocks
-
-ROOT = Path(__file__).resolve().parents[2]
-EMULATE = ROOT / "tests" / "cuda" / "emulate"
-SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
 BLOCK = 256
 WIDTHS = (32, 64, 128)  # columns of a tile
 
 FloatArray = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None, "a C++ compiler is needed"
-    folder = tmp_path_factory.mktemp("cuda")
-    output = folder / "fused.so"
-    for path in SOURCES.glob("*.cuh"):  # dynamic shared memory is launch.h's
-        text = re.sub(
-            r"extern __shared__ (\w+) (\w+)\[\]", r"\1 * \2 = emulate::dynamic_shared<\1>()", path.read_text()
-        )
-        (folder / path.name).write_text(text)
-    command = [compiler, "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-D__shared__=static"]
-    command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]  # misaligned vector accesses end the test
-    command += [f"-I{folder}", f"-I{EMULATE}", str(EMULATE / "fused.cpp"), "-o", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(output))
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -64,7 +36,7 @@ def random_blocks(shape: tuple[int, ...], seed: int, zero_points: tuple[float, .
 
 
 def product(
-    library: ctypes.CDLL,
+    device: Device,
     width: int,
     blocks: npt.NDArray[np.uint8],
     y: npt.NDArray[np.float16],
@@ -90,7 +62,7 @@ def product(
     strides += [out.shape[3], out.shape[3] * columns, out.shape[3] * columns * channels]
     arguments = (stored, activations, out, dims, np.array(strides, np.int64))
     seed = rows + columns + width  # of the order of the threads
-    library.emulate_fused(seed, width, *[a.ctypes.data_as(ctypes.c_void_p) for a in arguments])
+    device("fused", seed, width, *arguments)
     assert (out[..., rows:] == -7).all()  # nothing is written past the rows
     return out[..., :rows]
 
@@ -115,38 +87,38 @@ def compare(out: FloatArray, blocks: npt.NDArray[np.uint8], y: npt.NDArray[np.fl
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows,columns", [(1, 1), (131, 35)])  # the last tiles are full or not
-def test_product(library: ctypes.CDLL, width: int, rows: int, columns: int) -> None:
+def test_product(device: Device, width: int, rows: int, columns: int) -> None:
     blocks = random_blocks((1, 1, rows, 2), seed=rows, zero_points=(0, 0, 2, -1, 0.375, -70.25))
     y = np.random.default_rng(3).standard_normal((1, 1, columns, 2 * BLOCK)).astype(np.float16)
-    compare(product(library, width, blocks, y, padding=(1, 3)), blocks, y)
+    compare(product(device, width, blocks, y, padding=(1, 3)), blocks, y)
 
 
-def test_a_unit_activation_reads_the_weights(library: ctypes.CDLL) -> None:
+def test_a_unit_activation_reads_the_weights(device: Device) -> None:
     """Each column picks one weight of each row, to the bit."""
     blocks = random_blocks((1, 1, 128, 1), seed=5, zero_points=(0, 2, 0.375))
     y = np.eye(BLOCK, dtype=np.float16).reshape(2, 1, 128, BLOCK)
-    out = product(library, 128, blocks, y)
+    out = product(device, 128, blocks, y)
     weights = decode_blocks(blocks.reshape(-1, 100)).astype(np.float16).astype(np.float32)
     np.testing.assert_array_equal(out.reshape(BLOCK, 128), weights.T)
 
 
-def test_more_than_one_tile_of_columns(library: ctypes.CDLL) -> None:
+def test_more_than_one_tile_of_columns(device: Device) -> None:
     blocks = random_blocks((1, 1, 7, 1), seed=6, zero_points=(0,))
     y = np.random.default_rng(7).standard_normal((1, 1, 67, BLOCK)).astype(np.float16)
-    compare(product(library, 32, blocks, y), blocks, y)
+    compare(product(device, 32, blocks, y), blocks, y)
 
 
-def test_channels_and_samples(library: ctypes.CDLL) -> None:
+def test_channels_and_samples(device: Device) -> None:
     """Matrices shared by two channels and two samples each."""
     blocks = random_blocks((1, 2, 5, 1), seed=8, zero_points=(0, 2))
     y = np.random.default_rng(9).standard_normal((2, 4, 9, BLOCK)).astype(np.float16)
-    compare(product(library, 32, blocks, y, padding=(0, 1)), blocks, y)
+    compare(product(device, 32, blocks, y, padding=(0, 1)), blocks, y)
 
 
-def test_activations_and_weights_at_the_ends_of_f16(library: ctypes.CDLL) -> None:
+def test_activations_and_weights_at_the_ends_of_f16(device: Device) -> None:
     """Subnormal activations count and the largest ones add up in float32."""
     blocks = random_blocks((1, 1, 16, 1), seed=10, zero_points=(0,))
     y = np.zeros((1, 1, 2, BLOCK), np.float16)
     y[..., 0, :] = 2.0**-24
     y[..., 1, :] = 65504
-    compare(product(library, 32, blocks, y), blocks, y)
+    compare(product(device, 32, blocks, y), blocks, y)

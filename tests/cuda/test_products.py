@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.cuda.test_emulated import (
-    BLOCK,
-    EMULATE,
-    SOURCES,
-    TYPES,
-    Device,
-    FloatArray,
-    aligned,
-    build,
-    random_blocks,
-    rotated,
-    weights_of,
-)
+from emulated_cuda import TYPES, Device
+from tests.cuda.test_emulated import BLOCK, FloatArray, aligned, random_blocks, rotated, weights_of
 
-GLU = {"reglu": 0, "geglu": 1, "swiglu": 2, "swiglu_oai": 3, "swiglu_clamp": 4}
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    folder: Path = tmp_path_factory.mktemp("products")
-    return build("tensor-core", folder, [EMULATE / "products.cpp", SOURCES / "itq3s-mma.cu"])
-
-
-@pytest.fixture
-def device(built: Device, request: pytest.FixtureRequest) -> Device:
-    built.configure(seed=zlib.crc32(request.node.name.encode()))
-    return built
+GLU = {"reglu": 0, "geglu": 1, "swiglu": 2, "swiglu_oai": 3, "swiglu_clamp": 6}
 
 
 def quantize_rows(x: FloatArray) -> npt.NDArray[np.float64]:
@@ -89,7 +63,7 @@ def product(
     dims = np.array([nblocks, rows, columns, 1, 1, 1, 1, 1])
     strides = np.array([nblocks, 0, 0, x.shape[1], 0, 0, rows + 3, 0, 0])
     y = buffer_for(columns, nblocks)
-    device("product", TYPES[name], blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
+    device("product", TYPES.index(name), blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
     assert np.isnan(dst[columns:]).all() and np.isnan(dst[:, rows:]).all(), "written past the end"
     return dst[:columns, :rows], expected_product(name, blocks.reshape(rows, nblocks, -1), x)
 
@@ -149,7 +123,7 @@ def test_channels_and_samples(device: Device, name: str) -> None:
     strides = np.array([nblocks, rows * nblocks, 2 * rows * nblocks, *(s // 4 for s in x.strides[-2::-1])])
     strides = np.append(strides, [s // 4 for s in dst.strides[-2::-1]])
     y = buffer_for(columns, nblocks, 8)
-    device("product", TYPES[name], blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
+    device("product", TYPES.index(name), blocks, x, y, None, 0, None, None, None, 0, dst, dims, strides)
     for sample in range(2):
         for channel in range(4):
             check(dst[sample, channel], expected_product(name, blocks[sample, channel // 2], x[sample, channel]))
@@ -168,19 +142,26 @@ def test_experts(device: Device, name: str, broadcast: bool) -> None:
     dims = np.array([nblocks, rows, tokens, 5, ne11, used, 1, 1])
     strides = np.array([nblocks, rows * nblocks, 0, ne11 * nblocks * BLOCK, nblocks * BLOCK, 0, used * rows, rows, 0])
     y = buffer_for(ne11, nblocks, tokens)
-    device("product", TYPES[name], blocks, x, y, ids, 3, None, None, None, 0, dst, dims, strides)
+    device("product", TYPES.index(name), blocks, x, y, ids, 3, None, None, None, 0, dst, dims, strides)
     for token in range(tokens):
         for slot in range(used):
             column = x[token, 0 if broadcast else slot][None]
             check(dst[token, slot][None], expected_product(name, blocks[ids[token, slot]], column))
 
 
-def glu(op: str, gate: npt.NDArray[np.float64], up: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    sigmoid = 1 / (1 + np.exp(-gate))
+def glu(
+    op: str, gate: npt.NDArray[np.float64], up: npt.NDArray[np.float64], limit: float = 0.5
+) -> npt.NDArray[np.float64]:
+    """The functions of ggml's GLU operators; ``limit`` is swiglu_clamp's."""
     if op == "swiglu":
-        return gate * sigmoid * up
+        return gate / (1 + np.exp(-gate)) * up
     if op == "geglu":
         return 0.5 * gate * (1 + np.tanh(0.79788456080286535587989211986876 * gate * (1 + 0.044715 * gate**2))) * up
+    if op == "swiglu_oai":
+        gate = np.minimum(gate, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (1 + np.clip(up, -7, 7))
+    if op == "swiglu_clamp":
+        return glu("swiglu", np.minimum(gate, limit), np.clip(up, -limit, limit))
     return gate * up
 
 
@@ -202,7 +183,7 @@ def test_fusion(device: Device, name: str, op: str, with_gate: int, with_bias: i
     y = buffer_for(1, nblocks)
     device(
         "product",
-        TYPES[name],
+        TYPES.index(name),
         blocks,
         x,
         y,

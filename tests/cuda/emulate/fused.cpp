@@ -3,11 +3,6 @@
 
 #include "common.cuh"
 
-// What the header declares and only itq3s-fused.cu defines is not called here.
-struct ggml_backend_cuda_context;
-struct ggml_tensor;
-
-#define AMPERE_MMA_AVAILABLE
 #include "itq3s-fused.cuh"
 
 // dims: blocks of a row, rows, columns, channels and samples of x, of y. strides: x by row, channel, sample (blocks); y

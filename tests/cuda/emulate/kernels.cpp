@@ -1,10 +1,8 @@
-// Conversions, tiles of MMQ and the functions of upstream's MMVQ behind a C interface.
+// Conversions, decoders and the functions of upstream's MMVQ behind a C interface.
 
 #include "common.cuh"
-#include "mmq.cuh"
-
+#include "convert.cuh"
 #include "itq3s-convert.cuh"
-#include "itq3s-mmq.cuh"
 #include "itq3s-vecdot.cuh"
 
 // type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16.
@@ -42,109 +40,6 @@ extern "C" float emulate_vec_dot(const int type, const void * x, const void * y,
         }
     }
     return sum;
-}
-
-// A tile of rows (i_max + 1 of them there) times J columns over nblocks blocks of 256, as mul_mat_q goes about it.
-// y: block_q8_1_mmq, 128 values of all columns side by side. out: J x rows.
-template <ggml_type type, int J, bool fallback>
-static void mmq_tile(const char * x, const int * y, float * out, const int kbx0, const int i_max, const int stride,
-                     const int nblocks) {
-    constexpr int I                = EMULATE_MMQ_ROWS;
-    int *         shared           = emulate::dynamic_shared<int>();
-    int *         tile_y           = shared;
-    int *         tile_x           = shared + J * MMQ_TILE_Y_K;
-    float         sum[J * I / 256] = { 0.0f };
-    for (int kb = 0; kb < nblocks; ++kb) {
-        if constexpr (type == GGML_TYPE_ITQ3_S) {
-            ggml_cuda_mmq_load_tiles_itq3_s<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
-        } else if constexpr (type == GGML_TYPE_TQ1_0) {
-            ggml_cuda_mmq_load_tiles_tq1_0<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
-        } else {
-            ggml_cuda_mmq_load_tiles_tq2_0<type, J, fallback>(x, tile_x, kbx0 + kb, i_max, stride);
-        }
-        for (int half_block = 0; half_block < 2; ++half_block) {
-            for (int l = threadIdx.y * 32 + threadIdx.x; l < J * MMQ_TILE_Y_K; l += 256) {
-                tile_y[l] = y[(2 * kb + half_block) * J * MMQ_TILE_Y_K + l];
-            }
-            __syncthreads();
-#ifdef TURING_MMA_AVAILABLE
-            if constexpr (type == GGML_TYPE_ITQ3_S) {
-                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma<type, J, fallback>(tile_x, tile_y, sum,
-                                                                         half_block * MMQ_TILE_NE_K);
-            } else {
-                ggml_cuda_mmq_vec_dot_tq_q8_1_mma<type, J, fallback>(tile_x, tile_y, sum, half_block * MMQ_TILE_NE_K);
-            }
-#else
-            if constexpr (type == GGML_TYPE_ITQ3_S) {
-                ggml_cuda_mmq_vec_dot_itq3_s_q8_1_dp4a<type, J, fallback>(tile_x, tile_y, sum,
-                                                                          half_block * MMQ_TILE_NE_K);
-            } else {
-                ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, fallback>(tile_x, tile_y, sum,
-                                                                        half_block * MMQ_TILE_NE_K);
-            }
-#endif
-            __syncthreads();
-        }
-    }
-    emulate_for_each_output<type, J, fallback>(
-        [&](const int index, const int i, const int j) { out[j * I + i] = sum[index]; });
-}
-template <ggml_type type, int J, bool fallback> struct mmq_launch {
-    static void run(const char * x, const int * y, float * out, const int kbx0, const int i_max, const int stride,
-                    const int nblocks) {
-        constexpr int I = EMULATE_MMQ_ROWS;
-#ifdef TURING_MMA_AVAILABLE
-        constexpr int tile_words = I * ggml_cuda_mmq_get_sram_stride(type, J, fallback);
-#else
-        constexpr tile_x_sizes sizes      = mmq_get_dp4a_tile_x_sizes(GGML_TYPE_Q8_0, I);
-        constexpr int          tile_words = sizes.qs + sizes.dm;
-#endif
-        emulate::launch_shared(dim3(1), dim3(32, 8), (J * MMQ_TILE_Y_K + tile_words) * sizeof(int),
-                               mmq_tile<type, J, fallback>, x, y, out, kbx0, i_max, stride, nblocks);
-    }
-};
-// The widths that upstream has tiles for.
-template <ggml_type type, typename... args_t> static void mmq(const int J, const bool fallback, args_t... args) {
-#define EMULATE_MMQ(width, fallback_)                            \
-    if (J == width && fallback == fallback_) {                   \
-        return mmq_launch<type, width, fallback_>::run(args...); \
-    }
-    EMULATE_MMQ(8, true)
-    EMULATE_MMQ(16, true)
-    EMULATE_MMQ(32, true)
-    EMULATE_MMQ(64, true)
-    EMULATE_MMQ(8, false)
-    EMULATE_MMQ(16, false)
-    EMULATE_MMQ(24, false)
-    EMULATE_MMQ(32, false)
-    EMULATE_MMQ(40, false)
-    EMULATE_MMQ(48, false)
-    EMULATE_MMQ(64, false)
-#if EMULATE_MMQ_ROWS == 128
-    EMULATE_MMQ(128, true)
-    EMULATE_MMQ(80, false)
-    EMULATE_MMQ(96, false)
-    EMULATE_MMQ(112, false)
-    EMULATE_MMQ(128, false)
-#endif
-#undef EMULATE_MMQ
-    emulate::fail("a tile that upstream does not have");
-}
-extern "C" void emulate_mmq(const int type, const int J, const int fallback, const char * x, const int * y, float * out,
-                            const int kbx0, const int i_max, const int stride, const int nblocks) {
-    switch (type) {
-        case 0:
-            mmq<GGML_TYPE_ITQ3_S>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
-            break;
-        case 1:
-            mmq<GGML_TYPE_TQ1_0>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
-            break;
-        case 2:
-            mmq<GGML_TYPE_TQ2_0>(J, fallback, x, y, out, kbx0, i_max, stride, nblocks);
-            break;
-        default:
-            abort();
-    }
 }
 
 // Levels of a block, decoded by the two paths of itq3s-decode.cuh: halves (t from decoded order) and eights.

@@ -31,6 +31,9 @@ struct dim3 {
     constexpr dim3(const unsigned int x = 1, const unsigned int y = 1, const unsigned int z = 1) : x(x), y(y), z(z) {}
 };
 
+inline uint3 threadIdx, blockIdx;
+inline dim3  blockDim, gridDim;
+
 namespace emulate {
 
 constexpr int     warp_size         = 32;
@@ -65,13 +68,12 @@ struct fiber {
     std::deque<std::vector<copy>> groups;  // on their way, oldest first
 };
 
-enum class warp_operation { none, barrier, exchange, matrix_product };
+enum class warp_operation { none, barrier, exchange, load_matrices, matrix_product };
 
 struct warp {
     int                  arrived   = 0;
     warp_operation       operation = warp_operation::none;
     std::vector<fiber *> waiting;
-    uint64_t             slot[warp_size];
     void *               operands[warp_size];
 };
 
@@ -86,14 +88,12 @@ struct block {
     std::function<void()>               body;
 };
 
-inline uint3   thread_index, block_index;
-inline dim3    block_dim, grid_dim;
 inline block * current_block = nullptr;
 inline fiber * current       = nullptr;
 
 [[noreturn]] inline void fail(const char * what) {
-    fprintf(stderr, "CUDA emulation: %s (block %u,%u,%u thread %u,%u,%u)\n", what, block_index.x, block_index.y,
-            block_index.z, thread_index.x, thread_index.y, thread_index.z);
+    fprintf(stderr, "CUDA emulation: %s (block %u,%u,%u thread %u,%u,%u)\n", what, blockIdx.x, blockIdx.y, blockIdx.z,
+            threadIdx.x, threadIdx.y, threadIdx.z);
     fflush(stderr);
     abort();
 }
@@ -131,6 +131,10 @@ struct shared_memory {
             fail("written outside of the shared memory");
         }
     }
+    // Addresses of 32 bits, as the PTX instructions have them.
+    uint32_t offset(const void * p) const { return (uint32_t) ((const uint8_t *) p - arena); }
+    void *   at(const uint32_t offset) const { return arena + offset; }
+
     bool holds(const void * p, const size_t n) const {
         return (uint8_t *) p >= begin && (uint8_t *) p + n <= begin + bytes;
     }
@@ -143,6 +147,17 @@ template <typename T> T * dynamic_shared() {
         fail("shared memory that the launch does not ask for");
     }
     return (T *) shared.begin;
+}
+
+// Shared memory with a name is one for all threads of the block that runs, and full of garbage when a block begins.
+inline uint64_t            blocks_begun = 0;
+template <typename T> void begin_shared(T & variable) {
+    static std::map<const void *, uint64_t> begun;
+    uint64_t &                              of = begun[&variable];
+    if (of != blocks_begun) {
+        of = blocks_begun;
+        memset((void *) &variable, garbage, sizeof(variable));
+    }
 }
 
 inline void on_fault(int, siginfo_t * info, void *) {
@@ -224,13 +239,13 @@ template <typename T> T exchange(const T value, const int source_lane) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Matrix products of a warp in the layout of the PTX instructions: A has 16 rows and 32 bytes, four words a lane; B 32
-// bytes and 8 columns, two words; C and D 16 rows and 8 columns, four numbers. A word is four int8 or two F16.
+// Matrix products of a warp in the layout of the PTX instructions: A has I rows (8 or 16) of W words (4 or 8), B 8
+// columns of W words, C and D I rows and 8 columns of numbers. A word is four int8 or two F16.
 
 // Word of row i, words counted along the product; of column j; number of row i and column j: lane and index.
-inline void place_a(const int i, const int word, int & lane, int & l) {
+template <int I> inline void place_a(const int i, const int word, int & lane, int & l) {
     lane = i % 8 * 4 + word % 4;
-    l    = i / 8 + word / 4 * 2;
+    l    = i / 8 + word / 4 * (I / 8);
 }
 inline void place_b(const int word, const int j, int & lane, int & l) {
     lane = j * 4 + word % 4;
@@ -241,9 +256,9 @@ inline void place_c(const int i, const int j, int & lane, int & l) {
     l    = i / 8 * 2 + j % 2;
 }
 
-// multiply(a, b, sum): the sum with the products of the words a and b added.
-template <typename T, typename F>
-void matrix_product(T (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const T (&c)[4], F multiply) {
+// multiply(a, b, sum): the sum with the products of the words a and b added. d may be c.
+template <typename T, int I, int W, typename F>
+void matrix_product(T * d, const uint32_t * a, const uint32_t * b, const T * c, F multiply) {
     struct operand {
         T *              d;
         const uint32_t * a;
@@ -252,39 +267,43 @@ void matrix_product(T (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], c
     } mine{ d, a, b, c };
     this_warp().operands[this_lane()] = &mine;
     meet(warp_operation::matrix_product, [&](warp & w) {
-        T sums[16][8];
-        for (int i = 0; i < 16; ++i) {
+        uint32_t wa[I][W], wb[8][W];
+        int      lane, l;
+        for (int word = 0; word < W; ++word) {
+            for (int i = 0; i < I; ++i) {
+                place_a<I>(i, word, lane, l);
+                wa[i][word] = ((operand *) w.operands[lane])->a[l];
+            }
             for (int j = 0; j < 8; ++j) {
-                int lane, l;
-                place_c(i, j, lane, l);
-                sums[i][j] = ((operand *) w.operands[lane])->c[l];
-                for (int word = 0; word < 8; ++word) {
-                    place_a(i, word, lane, l);
-                    const uint32_t wa = ((operand *) w.operands[lane])->a[l];
-                    place_b(word, j, lane, l);
-                    sums[i][j] = multiply(wa, ((operand *) w.operands[lane])->b[l], sums[i][j]);
-                }
+                place_b(word, j, lane, l);
+                wb[j][word] = ((operand *) w.operands[lane])->b[l];
             }
         }
-        for (int i = 0; i < 16; ++i) {
+        for (int i = 0; i < I; ++i) {
             for (int j = 0; j < 8; ++j) {
-                int lane, l;
                 place_c(i, j, lane, l);
-                ((operand *) w.operands[lane])->d[l] = sums[i][j];
+                const operand & own = *(operand *) w.operands[lane];
+                T               sum = own.c[l];
+                for (int word = 0; word < W; ++word) {
+                    sum = multiply(wa[i][word], wb[j][word], sum);
+                }
+                own.d[l] = sum;
             }
         }
     });
 }
 
+inline int multiply_s8(const uint32_t x, const uint32_t y, int sum) {
+    for (int n = 0; n < 32; n += 8) {
+        sum += (int) (int8_t) (x >> n) * (int) (int8_t) (y >> n);
+    }
+    return sum;
+}
+
 // d = c + a*b in int8: m16n8k32.
 inline void mma_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0, const uint32_t b1, const int (&c)[4]) {
     const uint32_t b[2] = { b0, b1 };
-    matrix_product<int>(d, a, b, c, [](const uint32_t x, const uint32_t y, int sum) {
-        for (int n = 0; n < 32; n += 8) {
-            sum += (int) (int8_t) (x >> n) * (int) (int8_t) (y >> n);
-        }
-        return sum;
-    });
+    matrix_product<int, 16, 8>(d, a, b, c, multiply_s8);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -379,7 +398,7 @@ inline void prioritize(block & b, std::mt19937_64 & random) {
 }
 
 inline void run_block(block & b) {
-    std::seed_seq   sequence{ (uint32_t) device.seed, block_index.x, block_index.y, block_index.z };
+    std::seed_seq   sequence{ (uint32_t) device.seed, blockIdx.x, blockIdx.y, blockIdx.z };
     std::mt19937_64 random(sequence);
     for (int steps = 0; b.live > 0; ++steps) {
         if (b.ready.empty()) {
@@ -392,7 +411,7 @@ inline void run_block(block & b) {
         current        = b.ready[i];
         b.ready[i]     = b.ready.back();
         b.ready.pop_back();
-        thread_index = current->thread;
+        threadIdx = current->thread;
         swapcontext(&b.scheduler, &current->context);
     }
 }
@@ -400,8 +419,8 @@ inline void run_block(block & b) {
 // kernel(args...) for every thread of a grid, with so many bytes of dynamic shared memory.
 template <typename kernel_t, typename... args_t>
 void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, kernel_t kernel, args_t... args) {
-    block_index        = { 0, 0, 0 };
-    thread_index       = { 0, 0, 0 };
+    blockIdx           = { 0, 0, 0 };
+    threadIdx          = { 0, 0, 0 };
     const int nthreads = dims.x * dims.y * dims.z;
     if (nthreads % warp_size != 0) {
         fail("a block that is no multiple of a warp");
@@ -413,8 +432,8 @@ void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, 
         grid.z > device.max_grid) {
         fail("a grid of a size that no device takes");
     }
-    grid_dim  = grid;
-    block_dim = dims;
+    gridDim  = grid;
+    blockDim = dims;
 
     struct sigaction action = {}, before_segv, before_bus;
     action.sa_sigaction     = on_fault;
@@ -436,8 +455,8 @@ void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, 
     for (unsigned int bz = 0; bz < grid.z; ++bz) {
         for (unsigned int by = 0; by < grid.y; ++by) {
             for (unsigned int bx = 0; bx < grid.x; ++bx) {
-                block_index = { bx, by, bz };
-                b.live      = nthreads;
+                blockIdx = { bx, by, bz };
+                b.live   = nthreads;
                 b.warps.assign(nthreads / warp_size, warp());
                 b.ready.clear();
                 for (auto & f : b.fibers) {
@@ -446,6 +465,7 @@ void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, 
                     b.ready.push_back(f.get());
                 }
                 shared.resize(shared_bytes);
+                ++blocks_begun;
                 run_block(b);
                 shared.check();
             }
@@ -463,6 +483,13 @@ void launch(const dim3 grid, const dim3 dims, kernel_t kernel, args_t... args) {
     launch_shared(grid, dims, 0, kernel, args...);
 }
 
+// What was launched since the device was set.
+struct launched {
+    dim3   grid, block;
+    size_t shared_bytes;
+};
+inline std::vector<launched> launches;
+
 // Dynamic shared memory that a kernel was allowed, where it is more than all may have.
 inline std::map<const void *, size_t> shared_limits;
 
@@ -470,8 +497,8 @@ template <typename... params_t, typename... args_t>
 void launch_checked(void (*kernel)(params_t...), const dim3 grid, const dim3 dims, const size_t shared_bytes,
                     args_t &&... args) {
     static_assert(sizeof...(params_t) == sizeof...(args_t), "a kernel takes as many arguments as it is launched with");
-    block_index      = { 0, 0, 0 };
-    thread_index     = { 0, 0, 0 };
+    blockIdx         = { 0, 0, 0 };
+    threadIdx        = { 0, 0, 0 };
     const auto limit = shared_limits.find((const void *) kernel);
     if (limit != shared_limits.end() && limit->second > device.smpbo) {
         fail("a limit of shared memory above that of the device");
@@ -480,12 +507,36 @@ void launch_checked(void (*kernel)(params_t...), const dim3 grid, const dim3 dim
         (limit == shared_limits.end() ? max_shared_static : std::max(max_shared_static, limit->second))) {
         fail("more shared memory than the kernel is allowed");
     }
+    launches.push_back({ grid, dims, shared_bytes });
     launch_shared(grid, dims, shared_bytes, kernel, (params_t) args...);
 }
 
-}  // namespace emulate
+// What stands in <<<...>>>.
+struct configuration {
+    dim3   grid, block;
+    size_t shared_bytes;
+    configuration(const dim3 grid, const dim3 block, const size_t shared_bytes = 0, const void * = nullptr) :
+        grid(grid), block(block), shared_bytes(shared_bytes) {}
+};
+template <typename... params_t, typename... args_t>
+void launch_configured(void (*kernel)(params_t...), const configuration & c, args_t &&... args) {
+    launch_checked(kernel, c.grid, c.block, c.shared_bytes, args...);
+}
 
-#define threadIdx emulate::thread_index
-#define blockIdx  emulate::block_index
-#define blockDim  emulate::block_dim
-#define gridDim   emulate::grid_dim
+// A note that upstream makes once for a device; every setting is another device.
+struct once_a_device {
+    int    seen = 0;
+    bool   raised;
+    bool & operator[](int) {
+        if (seen != devices_seen) {
+            seen   = devices_seen;
+            raised = false;
+        }
+        return raised;
+    }
+};
+
+// A mistake that a test plants in a source, by its number; 0: none.
+inline int fault = 0;
+
+}  // namespace emulate

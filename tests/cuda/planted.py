@@ -1,0 +1,61 @@
+"""Mistakes in the sources that the tests of the products must find, one at a time.
+
+Each is a file, what stands there once, and what takes its place in the emulated device: emulate::fault is the number of
+the mistake that is made, counted from 1, and 0 for none.
+"""
+
+from __future__ import annotations
+
+FAULTS = (
+    # Upstream's driver of MMQ: a wrong place in the buffer of the parts of tiles; no barrier between loading a tile and
+    # the product; parts of tiles that nobody adds up.
+    (
+        "mmq.cuh",
+        "sum[j0/nwarps] += tmp_last_tile[bidx*(J*I) + j*I + i];",
+        "sum[j0/nwarps] += tmp_last_tile[bidx*(J*I) + j*I + (emulate::fault == 1 ? I - 1 - i : i)];",
+    ),
+    (
+        "mmq.cuh",
+        "__syncthreads();\n\n        vec_dot(tile_x, tile_y, sum, 0);",
+        "if (emulate::fault != 2) {\n__syncthreads();\n}\n        vec_dot(tile_x, tile_y, sum, 0);",
+    ),
+    (
+        "mmq.cuh",
+        "    if (!any_fixup) {\n",
+        "    if (!any_fixup || emulate::fault == 3) {\n",
+    ),
+    # Our tiles: a wrong stride; no barrier between the raw blocks and the weights that are written over them; the scale
+    # of the neighbour.
+    (
+        "itq3s-mmq.cuh",
+        "(kbx0 + i_src * stride) * ITQ3_S_WORDS",
+        "(kbx0 + i_src * (stride + (emulate::fault == 4))) * ITQ3_S_WORDS",
+    ),
+    (
+        "itq3s-mmq.cuh",
+        "ggml_cuda_syncwarp();  // both lanes of a row have read it",
+        "if (emulate::fault != 5) { ggml_cuda_syncwarp(); }",
+    ),
+    (
+        "itq3s-mmq.cuh",
+        "dA[n][l] = x_f[tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l))];",
+        "dA[n][l] = x_f[tile_x::scale((i0 + n * tile_A::I + tile_C::get_i(2 * l)) ^ (emulate::fault == 6))];",
+    ),
+    # Upstream's driver of MMVQ: no barrier before the parts of the warps are added; the activations of another expert.
+    (
+        "mmvq.cu",
+        "    __syncthreads();\n    if (threadIdx.y > 0) {\n        return;",
+        "    if (emulate::fault != 7) {\n__syncthreads();\n}\n    if (threadIdx.y > 0) {\n        return;",
+    ),
+    (
+        "mmvq.cu",
+        "channel_y = fastmodulo(channel_dst, nchannels_y);\n\n    const block_q8_1 * y",
+        "channel_y = emulate::fault == 8 ? 0 : fastmodulo(channel_dst, nchannels_y);\n\n    const block_q8_1 * y",
+    ),
+    # Our functions for MMVQ: the selector word before the first chunk is not 0.
+    (
+        "itq3s-vecdot.cuh",
+        "k == 0 ? 0 : x[ITQ3_S_WORD_SEL + k - 1]",
+        "k == 0 && emulate::fault != 9 ? 0 : x[ITQ3_S_WORD_SEL + k - 1]",
+    ),
+)
