@@ -8,6 +8,7 @@ chooses between them: it takes every kernel of the backend, cuBLAS and CUDA grap
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import zlib
 from collections.abc import Callable
@@ -363,6 +364,7 @@ def finds(check: Callable[[], None]) -> bool:
     """Whether a check fails or ends its process."""
     child = os.fork()
     if child == 0:
+        faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             check()

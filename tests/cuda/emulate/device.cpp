@@ -172,11 +172,16 @@ extern "C" void emulate_quantize_scatter_mmq(const float * x, const int32_t * id
 // One product of tiles: kind 0 int8, A 16 x 32 and B 8 x 32 bytes; 1 F16, A 16 x 16 and B 8 x 16. Added to C, 16 x 8.
 template <typename tile_A, typename tile_B, typename tile_C, typename word_t, typename sum_t>
 static void tile_product(const word_t * a, const word_t * b, sum_t * c) {
+    word_t * tile = emulate::dynamic_shared<word_t>();
+    for (int l = threadIdx.x; l < (tile_A::I + tile_B::I) * 8; l += emulate::warp_size) {
+        tile[l] = l < tile_A::I * 8 ? a[l] : b[l - tile_A::I * 8];
+    }
+    __syncwarp();
     tile_A A;
     tile_B B;
     tile_C C;
-    ggml_cuda_mma::load_ldmatrix(A, a, 8);
-    load_generic(B, b, 8);
+    load_ldmatrix(A, tile, 8);
+    load_ldmatrix(B, tile + tile_A::I * 8, 8);
     for (int l = 0; l < C.ne; ++l) {
         C.x[l] = c[C.get_i(l) * 8 + C.get_j(l)];
     }
@@ -188,11 +193,12 @@ static void tile_product(const word_t * a, const word_t * b, sum_t * c) {
 extern "C" void emulate_tile_product(const int kind, const void * a, const void * b, void * c) {
     using namespace ggml_cuda_mma;
     if (kind == 0) {
-        emulate::launch(dim3(1), dim3(32), tile_product<tile<16, 8, int>, tile<8, 8, int>, tile<16, 8, int>, int, int>,
-                        (const int *) a, (const int *) b, (int *) c);
+        emulate::launch_shared(dim3(1), dim3(32), 24 * 32,
+                               tile_product<tile<16, 8, int>, tile<8, 8, int>, tile<16, 8, int>, int, int>,
+                               (const int *) a, (const int *) b, (int *) c);
     } else {
-        emulate::launch(dim3(1), dim3(32),
-                        tile_product<tile<16, 8, half2>, tile<8, 8, half2>, tile<16, 8, float>, half2, float>,
-                        (const half2 *) a, (const half2 *) b, (float *) c);
+        emulate::launch_shared(dim3(1), dim3(32), 24 * 32,
+                               tile_product<tile<16, 8, half2>, tile<8, 8, half2>, tile<16, 8, float>, half2, float>,
+                               (const half2 *) a, (const half2 *) b, (float *) c);
     }
 }
