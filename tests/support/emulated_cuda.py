@@ -35,9 +35,17 @@ TYPES = ("itq3_s", "tq1_0", "tq2_0")
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610
 #: Widths of upstream's tiles in MMQ, with a fallback for missing rows and without. Where all differences to another
 #: architecture show in two, the others are not compiled.
-ALL_WIDTHS = {True: (8, 16, 32, 64, 128), False: (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)}
-TWO_WIDTHS = {True: (16, 64), False: (16, 64)}
-WIDTHS = {HOPPER: ALL_WIDTHS, TURING: TWO_WIDTHS, VOLTA: ALL_WIDTHS, PASCAL: TWO_WIDTHS}
+ALL_WIDTHS: dict[bool, tuple[int, ...]] = {
+    True: (8, 16, 32, 64, 128),
+    False: (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128),
+}
+TWO_WIDTHS: dict[bool, tuple[int, ...]] = {True: (16, 64), False: (16, 64)}
+WIDTHS: dict[int, dict[bool, tuple[int, ...]]] = {
+    HOPPER: ALL_WIDTHS,
+    TURING: TWO_WIDTHS,
+    VOLTA: ALL_WIDTHS,
+    PASCAL: TWO_WIDTHS,
+}
 
 #: Files of upstream's that are compiled beside ours.
 UPSTREAM = ("mmq.cu", "mmvq.cu", "mmid.cu", "quantize.cu")

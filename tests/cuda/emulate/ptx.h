@@ -46,23 +46,25 @@ void mma(const regs & d, const regs & a, const regs & b, const regs & c, F multi
 
 inline void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(const regs & d, const regs & a, const regs & b,
                                                             const regs & c) {
-    mma<int, 16, 8>(d, a, b, c, multiply_s8);
+    mma<int, 16, 8>(d, a, b, c, multiply_s8());
 }
 inline void mma_sync_aligned_m16n8k16_row_col_s32_s8_s8_s32(const regs & d, const regs & a, const regs & b,
                                                             const regs & c) {
-    mma<int, 16, 4>(d, a, b, c, multiply_s8);
+    mma<int, 16, 4>(d, a, b, c, multiply_s8());
 }
 inline void mma_sync_aligned_m8n8k16_row_col_s32_s8_s8_s32(const regs & d, const regs & a, const regs & b,
                                                            const regs & c) {
-    mma<int, 8, 4>(d, a, b, c, multiply_s8);
+    mma<int, 8, 4>(d, a, b, c, multiply_s8());
 }
 
-inline float multiply_f16(const uint32_t x, const uint32_t y, const float sum) {
-    return sum + f16((uint16_t) x) * f16((uint16_t) y) + f16((uint16_t) (x >> 16)) * f16((uint16_t) (y >> 16));
-}
+struct multiply_f16 {
+    float operator()(const uint32_t x, const uint32_t y, const float sum) const {
+        return sum + f16((uint16_t) x) * f16((uint16_t) y) + f16((uint16_t) (x >> 16)) * f16((uint16_t) (y >> 16));
+    }
+};
 inline void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(const regs & d, const regs & a, const regs & b,
                                                               const regs & c) {
-    mma<float, 16, 8>(d, a, b, c, multiply_f16);
+    mma<float, 16, 8>(d, a, b, c, multiply_f16());
 }
 
 // Matrices of 8 rows of 16 bytes, of which lane 8*m + i has the address of row i of matrix m: every lane gets a word of
