@@ -11,7 +11,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,17 +94,24 @@ def mul_mat(
     op: str = "swiglu",
 ) -> None:
     """``dst = x*y``: tensors of ggml with the shapes and strides of these arrays, x and gate (..., rows, n, bytes)."""
-    sizes, strides = np.ones((7, 4), np.int64), np.ones((7, 4), np.int64)
     arrays = (x, y, dst, ids, x_bias, gate, gate_bias)
+    device("mul_mat", kernels, TYPES.index(name), *arrays, *shapes(arrays, [0, 5]), GLU[op])
+
+
+def shapes(
+    arrays: Sequence[npt.NDArray[Any] | None], of_blocks: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Four numbers and four strides for each, as ggml has them; which arrays have blocks, (..., rows, n, bytes)."""
+    sizes, strides = np.ones((len(arrays), 4), np.int64), np.ones((len(arrays), 4), np.int64)
     for i, array in enumerate(arrays):
         if array is not None:
-            blocks = array is x or array is gate
-            shape = (*array.shape[:-2], array.shape[-2] * BLOCK) if blocks else array.shape
-            steps = (*array.strides[:-2], array.shape[-1]) if blocks else array.strides
+            shape, steps = array.shape, array.strides
+            if i in of_blocks:
+                shape, steps = (*shape[:-2], shape[-2] * BLOCK), (*steps[:-2], shape[-1])
             sizes[i, : len(shape)] = shape[::-1]
             strides[i, : len(steps)] = steps[::-1]
             strides[i, len(steps) :] = strides[i, len(steps) - 1] * sizes[i, len(steps) - 1]
-    device("mul_mat", kernels, TYPES.index(name), *arrays, sizes, strides, GLU[op])
+    return sizes, strides
 
 
 def product(device: Device, kernels: int, name: str, x: ByteArray, y: FloatArray) -> None:
@@ -354,6 +362,30 @@ def test_experts_of_many_tokens(
     on: Callable[..., Device], architecture: int, name: str, rows: int, used: int, broadcast: bool
 ) -> None:
     expert_product(on(architecture, nsm=5), MANY, name, rows, 16, used, broadcast=broadcast)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both
+
+
+@pytest.mark.parametrize("architecture", [HOPPER, TURING])
+@pytest.mark.parametrize("kernels,columns", [(FEW, 2), (MANY, 16)])
+@pytest.mark.parametrize(
+    "names,quantized", [(("itq3_s", "itq3_s"), 1), (("tq2_0", "tq2_0"), 1), (("itq3_s", "tq1_0"), 2)]
+)
+def test_products_that_share_activations(
+    on: Callable[..., Device], architecture: int, kernels: int, columns: int, names: tuple[str, str], quantized: int
+) -> None:
+    device = on(architecture, nsm=1)
+    nblocks = 3
+    x = [blocks_of(name, rows, nblocks, seed=rows) for name, rows in zip(names, (8, 12), strict=True)]
+    y = activations(columns, nblocks * BLOCK)
+    dst = [np.full((columns, len(blocks)), np.nan, np.float32) for blocks in x]
+    arrays = (x[0], dst[0], x[1], dst[1], y)
+    device("mul_mat_shared", kernels, *map(TYPES.index, names), *arrays, *shapes(arrays, [0, 2]))
+    for name, blocks, found in zip(names, x, dst, strict=True):
+        compare(found, rounded(name, kernels, architecture, y), weights(name, blocks))
+    assert len(device.launches()) == quantized + 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

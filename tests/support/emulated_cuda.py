@@ -163,7 +163,7 @@ def write_sources(folder: Path, faults: Sequence[tuple[str, str, str]] = ()) -> 
         faults: mistakes, in the order of their numbers from 1 on: a file, what stands there once, what takes its place.
     """
     tree = patched_tree() / "ggml" / "src" / "ggml-cuda"
-    ours = {path.name: path for path in (*SOURCES.glob("*.cu*"), *EMULATE.glob("*.cpp"))}
+    ours = {path.name: path for path in (*SOURCES.glob("*.[ch]*"), *EMULATE.glob("*.cpp"))}
     upstream = [path for path in (*tree.glob("*.cuh"), *map(tree.joinpath, UPSTREAM)) if path.name not in ours]
     for name in ("upstream/vendors", "upstream/template-instances", "ours"):
         (folder / name).mkdir(parents=True)
@@ -221,7 +221,7 @@ def build(folder: Path, architecture: int) -> Path:
         assert done.returncode == 0, done.stderr
         return f"{name}.o"
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_unit, units))
     library = folder / f"emulated-{architecture}.so"
     link = [compiler, "-shared", "-fsanitize=undefined", "-Wl,-z,defs", *objects, "-o", str(library)]

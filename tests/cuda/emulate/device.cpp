@@ -89,6 +89,9 @@ size_t ggml_element_size(const ggml_tensor * tensor) {
 int64_t ggml_nelements(const ggml_tensor * tensor) {
     return tensor->ne[0] * tensor->ne[1] * tensor->ne[2] * tensor->ne[3];
 }
+int64_t ggml_nrows(const ggml_tensor * tensor) {
+    return tensor->ne[1] * tensor->ne[2] * tensor->ne[3];
+}
 size_t ggml_nbytes(const ggml_tensor * tensor) {
     size_t bytes = tensor->ne[0] / ggml_blck_size(tensor->type) * tensor->nb[0];
     for (int i = 1; i < GGML_MAX_DIMS; ++i) {

@@ -1,6 +1,7 @@
 // Upstream's products behind a C interface: the functions that its backend calls, with tensors as they are.
 
 #include "device.h"
+#include "itq3s-share.cuh"
 #include "mmq.cuh"
 #include "mmvq.cuh"
 
@@ -77,4 +78,36 @@ extern "C" void emulate_mul_mat(const int choice, const int type, void * x, void
                                 x_bias || gate || gate_bias ? &fusion : nullptr);
     }
     tdst.fetch();
+}
+
+// Two products with the same activations, x 0 and x 1 by y, as a graph that shares those. ne and nb: four numbers for
+// each of x 0, dst 0, x 1, dst 1 and y.
+extern "C" void emulate_mul_mat_shared(const int choice, const int type_0, const int type_1, void * x_0, void * dst_0,
+                                       void * x_1, void * dst_1, void * y, const int64_t * ne, const int64_t * nb) {
+    const size_t  room   = choice == 1 ? 3 * nb[1] : 0;
+    device_tensor x[2]   = { { emulate_types[type_0], x_0, ne, nb, room },
+                             { emulate_types[type_1], x_1, ne + 8, nb + 8, room } };
+    device_tensor dst[2] = { { GGML_TYPE_F32, dst_0, ne + 4, nb + 4 }, { GGML_TYPE_F32, dst_1, ne + 12, nb + 12 } };
+    device_tensor ty(GGML_TYPE_F32, y, ne + 16, nb + 16);
+
+    ggml_tensor * nodes[2] = { dst[0].get(), dst[1].get() };
+    for (int i = 0; i < 2; ++i) {
+        nodes[i]->op     = GGML_OP_MUL_MAT;
+        nodes[i]->src[0] = x[i].get();
+        nodes[i]->src[1] = ty.get();
+    }
+    ggml_cgraph graph = {};
+    graph.n_nodes     = 2;
+    graph.nodes       = nodes;
+
+    ggml_backend_cuda_context ctx(0);
+    ggml_cuda_itq3s_share     share(ctx, &graph);
+    for (int i = 0; i < 2; ++i) {
+        if (choice == 2) {
+            ggml_cuda_mul_mat_q(ctx, nodes[i]->src[0], ty.get(), nullptr, nodes[i]);
+        } else {
+            ggml_cuda_mul_mat_vec_q(ctx, nodes[i]->src[0], ty.get(), nullptr, nodes[i], nullptr);
+        }
+        dst[i].fetch();
+    }
 }

@@ -1,7 +1,7 @@
 // Runs a CUDA kernel on the CPU with its launch structure: every thread of a block is a fiber, blocks run one after
 // another. Fibers stop at barriers and at warp operations until all partners are there, so a kernel that lets a lane
-// miss a shuffle or a barrier ends the test instead of passing by luck. In what order the others run between is chosen
-// by a seed. Asynchronous copies arrive when their thread waits for them and not before; shared memory is exactly as
+// miss a shuffle or a barrier ends the test instead of passing by luck. In what order the others run between, and the
+// blocks, is chosen by a seed. Asynchronous copies arrive when their thread waits for them and not before; shared memory is exactly as
 // large as the launch asks for, and full of garbage when a block begins.
 
 #pragma once
@@ -19,6 +19,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -486,24 +487,26 @@ void launch_shared(const dim3 grid, const dim3 dims, const size_t shared_bytes, 
         prepare(f);
     }
     current_block = &b;
-    for (unsigned int bz = 0; bz < grid.z; ++bz) {
-        for (unsigned int by = 0; by < grid.y; ++by) {
-            for (unsigned int bx = 0; bx < grid.x; ++bx) {
-                blockIdx = { bx, by, bz };
-                b.live   = nthreads;
-                b.warps.assign(nthreads / warp_size, warp());
-                b.ready.clear();
-                for (auto & f : b.fibers) {
-                    f->done = false;
-                    f->groups.clear();
-                    b.ready.push_back(f.get());
-                }
-                shared.resize(shared_bytes);
-                ++blocks_begun;
-                run_block(b);
-                shared.check();
-            }
+    std::vector<size_t> order((size_t) grid.x * grid.y * grid.z);
+    std::iota(order.begin(), order.end(), 0);
+    if (device.seed != 0) {
+        std::shuffle(order.begin(), order.end(), std::mt19937_64(device.seed));
+    }
+    for (const size_t i : order) {
+        blockIdx = { (unsigned int) (i % grid.x), (unsigned int) (i / grid.x % grid.y),
+                     (unsigned int) (i / grid.x / grid.y) };
+        b.live   = nthreads;
+        b.warps.assign(nthreads / warp_size, warp());
+        b.ready.clear();
+        for (auto & f : b.fibers) {
+            f->done = false;
+            f->groups.clear();
+            b.ready.push_back(f.get());
         }
+        shared.resize(shared_bytes);
+        ++blocks_begun;
+        run_block(b);
+        shared.check();
     }
     current       = nullptr;
     current_block = nullptr;
