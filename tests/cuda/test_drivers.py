@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import HOPPER, PASCAL, TURING, TYPES, VOLTA, WIDTHS, Device
+from emulated_cuda import HOPPER, PASCAL, TURING, TYPES, VOLTA, Device, widths
 from tests.cuda.planted import FAULTS
 from tests.cuda.test_emulated import (
     BLOCK,
@@ -285,10 +285,11 @@ def test_fusion(
 # mul_mat_q
 
 TILES = [
-    (architecture, width, fallback)
-    for architecture, of_fallback in WIDTHS.items()
-    for fallback, widths in of_fallback.items()
-    for width in widths
+    (architecture, name, width, fallback)
+    for architecture in (HOPPER, TURING, VOLTA, PASCAL)
+    for name in TYPES
+    for fallback in (True, False)
+    for width in widths(architecture, name, fallback)
 ]
 
 
@@ -298,8 +299,7 @@ def shared_bytes(architecture: int, width: int) -> int:
     return 4 * width + int(4 * rows * stride) + -(-144 * width // 1024) * 1024
 
 
-@pytest.mark.parametrize("architecture,width,fallback", TILES)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("architecture,name,width,fallback", TILES)
 def test_every_tile(on: Callable[..., Device], name: str, architecture: int, width: int, fallback: bool) -> None:
     device = on(architecture)
     columns = width - 3
@@ -323,8 +323,8 @@ def test_zero_points(on: Callable[..., Device], architecture: int, columns: int,
     [
         (128, 9, 7, 3),  # a tile in three parts
         (128, 9, 3, 8),  # CUDA blocks without a part
-        (300, 20, 5, 2),  # three tiles, the last one not full, on two multiprocessors
-        (256, 300, 2, 4),  # more columns than a tile has: six tiles on four
+        (300, 50, 5, 2),  # three tiles, the last one not full, on two multiprocessors
+        (256, 250, 2, 3),  # more columns than a tile has: four tiles on three
     ],
 )
 def test_stream_k(

@@ -33,35 +33,25 @@ TYPES = ("itq3_s", "tq1_0", "tq2_0")
 #: Architectures: asynchronous copies and dependent launches; the first tensor cores for int8; tiles of 128 rows without
 #: tensor cores; those of 64 rows.
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610
-#: Widths of upstream's tiles in MMQ, with a fallback for missing rows and without. Where all differences to another
-#: architecture show in two, the others are not compiled.
-ALL_WIDTHS: dict[bool, tuple[int, ...]] = {
-    True: (8, 16, 32, 64, 128),
-    False: (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128),
-}
-TWO_WIDTHS: dict[bool, tuple[int, ...]] = {True: (16, 64), False: (16, 64)}
-WIDTHS: dict[int, dict[bool, tuple[int, ...]]] = {
-    HOPPER: ALL_WIDTHS,
-    TURING: TWO_WIDTHS,
-    VOLTA: ALL_WIDTHS,
-    PASCAL: TWO_WIDTHS,
-}
+#: Widths of upstream's tiles in MMQ, with a fallback for missing rows and without, and those that the others are like.
+SOME_WIDTHS = (16, 64)
+ALL_WIDTHS = {True: (8, 16, 32, 64, 128), False: (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)}
+
+
+def widths(architecture: int, name: str, fallback: bool) -> tuple[int, ...]:
+    """The widths that are compiled: all for ITQ3_S on two architectures."""
+    if architecture in (HOPPER, VOLTA):
+        return ALL_WIDTHS[fallback] if name == "itq3_s" else (*SOME_WIDTHS, 128)
+    return SOME_WIDTHS
+
 
 #: Files of upstream's that are compiled beside ours.
 UPSTREAM = ("mmq.cu", "mmvq.cu", "mmid.cu", "quantize.cu")
-#: What is compiled together, for all architectures and for the newest, longest first.
-INSTANCES = tuple(f"upstream/template-instances/mmq-instance-{name}.cu" for name in TYPES)
-UNITS = (
-    INSTANCES[:1],
-    INSTANCES[1:],
-    ("upstream/mmvq.cu",),
-    ("upstream/quantize.cu", "upstream/mmq.cu", "upstream/mmid.cu"),
-    ("ours/device.cpp", "ours/itq3s-quantize.cu", "ours/drivers.cpp"),
-)
-NEWEST_UNITS = (
-    ("ours/itq3s-mma.cu", "ours/products.cpp"),
-    ("ours/kernels.cpp", "ours/faults.cpp", "ours/fused.cpp"),
-)
+#: What is compiled together: our files and the C interfaces; upstream's with our functions inside; upstream's of which
+#: only what is called on the host runs, for the kernels are ours.
+OURS = [("device.cpp", "itq3s-quantize.cu", "drivers.cpp")]
+OURS_NEWEST = [("itq3s-mma.cu", "products.cpp"), ("kernels.cpp", "faults.cpp", "fused.cpp")]
+INSTANCES = [f"template-instances/mmq-instance-{name}.cu" for name in TYPES]
 
 #: The PTX instructions of emulate/ptx.h.
 PTX = frozenset(re.findall(r"^inline void (\w+)\(", (EMULATE / "ptx.h").read_text(), re.M))
@@ -138,7 +128,7 @@ def only_ours(source: str) -> str:
     chosen = rf"{others}{same_case}?(?:mul_mat_q_case|mul_mat_vec_q_switch_ncols_dst)<{same_case}"
     source = re.sub(chosen, "", source, flags=re.S)
     launched = re.compile(r"launch_mul_mat_q<type,\s*(\d+), fallback, prec_src1>\(ctx, args, stream\);")
-    has_tiles = r"EMULATE_WIDTHS(\1) && ggml_cuda_mmq_get_type(type, \1, fallback, prec_src1) != GGML_TYPE_COUNT"
+    has_tiles = r"EMULATE_WIDTHS(type, \1) && ggml_cuda_mmq_get_type(type, \1, fallback, prec_src1) != GGML_TYPE_COUNT"
     missing = 'emulate::fail("a tile of this width is not compiled");'
     return launched.sub(rf"if constexpr ({has_tiles}) {{ \g<0> }} else {{ {missing} }}", source)
 
@@ -198,24 +188,33 @@ def build(folder: Path, architecture: int) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler is not None, "a C++ compiler is needed"
     cached = [ccache] if (ccache := shutil.which("ccache")) else []
-    widths = " || ".join(
-        f"J == {width}" for width in sorted({*WIDTHS[architecture][True], *WIDTHS[architecture][False]})
+    compiled = " || ".join(
+        f"(type == GGML_TYPE_{name.upper()} && J == {width})"
+        for name in TYPES
+        for width in sorted({*widths(architecture, name, True), *widths(architecture, name, False)})
     )
     flags = [f"-D__CUDA_ARCH__={architecture}", f"-D__CUDA_ARCH_LIST__={architecture}", "-DGGML_CUDA_NO_VMM"]
-    flags += [f"-DEMULATE_WIDTHS(J)=({widths})", "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fno-exceptions"]
-    flags += ["-Iours", "-Iupstream", "-Iemulate/toolkit", "-Iemulate"]
+    flags += [f"-DEMULATE_WIDTHS(type, J)=({compiled})", "-std=c++17", "-fPIC", "-fno-strict-aliasing"]
+    flags += ["-fno-exceptions", "-Iours", "-Iupstream", "-Iemulate/toolkit", "-Iemulate"]
     flags += ["-isystem", "tree/ggml/src", "-isystem", "tree/ggml/include"]
     checks = ["-O1", "-fno-sanitize-recover=all"]  # among others misaligned vector accesses end the test
     strict = [*checks, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fsanitize=undefined"]
-    lenient = [*checks, "-w", "-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
-    units = [*(NEWEST_UNITS if architecture == HOPPER else ()), *UNITS]
+    with_ours = [*checks, "-w", "-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
+    on_host = ["-w"]
+    newest = architecture == HOPPER
+    units: list[tuple[list[str], str, Sequence[str]]]
+    units = [(strict, "ours", unit) for unit in (*(OURS_NEWEST if newest else []), *OURS)]
+    if newest:  # ours runs in the place of MMVQ
+        units += [(with_ours, "upstream", unit) for unit in (INSTANCES[:1], INSTANCES[1:], ["mmid.cu"])]
+        units += [(on_host, "upstream", ["mmvq.cu", "mmq.cu", "quantize.cu"])]
+    else:
+        units += [(with_ours, "upstream", unit) for unit in (INSTANCES, ["mmvq.cu", "mmid.cu"])]
+        units += [(on_host, "upstream", ["mmq.cu", "quantize.cu"])]
 
-    def compile_unit(unit: Sequence[str]) -> str:
-        name = f"{Path(unit[0]).stem}-{architecture}"
-        (folder / f"{name}.cpp").write_text("".join(f'#include "{path}"\n' for path in unit))
-        own = strict if unit[0].startswith("ours/") else lenient
-        if unit == ("upstream/mmvq.cu",) and architecture == HOPPER:
-            own = ["-w"]  # our own kernel runs, not upstream's
+    def compile_unit(unit: tuple[Sequence[str], str, Sequence[str]]) -> str:
+        own, part, files = unit
+        name = f"{Path(files[0]).stem}-{architecture}"
+        (folder / f"{name}.cpp").write_text("".join(f'#include "{part}/{file}"\n' for file in files))
         command = [*cached, compiler, *flags, *own, "-c", f"{name}.cpp", "-o", f"{name}.o"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
