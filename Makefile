@@ -9,6 +9,8 @@ PIP_ARGS ?=
 # More programs of llama.cpp for make build, such as "llama-mtmd-cli llama-tts".
 TARGETS ?= $(ITQ3S_TARGETS)
 PYTEST_ARGS ?=
+# Processes that run the test files; each takes about a core and two GiB.
+TEST_WORKERS ?= 2
 EVAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
 SECONDS ?= 600
@@ -45,7 +47,7 @@ demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with 
 	$(PY) scripts/demo.py
 
 test: build ## run all tests
-	$(PY) -m pytest --slow $(PYTEST_ARGS)
+	$(PY) -m pytest --slow -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow ones
 	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
