@@ -157,7 +157,9 @@ def test_which_kernels(on: Callable[..., Device], architecture: int, cc: int, mo
     device = on(architecture, cc=cc)
     for number in range(len(TYPES)):
         choices = [int(device("choice", number, columns, 0)) for columns in (1, most, most + 1, 4096)]
-        assert choices == [FEW, FEW, MANY, MANY]
+        assert [choice == FEW for choice in choices] == [True, True, False, False]
+        if architecture <= cc:  # else there are no kernels for the device
+            assert choices[2] == MANY
 
 
 # ---------------------------------------------------------------------------------------------------------------------
