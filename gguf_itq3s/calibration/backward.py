@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ..codec.transform import BLOCK
 from ..errors import UserError
+from ..rounding.factors import tensor_entry
 from .activations import activation_path, activations
 from .groups import Reader
 from .layers import LayeredModel
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
+#: In the place of an expert's number, of what all experts share; in that of a block's, how often.
+_SHARED: Final = "shared"
+_SHARE: Final = "share"
 
 
 class OutputFisher:
@@ -49,11 +53,15 @@ class OutputFisher:
     def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
-        Rows are in the order of the model in Transformers.
+        Rows are in the order of the model in Transformers. That of an expert is a sum over the tokens that came to it,
+        divided by all tokens; one that few tokens came to has the mean of all experts of its layer, as often.
         """
         with safe_open(self.folder / _file(number), framework="numpy") as file:
-            names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
-            return [file.get_tensor(name) for name in names]
+            every = sorted(file.keys())
+            if (share := f"{reader.entry}/{_SHARE}") in every:
+                shared = [name for name in every if name.rpartition("/")[0] == tensor_entry(reader.name, _SHARED)]
+                return [file.get_tensor(name) * file.get_tensor(share) for name in shared]
+            return [file.get_tensor(name) for name in every if name.rpartition("/")[0] == reader.entry]
 
     def output(self) -> np.ndarray:
         """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""
@@ -95,7 +103,7 @@ class OutputFisher:
         if state.get("key") != key:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            state = {"key": key, "forward": 0, "left": model.layers}
+            state = {"key": key, "forward": 0, "left": model.layers, "few": 0, "experts": 0}
         if not state["left"]:
             return
         batches = [slice(i, i + batch) for i in range(0, len(windows), batch)]
@@ -126,15 +134,21 @@ class OutputFisher:
             bar.update()
             for number in range(state["left"] - 1, -1, -1):
                 layer = model.load(number)
-                self._backward(model, number, layer, shape, batches, keywords[number])
+                few, experts = self._backward(model, number, layer, shape, batches, keywords[number])
                 model.unload(number)
-                done(left=number)
+                done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
                 (self.folder / "gradients" / activation_path(Path(), number + 1).name).unlink(missing_ok=True)
                 activation_path(self.folder, number).unlink()
                 bar.update()
         activation_path(self.folder, model.layers).unlink(missing_ok=True)
         shutil.rmtree(self.folder / "gradients", ignore_errors=True)
         torch.cuda.empty_cache()
+        if state["few"]:
+            print(
+                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer tokens than they have rows: "
+                "they share the gradients of all experts of their layer",
+                file=messages,
+            )
 
     def _keep(self, number: int, array: np.memmap, folder: Path | None = None) -> None:
         array.flush()
@@ -180,8 +194,12 @@ class OutputFisher:
         shape: tuple[int, ...],
         batches: list[slice],
         keywords: dict[int, dict[str, Any]],
-    ) -> None:
-        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another."""
+    ) -> tuple[int, int]:
+        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another.
+
+        Returns:
+            Of experts, how many matrices saw too few tokens, and how many there are.
+        """
         import torch
 
         layer.requires_grad_(False)
@@ -189,24 +207,15 @@ class OutputFisher:
         source = activations(self.folder, number, shape, "r")
         behind = activations(folder, number + 1, shape, "r")
         target = activations(folder, number, shape, "w+", partial=True)
-        sums: dict[str, list[torch.Tensor]] = {}
+        sums = _Sums(self._full, self._block)
         first = Moment(model.hidden, model.hidden <= self._full) if number == 0 and not model.hidden % BLOCK else None
         square = 0.0
         tokens = 0
 
         def watch(entry: str) -> Callable[..., None]:
-            def add(gradient: torch.Tensor) -> None:
-                rows = gradient.reshape(-1, gradient.shape[-1]).float()
-                size = rows.shape[1] if rows.shape[1] <= self._full else self._block
-                parts = [part.T @ part for part in rows.split(size, dim=1)]
-                before = sums.get(entry)
-                sums[entry] = [p.double() for p in parts] if before is None else [
-                    total.add_(p) for total, p in zip(before, parts, strict=True)
-                ]  # fmt: skip
-
             def hook(_: Any, __: Any, out: torch.Tensor) -> None:
                 if out.requires_grad:
-                    out.register_hook(add)
+                    out.register_hook(lambda gradient: sums.add(entry, gradient))
 
             return hook
 
@@ -214,8 +223,9 @@ class OutputFisher:
         handles = [
             layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry))
             for reader in readers
-            if reader.parameter == "weight"  # the outputs of stacked experts are not seen
+            if reader.parameter == "weight"
         ]
+        stacks = _watched_experts(layer, readers, sums)
         for part in batches:
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
             out = layer(hidden, **keywords[hidden.shape[0]])
@@ -229,18 +239,135 @@ class OutputFisher:
             tokens += hidden.shape[0] * hidden.shape[1]
         for handle in handles:
             handle.remove()
+        for path, module in stacks.items():
+            layer.set_submodule(path, module)
+        few, experts = sums.share(readers, tokens)
         matrices = {}
-        for entry, parts in sums.items():
-            for place, total in enumerate(parts):
-                matrices[f"{entry}/{place:05d}"] = (total / tokens).float().cpu().numpy()
-                if not np.isfinite(matrices[f"{entry}/{place:05d}"]).all():
-                    what = "gives gradients that are NaN or infinite"
-                    raise UserError(model.folder, what, "leave --fisher out", entry)
+        for name, total in sums.means(tokens):
+            matrices[name] = total
+            if not np.isfinite(total).all():
+                what = "gives gradients that are NaN or infinite"
+                raise UserError(model.folder, what, "leave --fisher out", name.rpartition("/")[0])
         if first is not None:
             found = {"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}
             save(found, self.folder / _INPUT)
         save(matrices, self.folder / _file(number))
         self._keep(number, target, folder)
+        return few, experts
+
+
+class _Sums:
+    """Sums of ``g g^T`` by matrix, with how many tokens they are of.
+
+    Args:
+        full: most rows of a matrix that is kept whole.
+        block: rows of the blocks that are kept of another.
+    """
+
+    def __init__(self, full: int, block: int) -> None:
+        self._full, self._block = full, block
+        self._totals: dict[str, list[torch.Tensor]] = {}
+        self._tokens: dict[str, int] = {}
+        self._shares: dict[str, float] = {}
+
+    def add(self, entry: str, gradient: torch.Tensor) -> None:
+        """Gradients (..., rows) at the outputs of a matrix."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).float()
+        parts = [part.T @ part for part in rows.split(self._size(rows.shape[1]), dim=1)]
+        before = self._totals.get(entry)
+        self._totals[entry] = [part.double() for part in parts] if before is None else [
+            total.add_(part) for total, part in zip(before, parts, strict=True)
+        ]  # fmt: skip
+        self._tokens[entry] = self._tokens.get(entry, 0) + len(rows)
+
+    def _size(self, rows: int) -> int:
+        return rows if rows <= self._full else self._block
+
+    def share(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
+        """Let the experts that saw fewer tokens than a block has rows have the mean of all experts.
+
+        Args:
+            readers: the matrices of the layer.
+            tokens: of all of them.
+
+        Returns:
+            How many matrices of experts saw too few, and how many there are.
+        """
+        stacked = [reader for reader in readers if reader.expert is not None]
+        few = 0
+        for name in dict.fromkeys(reader.name for reader in stacked):
+            entries = [reader.entry for reader in stacked if reader.name == name]
+            seen = [entry for entry in entries if entry in self._totals]
+            if not seen:
+                continue
+            least = max(len(total) for total in self._totals[seen[0]])
+            short = [entry for entry in entries if self._tokens.get(entry, 0) < least]
+            few += len(short)
+            if not short:
+                continue
+            count = sum(self._tokens[entry] for entry in seen)
+            shared = [total * (tokens / count) for total in self._totals[seen[0]]]
+            for entry in seen[1:]:
+                for total, part in zip(shared, self._totals[entry], strict=True):
+                    total.add_(part, alpha=tokens / count)
+            for entry in short:
+                self._totals.pop(entry, None)
+                # One that no token came to is taken for one that a single token comes to.
+                self._shares[entry] = max(self._tokens.get(entry, 0), 1) / tokens
+            self._totals[tensor_entry(name, _SHARED)] = shared
+        return few, len(stacked)
+
+    def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+        """The sums over so many tokens, divided by them, by name; each is forgotten."""
+        while self._totals:
+            entry, parts = self._totals.popitem()
+            for place, total in enumerate(parts):
+                yield f"{entry}/{place:05d}", (total / tokens).float().cpu().numpy()
+        for entry, share in self._shares.items():
+            yield f"{entry}/{_SHARE}", np.array([share], dtype=np.float32)
+
+
+def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _Sums) -> dict[str, torch.nn.Module]:
+    """Let experts whose matrices are stacked add to the sums.
+
+    Their own forward passes show no output of a single expert, so those whose class is known are replaced by a module
+    that computes the same with the same parameters.
+
+    Returns:
+        The modules that were there, by their names.
+    """
+    from ..torch import PackedExperts, stacked
+
+    places: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for reader in readers:
+        if reader.parameter != "weight" and reader.expert is not None:
+            # Gate before up, as their rows are.
+            places.setdefault(reader.path, {}).setdefault((reader.parameter, reader.expert), []).append(reader.entry)
+    before = {}
+    for path, entries in places.items():
+        module = layer.get_submodule(path)
+        found = stacked.find(module)
+        if isinstance(found, str) or any(stack.transposed for stack in found.stacks.values()):
+            continue
+        made = PackedExperts(found.count, found.stacks, found.gate, bias=found.bias, device="meta")
+        made._parameters = {**made._parameters, **module._parameters}
+
+        def watch(
+            name: str, expert: int, out: torch.Tensor, entries: dict[tuple[str, int], list[str]] = entries
+        ) -> None:
+            halves = entries.get((name, expert), [])
+            if out.requires_grad and halves:
+                out.register_hook(lambda gradient: _add_halves(sums, halves, gradient))
+
+        made.watch = watch
+        layer.set_submodule(path, made)
+        before[path] = module
+    return before
+
+
+def _add_halves(sums: _Sums, entries: Sequence[str], gradient: torch.Tensor) -> None:
+    for entry, part in zip(entries, gradient.chunk(len(entries), dim=-1), strict=True):
+        sums.add(entry, part)
 
 
 def _file(number: int) -> str:
