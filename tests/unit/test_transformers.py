@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from checkpoints import SIZES, save_model
-from gguf_files import write_gguf
+from gguf_files import rewritten
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -456,16 +456,6 @@ def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Pa
     assert first.name.endswith("-00001-of-00003.gguf")
     whole = load_gguf(converted("llama")).state_dict()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load_gguf(first).state_dict().items())
-
-
-def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """A copy of a file with other metadata or tensors."""
-    reader = gguf.GGUFReader(source)
-    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    values = {key: (field.contents(), field.types) for key, field in fields.items()}
-    change(values, tensors)
-    return write_gguf(out, values, tensors)
 
 
 def drop(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoints import MIXTURES, SIZES, save_model
+from gguf_files import rewritten
 from gguf_itq3s import upstream
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.torch import PackedExperts, PackedLinear, stacked
@@ -385,6 +386,19 @@ def test_a_file_keeps_its_experts_packed(
     assert file.generate(TOKENS[:1], max_new_tokens=4, do_sample=False).shape == (1, 24)
 
 
+def test_a_file_with_gate_and_up_in_one(converted: Callable[..., Path], tmp_path: Path) -> None:
+    def fuse(_: Any, tensors: dict[str, Any]) -> None:
+        for block in ("blk.0", "blk.1"):
+            (gate, qtype), (up, _) = (tensors.pop(f"{block}.ffn_{part}_exps.weight") for part in ("gate", "up"))
+            tensors[f"{block}.ffn_gate_up_exps.weight"] = np.concatenate([gate, up], axis=1), qtype
+
+    fused = load_gguf(rewritten(converted("qwen3-moe"), tmp_path / "fused.gguf", fuse))
+    apart = load_gguf(converted("qwen3-moe"))
+    assert len(packed(apart)) == 2
+    for path, layer in packed(apart).items():
+        assert torch.equal(packed(fused)[path].gate_up_proj, layer.gate_up_proj)
+
+
 def test_a_file_of_several_types(converted: Callable[..., Path]) -> None:
     """The second matrices in another type, and those of one layer in a packed one of their own."""
     types = (("blk.0.ffn_down_exps", "q8_0"), ("blk.1.ffn_up_exps", "f16"))
@@ -405,14 +419,18 @@ def test_a_file_of_several_types(converted: Callable[..., Path]) -> None:
     [
         ("expert_count", 3, r"has the shape \[4, "), ("expert_used_count", 9, "sends a token to 9 of 4 experts"),
         ("expert_feed_forward_length", 1 << 30, "moe_intermediate_size 1073741824, which is no count"),
+        ("blk.1.ffn_up_exps.weight", 0, "has no two tensors, of gate and up, for model.layers.1.mlp.experts.gate_up"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_what_they_say(
     key: str, value: int, message: str, converted: Callable[..., Path], tmp_path: Path
 ) -> None:
-    shutil.copyfile(converted("qwen3-moe"), tmp_path / "model.gguf")
-    reader = gguf.GGUFReader(tmp_path / "model.gguf", "r+")
-    reader.fields[f"qwen3moe.{key}"].parts[-1][0] = value
-    reader.data.flush()
+    def change(fields: dict[str, Any], tensors: dict[str, Any]) -> None:
+        if key in tensors:
+            del tensors[key]
+        else:
+            fields[f"qwen3moe.{key}"] = (value, fields[f"qwen3moe.{key}"][1])
+
+    rewritten(converted("qwen3-moe"), tmp_path / "model.gguf", change)
     with pytest.raises(UserError, match=message):
         load_gguf(tmp_path / "model.gguf")
