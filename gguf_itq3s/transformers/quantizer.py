@@ -13,6 +13,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,11 +93,17 @@ class Pack(ConversionOps):
             except ValueError as error:
                 # Transformers would hide it in a table of its log; it is raised once the tensors are through.
                 self.quantizer.refused = error
-        return {full_layer_name: tensor[0][0]() if isinstance(tensor, Pieces) else tensor}
+        return {full_layer_name: _read(tensor[0][0]) if isinstance(tensor, Pieces) else tensor}
 
 
-class Pieces(list[list[Callable[[], torch.Tensor]]]):
+class Pieces(list[list[Any]]):
     """A stack that is not made yet: for every expert what reads the pieces of its matrix, the first rows first."""
+
+
+def _read(piece: Any) -> torch.Tensor:
+    """A tensor out of what Transformers reads it with, at once or beforehand in a thread."""
+    found: torch.Tensor = piece.result() if isinstance(piece, Future) else piece()
+    return found
 
 
 class _Stack(ConversionOps):
@@ -118,9 +125,9 @@ class _Stack(ConversionOps):
         full_layer_name: str = "", **options: Any,
     ) -> dict[str, Any]:  # fmt: skip
         if full_layer_name in self.packed:
-            pieces = [input_dict[pattern] for pattern in source_patterns]
-            return {target_patterns[0]: Pieces(list(parts) for parts in zip(*pieces, strict=True))}
-        found: dict[str, Any] = {key: [read() for read in reads] for key, reads in input_dict.items()}
+            stacks = [input_dict[pattern] for pattern in source_patterns]
+            return {target_patterns[0]: Pieces(list(parts) for parts in zip(*stacks, strict=True))}
+        found: dict[str, Any] = {key: [_read(piece) for piece in pieces] for key, pieces in input_dict.items()}
         for operation in self.operations:
             found = operation.convert(
                 found, source_patterns=source_patterns, target_patterns=target_patterns,
@@ -144,6 +151,9 @@ class Stacked(WeightConverter):
     def of(cls, converter: WeightConverter, packed: Collection[str]) -> Stacked | None:
         """The conversion in place of one of Transformers; None of one that does more than to stack."""
         merge, *rest = converter.operations
+        needed = ("_original_source_patterns", "_original_target_patterns", "materialize_tensors", "force_cpu")
+        if not all(hasattr(converter, name) for name in needed):
+            return None  # another version of Transformers: it stacks the floats of all experts first
         if type(merge) is not MergeModulelist or merge.dim or len(converter.target_patterns) != 1:
             return None
         if [(type(operation), getattr(operation, "dim", None)) for operation in rest] not in ([], [(Concatenate, 1)]):
@@ -367,9 +377,9 @@ class ITQ3SQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._plan(stored)
         conversions = list(super().update_weight_conversions(weight_conversions, model))
-        if self.pre_quantized:
-            return conversions
         names = {matrix.parameter for matrix in self._packed.values() if matrix.count is not None}
+        if self.pre_quantized or not names:
+            return conversions
         return [
             Stacked.of(entry, names) or entry if isinstance(entry, WeightConverter) else entry for entry in conversions
         ]
@@ -511,7 +521,7 @@ class ITQ3SQuantizer(HfQuantizer):
             if len(weight) != matrix.count:
                 raise ValueError(f"{matrix.parameter}: has {len(weight)} experts, not {matrix.count}")
             for pieces in weight:
-                rows = torch.cat([piece() for piece in pieces])
+                rows = torch.cat([_read(piece) for piece in pieces])
                 if tuple(rows.shape) != shape:
                     raise ValueError(f"{matrix.parameter}: has the shape {tuple(rows.shape)}, not {shape}")
                 yield rows
@@ -565,7 +575,8 @@ class ITQ3SQuantizer(HfQuantizer):
         if not self.pre_quantized:
             model._keep_in_fp32_modules_strict = self._kept
             # Blocks are saved as they are held, not taken apart again.
-            model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Stacked)]
+            if used := getattr(model, "_weight_conversions", None):
+                model._weight_conversions = [entry for entry in used if not isinstance(entry, Stacked)]
         self.actions.clear()
         if self.quantization_config.norms_folded:
             model.add_model_tags(FOLDED_TAG)
