@@ -234,9 +234,9 @@ def main() -> int:
         print(f"{key}: {float(found[key].mean()):.5f}", file=sys.stderr)
     print("\n".join(sorted(notes)), file=sys.stderr)
     text = (
-        f"{table(found)}\nA Mixtral with {EXPERTS} experts of {NEURONS} neurons in each of its layers, made of the "
-        f"bundled model and trained for {args.steps} steps; {args.tokens} tokens of the bundled text for calibration, "
-        f"{args.windows} windows\nof {CONTEXT} tokens of WikiText-2's test split, on which the mixture has a loss of "
+        f"{table(found)}\nA Mixtral with {EXPERTS} experts of {NEURONS} neurons a layer, made of the bundled model and "
+        f"trained for {args.steps} steps; {args.tokens}\ntokens of the bundled text for calibration, {args.windows} "
+        f"windows of {CONTEXT} tokens of WikiText-2's test split, where the mixture\nhas a loss of "
         f"{divergence.loss:.2f}.\n"
     )
     if args.update:
