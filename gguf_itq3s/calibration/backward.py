@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from ..codec.transform import BLOCK
 from ..errors import UserError
-from ..rounding.factors import tensor_entry
 from .activations import activation_path, activations
 from .groups import Reader
 from .layers import LayeredModel
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
-#: In the place of an expert's number, of what all experts share; in that of a block's, how often.
-_SHARED: Final = "shared"
-_SHARE: Final = "share"
+#: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
+#: other tokens, 4 to 64 leave the least.
+_PRIOR: Final = 16
 
 
 class OutputFisher:
@@ -53,15 +52,12 @@ class OutputFisher:
     def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
-        Rows are in the order of the model in Transformers. That of an expert is a sum over the tokens that came to it,
-        divided by all tokens; one that few tokens came to has the mean of all experts of its layer, as often.
+        Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
+        by all tokens, and drawn to what is known of it otherwise (:meth:`_Sums.shrink`).
         """
         with safe_open(self.folder / _file(number), framework="numpy") as file:
-            every = sorted(file.keys())
-            if (share := f"{reader.entry}/{_SHARE}") in every:
-                shared = [name for name in every if name.rpartition("/")[0] == tensor_entry(reader.name, _SHARED)]
-                return [file.get_tensor(name) * file.get_tensor(share) for name in shared]
-            return [file.get_tensor(name) for name in every if name.rpartition("/")[0] == reader.entry]
+            names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
+            return [file.get_tensor(name) for name in names]
 
     def output(self) -> np.ndarray:
         """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""
@@ -145,8 +141,9 @@ class OutputFisher:
         torch.cuda.empty_cache()
         if state["few"]:
             print(
-                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer tokens than they have rows: "
-                "they share the gradients of all experts of their layer",
+                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer than {_PRIOR} tokens for "
+                "each of their rows: down matrices rather follow all experts of the layer together, gate and up "
+                "matrices get little feedback across rows",
                 file=messages,
             )
 
@@ -241,7 +238,7 @@ class OutputFisher:
             handle.remove()
         for path, module in stacks.items():
             layer.set_submodule(path, module)
-        few, experts = sums.share(readers, tokens)
+        few, experts = sums.shrink(readers, tokens)
         matrices = {}
         for name, total in sums.means(tokens):
             matrices[name] = total
@@ -268,7 +265,6 @@ class _Sums:
         self._full, self._block = full, block
         self._totals: dict[str, list[torch.Tensor]] = {}
         self._tokens: dict[str, int] = {}
-        self._shares: dict[str, float] = {}
 
     def add(self, entry: str, gradient: torch.Tensor) -> None:
         """Gradients (..., rows) at the outputs of a matrix."""
@@ -283,15 +279,19 @@ class _Sums:
     def _size(self, rows: int) -> int:
         return rows if rows <= self._full else self._block
 
-    def share(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
-        """Let the experts that saw fewer tokens than a block has rows have the mean of all experts.
+    def shrink(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
+        """Draw the matrices of experts to what is known without their own tokens, the more the fewer these are.
+
+        What comes out of the second matrices of all experts goes to the same place, so theirs are drawn to the mean of
+        all; one that no token came to has that, of a single token. The neurons of one expert are not those of another,
+        so those of gate and up are drawn to their diagonals.
 
         Args:
             readers: the matrices of the layer.
             tokens: of all of them.
 
         Returns:
-            How many matrices of experts saw too few, and how many there are.
+            How many matrices of experts saw so few tokens that their own count for less, and how many there are.
         """
         stacked = [reader for reader in readers if reader.expert is not None]
         few = 0
@@ -300,21 +300,25 @@ class _Sums:
             seen = [entry for entry in entries if entry in self._totals]
             if not seen:
                 continue
-            least = max(len(total) for total in self._totals[seen[0]])
-            short = [entry for entry in entries if self._tokens.get(entry, 0) < least]
-            few += len(short)
-            if not short:
-                continue
-            count = sum(self._tokens[entry] for entry in seen)
-            shared = [total * (tokens / count) for total in self._totals[seen[0]]]
-            for entry in seen[1:]:
-                for total, part in zip(shared, self._totals[entry], strict=True):
-                    total.add_(part, alpha=tokens / count)
-            for entry in short:
-                self._totals.pop(entry, None)
-                # One that no token came to is taken for one that a single token comes to.
-                self._shares[entry] = max(self._tokens.get(entry, 0), 1) / tokens
-            self._totals[tensor_entry(name, _SHARED)] = shared
+            together = None
+            if "ffn_down" in name:
+                blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
+                together = [sum(parts[1:], parts[0]) for parts in blocks]
+            for entry in entries:
+                count = self._tokens.get(entry, 0)
+                prior = _PRIOR * len(self._totals[seen[0]][0])
+                few += count < prior
+                share = prior / (count + prior)
+                if count:
+                    for place, own in enumerate(self._totals[entry]):
+                        if together is None:
+                            other = own.diagonal().diag()
+                        else:
+                            other = together[place] * (own.trace() / together[place].trace().clamp(min=1e-300))
+                        own.lerp_(other, share)
+                elif together is not None:
+                    every = sum(self._tokens[other] for other in seen)
+                    self._totals[entry] = [total / every for total in together]
         return few, len(stacked)
 
     def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -323,8 +327,6 @@ class _Sums:
             entry, parts = self._totals.popitem()
             for place, total in enumerate(parts):
                 yield f"{entry}/{place:05d}", (total / tokens).float().cpu().numpy()
-        for entry, share in self._shares.items():
-            yield f"{entry}/{_SHARE}", np.array([share], dtype=np.float32)
 
 
 def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _Sums) -> dict[str, torch.nn.Module]:

@@ -62,7 +62,7 @@ class Statistics(Protocol):
         """
 
 
-def tensor_entry(name: str, expert: int | str | None = None) -> str:
+def tensor_entry(name: str, expert: int | None = None) -> str:
     """The name of a matrix in statistics: the tensor's, or ``tensor[expert]`` for one expert of a stack."""
     return name if expert is None else f"{name}[{expert}]"
 
