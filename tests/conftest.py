@@ -21,7 +21,7 @@ import transformers
 
 import upstream_files
 from calibrating import options
-from checkpoints import ARCHITECTURES, FAMILIES, NOVEL, SIZES, save_model
+from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, NOVEL, SIZES, save_model
 from gguf_itq3s.calibration.pipeline import calibrate
 
 transformers.utils.logging.disable_progress_bar()
@@ -83,7 +83,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Callabl
 
     def make(name: str) -> Path:
         if name not in made:
-            kind, changes = FAMILIES[name]
+            kind, changes = {**FAMILIES, **MIXTURES}[name]
             torch.manual_seed(0)
             config = getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
             model = transformers.AutoModelForCausalLM.from_config(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
+#: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
+#: other tokens, 4 to 64 leave the least.
+_PRIOR: Final = 16
 
 
 class OutputFisher:
@@ -49,7 +52,8 @@ class OutputFisher:
     def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
-        Rows are in the order of the model in Transformers.
+        Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
+        by all tokens, and drawn to what is known of it otherwise (:meth:`_Sums.shrink`).
         """
         with safe_open(self.folder / _file(number), framework="numpy") as file:
             names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
@@ -95,7 +99,7 @@ class OutputFisher:
         if state.get("key") != key:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            state = {"key": key, "forward": 0, "left": model.layers}
+            state = {"key": key, "forward": 0, "left": model.layers, "few": 0, "experts": 0}
         if not state["left"]:
             return
         batches = [slice(i, i + batch) for i in range(0, len(windows), batch)]
@@ -126,15 +130,22 @@ class OutputFisher:
             bar.update()
             for number in range(state["left"] - 1, -1, -1):
                 layer = model.load(number)
-                self._backward(model, number, layer, shape, batches, keywords[number])
+                few, experts = self._backward(model, number, layer, shape, batches, keywords[number])
                 model.unload(number)
-                done(left=number)
+                done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
                 (self.folder / "gradients" / activation_path(Path(), number + 1).name).unlink(missing_ok=True)
                 activation_path(self.folder, number).unlink()
                 bar.update()
         activation_path(self.folder, model.layers).unlink(missing_ok=True)
         shutil.rmtree(self.folder / "gradients", ignore_errors=True)
         torch.cuda.empty_cache()
+        if state["few"]:
+            print(
+                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer than {_PRIOR} tokens for "
+                "each of their rows: down matrices rather follow all experts of the layer together, gate and up "
+                "matrices get little feedback across rows",
+                file=messages,
+            )
 
     def _keep(self, number: int, array: np.memmap, folder: Path | None = None) -> None:
         array.flush()
@@ -180,8 +191,12 @@ class OutputFisher:
         shape: tuple[int, ...],
         batches: list[slice],
         keywords: dict[int, dict[str, Any]],
-    ) -> None:
-        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another."""
+    ) -> tuple[int, int]:
+        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another.
+
+        Returns:
+            Of experts, how many matrices saw too few tokens, and how many there are.
+        """
         import torch
 
         layer.requires_grad_(False)
@@ -189,24 +204,15 @@ class OutputFisher:
         source = activations(self.folder, number, shape, "r")
         behind = activations(folder, number + 1, shape, "r")
         target = activations(folder, number, shape, "w+", partial=True)
-        sums: dict[str, list[torch.Tensor]] = {}
+        sums = _Sums(self._full, self._block)
         first = Moment(model.hidden, model.hidden <= self._full) if number == 0 and not model.hidden % BLOCK else None
         square = 0.0
         tokens = 0
 
         def watch(entry: str) -> Callable[..., None]:
-            def add(gradient: torch.Tensor) -> None:
-                rows = gradient.reshape(-1, gradient.shape[-1]).float()
-                size = rows.shape[1] if rows.shape[1] <= self._full else self._block
-                parts = [part.T @ part for part in rows.split(size, dim=1)]
-                before = sums.get(entry)
-                sums[entry] = [p.double() for p in parts] if before is None else [
-                    total.add_(p) for total, p in zip(before, parts, strict=True)
-                ]  # fmt: skip
-
             def hook(_: Any, __: Any, out: torch.Tensor) -> None:
                 if out.requires_grad:
-                    out.register_hook(add)
+                    out.register_hook(lambda gradient: sums.add(entry, gradient))
 
             return hook
 
@@ -214,8 +220,9 @@ class OutputFisher:
         handles = [
             layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry))
             for reader in readers
-            if reader.parameter == "weight"  # the outputs of stacked experts are not seen
+            if reader.parameter == "weight"
         ]
+        stacks = _watched_experts(layer, readers, sums)
         for part in batches:
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
             out = layer(hidden, **keywords[hidden.shape[0]])
@@ -229,18 +236,140 @@ class OutputFisher:
             tokens += hidden.shape[0] * hidden.shape[1]
         for handle in handles:
             handle.remove()
+        for path, module in stacks.items():
+            layer.set_submodule(path, module)
+        few, experts = sums.shrink(readers, tokens)
         matrices = {}
-        for entry, parts in sums.items():
-            for place, total in enumerate(parts):
-                matrices[f"{entry}/{place:05d}"] = (total / tokens).float().cpu().numpy()
-                if not np.isfinite(matrices[f"{entry}/{place:05d}"]).all():
-                    what = "gives gradients that are NaN or infinite"
-                    raise UserError(model.folder, what, "leave --fisher out", entry)
+        for name, total in sums.means(tokens):
+            matrices[name] = total
+            if not np.isfinite(total).all():
+                what = "gives gradients that are NaN or infinite"
+                raise UserError(model.folder, what, "leave --fisher out", name.rpartition("/")[0])
         if first is not None:
             found = {"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}
             save(found, self.folder / _INPUT)
         save(matrices, self.folder / _file(number))
         self._keep(number, target, folder)
+        return few, experts
+
+
+class _Sums:
+    """Sums of ``g g^T`` by matrix, with how many tokens they are of.
+
+    Args:
+        full: most rows of a matrix that is kept whole.
+        block: rows of the blocks that are kept of another.
+    """
+
+    def __init__(self, full: int, block: int) -> None:
+        self._full, self._block = full, block
+        self._totals: dict[str, list[torch.Tensor]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def add(self, entry: str, gradient: torch.Tensor) -> None:
+        """Gradients (..., rows) at the outputs of a matrix."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).float()
+        parts = [part.T @ part for part in rows.split(self._size(rows.shape[1]), dim=1)]
+        before = self._totals.get(entry)
+        self._totals[entry] = [part.double() for part in parts] if before is None else [
+            total.add_(part) for total, part in zip(before, parts, strict=True)
+        ]  # fmt: skip
+        self._tokens[entry] = self._tokens.get(entry, 0) + len(rows)
+
+    def _size(self, rows: int) -> int:
+        return rows if rows <= self._full else self._block
+
+    def shrink(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
+        """Draw the matrices of experts to what is known without their own tokens, the more the fewer these are.
+
+        What comes out of the second matrices of all experts goes to the same place, so theirs are drawn to the mean of
+        all; one that no token came to has that, of a single token. The neurons of one expert are not those of another,
+        so those of gate and up are drawn to their diagonals.
+
+        Args:
+            readers: the matrices of the layer.
+            tokens: of all of them.
+
+        Returns:
+            How many matrices of experts saw so few tokens that their own count for less, and how many there are.
+        """
+        stacked = [reader for reader in readers if reader.expert is not None]
+        few = 0
+        for name in dict.fromkeys(reader.name for reader in stacked):
+            entries = [reader.entry for reader in stacked if reader.name == name]
+            seen = [entry for entry in entries if entry in self._totals]
+            if not seen:
+                continue
+            together = None
+            if "ffn_down" in name:
+                blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
+                together = [sum(parts[1:], parts[0]) for parts in blocks]
+            for entry in entries:
+                count = self._tokens.get(entry, 0)
+                prior = _PRIOR * len(self._totals[seen[0]][0])
+                few += count < prior
+                share = prior / (count + prior)
+                if count:
+                    for place, own in enumerate(self._totals[entry]):
+                        if together is None:
+                            other = own.diagonal().diag()
+                        else:
+                            other = together[place] * (own.trace() / together[place].trace().clamp(min=1e-300))
+                        own.lerp_(other, share)
+                elif together is not None:
+                    every = sum(self._tokens[other] for other in seen)
+                    self._totals[entry] = [total / every for total in together]
+        return few, len(stacked)
+
+    def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+        """The sums over so many tokens, divided by them, by name; each is forgotten."""
+        while self._totals:
+            entry, parts = self._totals.popitem()
+            for place, total in enumerate(parts):
+                yield f"{entry}/{place:05d}", (total / tokens).float().cpu().numpy()
+
+
+def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _Sums) -> dict[str, torch.nn.Module]:
+    """Let experts whose matrices are stacked add to the sums.
+
+    Their own forward passes show no output of a single expert, so those whose class is known are replaced by a module
+    that computes the same with the same parameters.
+
+    Returns:
+        The modules that were there, by their names.
+    """
+    from ..torch import PackedExperts, stacked
+
+    places: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for reader in readers:
+        if reader.parameter != "weight" and reader.expert is not None:
+            # Gate before up, as their rows are.
+            places.setdefault(reader.path, {}).setdefault((reader.parameter, reader.expert), []).append(reader.entry)
+    before = {}
+    for path, entries in places.items():
+        module = layer.get_submodule(path)
+        found = stacked.find(module)
+        if isinstance(found, str) or any(stack.transposed for stack in found.stacks.values()):
+            continue
+        made = PackedExperts(found.count, found.stacks, found.gate, bias=found.bias, device="meta")
+        made._parameters = {**made._parameters, **module._parameters}
+
+        def watch(
+            name: str, expert: int, out: torch.Tensor, entries: dict[tuple[str, int], list[str]] = entries
+        ) -> None:
+            halves = entries.get((name, expert), [])
+            if out.requires_grad and halves:
+                out.register_hook(lambda gradient: _add_halves(sums, halves, gradient))
+
+        made.watch = watch
+        layer.set_submodule(path, made)
+        before[path] = module
+    return before
+
+
+def _add_halves(sums: _Sums, entries: Sequence[str], gradient: torch.Tensor) -> None:
+    for entry, part in zip(entries, gradient.chunk(len(entries), dim=-1), strict=True):
+        sums.add(entry, part)
 
 
 def _file(number: int) -> str:

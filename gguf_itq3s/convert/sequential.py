@@ -181,7 +181,8 @@ class Sequential:
     def _check_room(self, model: LayeredModel, inputs: np.ndarray) -> None:
         """Say what memory and disk it takes, and find a disk that is too small before the work."""
         by_layer: dict[str, int] = {}
-        widest = most_rows = fisher_bytes = encoded = 0
+        gradients: dict[str, int] = {}  # numbers in the output Fisher matrices of a layer
+        widest = most_rows = encoded = 0
         for name, tensor in self.folded.items():
             if len(tensor.shape) < 2 or not name.startswith("blk."):
                 continue
@@ -191,14 +192,16 @@ class Sequential:
             widest = max(widest, columns if self.calibration.full(columns) else 0)
             most_rows = max(most_rows, rows * columns)
             block = rows if rows <= self.options.fisher_rows else self.options.fisher_block
-            fisher_bytes += 4 * rows * block
+            gradients[layer] = gradients.get(layer, 0) + tensor.size // columns * block
             encoded += tensor.bytes_in(self.types[name])
         # Two copies of a layer in float32; sums, their damped copy and the solver's in float64; a matrix in float64.
         memory = 8 * max(by_layer.values(), default=0) + 8 * 5 * widest**2 + 8 * 3 * most_rows
         stream = 4 * inputs.size * model.hidden
         disk = 4 * stream + encoded
         if self.options.fisher:
-            disk += (model.layers + 3) * stream + fisher_bytes
+            disk += (model.layers + 3) * stream + 4 * sum(gradients.values())
+            # Before that: a layer in float32, sums in float64 and what is written of them.
+            memory = max(memory, 4 * max(by_layer.values(), default=0) + 12 * max(gradients.values(), default=0))
         text = f"{inputs.size} tokens through {model.layers} layers"
         print(
             f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk",
@@ -214,7 +217,8 @@ class Sequential:
         found = OutputFisher(folder / FISHER, full=self.options.fisher_rows, block=self.options.fisher_block)
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
-        form = (model_hash(self.checkpoint.files), self.options.fisher_rows, self.options.fisher_block, batch, device)
+        blocks = (self.options.fisher_rows, self.options.fisher_block)
+        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "experts")
         key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
         found.collect(model, inputs, batch, key, self.messages)
         return found

@@ -41,11 +41,11 @@ def _tq2_0(weights: FloatArray) -> FloatArray:
 
 
 class Coded(torch.nn.Module):
-    """A parametrization of a weight whose rows are whole blocks: (rows, n) -> (rows, n).
+    """A parametrization of a weight whose rows are whole blocks: (..., rows, n) -> (..., rows, n).
 
     Attributes:
-        offset: what the code differs from the latent weight by, as of the last encoding, float32 (rows, n).
-        factor: learned factors of the scales, float32 (rows, n / 256).
+        offset: what the code differs from the latent weight by, as of the last encoding, float32 (..., rows, n).
+        factor: learned factors of the scales, float32 (..., rows, n / 256).
     """
 
     offset: torch.Tensor
@@ -53,37 +53,49 @@ class Coded(torch.nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("offset", torch.zeros_like(weight), persistent=False)
-        self.factor = torch.nn.Parameter(weight.new_ones(weight.shape[0], weight.shape[1] // BLOCK))
+        self.factor = torch.nn.Parameter(weight.new_ones(*weight.shape[:-1], weight.shape[-1] // BLOCK))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        coded = (weight + self.offset).unflatten(1, (-1, BLOCK))
-        return (coded * self.factor[..., None]).flatten(1)
+        coded = (weight + self.offset).unflatten(-1, (-1, BLOCK))
+        return (coded * self.factor[..., None]).flatten(-2)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def encode(self, weight: torch.Tensor, encode: Encode) -> None:
         """Encode the latent weight anew."""
-        latent = weight.detach().float()
-        code = torch.from_numpy(encode(np.ascontiguousarray(latent.cpu().numpy()))).to(latent.device)
-        self.offset.copy_(code - latent)
+        self.offset.copy_(codes_of(weight, encode) - weight.detach().float())
+
+
+def codes_of(weight: torch.Tensor, encode: Encode) -> torch.Tensor:
+    """What the code of a weight decodes to, float32 (..., rows, n), one matrix of a stack after the other."""
+    latent = weight.detach().float()
+    found = torch.empty_like(latent)
+    for target, rows in zip(_matrices(found), _matrices(latent), strict=True):
+        target.copy_(torch.from_numpy(encode(np.ascontiguousarray(rows.cpu().numpy()))))
+    return found
+
+
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(-1, *weight.shape[-2:])
 
 
 class CodedMatrix:
-    """A linear layer that computes with coded weights.
+    """A layer that computes with coded weights: a linear one, or experts whose matrices are stacked.
 
     Attributes:
         name: GGUF name of its tensor.
-        source: name of its tensor in the checkpoint.
         layer: the layer.
+        parameter: its weight's name in the layer.
     """
 
-    def __init__(self, name: str, source: str, layer: torch.nn.Linear) -> None:
-        self.name, self.source, self.layer = name, source, layer
-        self.layer.weight.requires_grad_(True)
-        torch.nn.utils.parametrize.register_parametrization(layer, "weight", Coded(layer.weight.detach()))
+    def __init__(self, name: str, layer: torch.nn.Module, parameter: str = "weight") -> None:
+        self.name, self.layer, self.parameter = name, layer, parameter
+        weight = getattr(layer, parameter)
+        weight.requires_grad_(True)
+        torch.nn.utils.parametrize.register_parametrization(layer, parameter, Coded(weight.detach()))
 
     @property
     def _list(self) -> Any:
-        return self.layer.parametrizations["weight"]
+        return self.layer.parametrizations[self.parameter]
 
     @property
     def latent(self) -> torch.nn.Parameter:
@@ -100,5 +112,6 @@ class CodedMatrix:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def weights(self) -> torch.Tensor:
-        """What the layer computes with, float32 (rows, n)."""
-        return self.layer.weight.detach()
+        """What the layer computes with, float32 (..., rows, n)."""
+        found: torch.Tensor = getattr(self.layer, self.parameter)
+        return found.detach()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import gguf
@@ -19,7 +21,7 @@ from ..codec.types import ITQ3_S
 from ..convert.sequential import whole
 from ..errors import UserError
 from ..inspect.reader import open_gguf
-from .codes import CodedMatrix, Encode
+from .codes import CodedMatrix, Encode, codes_of
 from .optimizer import Group
 from .options import DistillOptions
 
@@ -48,6 +50,39 @@ def load_model(options: DistillOptions, device: torch.device) -> Any:
     return model.eval().requires_grad_(False).to(device)
 
 
+@dataclass(frozen=True)
+class Place:
+    """A parameter of the student that holds a matrix, or those of experts.
+
+    Attributes:
+        names: GGUF names of its tensors: of experts two where gate and up are one parameter, the gate's rows first.
+        module: that holds it.
+        parameter: its name there.
+        path: its name in the model.
+    """
+
+    names: tuple[str, ...]
+    module: torch.nn.Module
+    parameter: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        """What it is called: one GGUF name."""
+        return self.names[0] if len(self.names) == 1 else self.names[0].replace("ffn_gate", "ffn_gate_up")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights, (rows, columns) or (experts, rows, columns)."""
+        found: torch.Tensor = getattr(self.module, self.parameter)
+        return found
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices of a file it holds."""
+        return len(self.names) * (self.weight.shape[0] if self.weight.ndim == 3 else 1)
+
+
 class Student:
     """A model that is trained to its codes.
 
@@ -56,6 +91,7 @@ class Student:
         matrices: those that are coded, by GGUF name.
         norms: the norm modules of the layers whose gains are folded, by GGUF name.
         left: GGUF names of the layers' matrices that are not coded, with the reason.
+        count: how many matrices are coded, each expert's for itself.
     """
 
     def __init__(self, teacher: Any, checkpoint: Checkpoint, options: DistillOptions) -> None:
@@ -69,53 +105,96 @@ class Student:
         self.layers = base.layers
         prefix = next(name for name, module in self.model.named_modules() if module is base.layers)
         self.layout = Layout(checkpoint.model.arch, len(base.layers), prefix, self._tensors)
-        found: dict[str, torch.nn.Linear] = {}
-        modules: dict[str, torch.nn.Module] = {}
+        self._places: dict[str, Place] = {}  # by GGUF name
+        self._written: dict[str, bool] = {}  # whether a place can be written as tensors of the checkpoint
+        readers: list[tuple[Reader, Place, torch.nn.Module]] = []
         for number, layer in enumerate(base.layers):
-            modules |= {name: layer.get_submodule(path) for name, path in self.layout.modules(number, layer).items()}
-            for group in self.layout.groups(number, layer):
-                for reader in group.readers:
-                    if problem := self._problem(reader, layer):
-                        self.left[reader.entry] = problem
-                    else:
-                        found[reader.name] = layer.get_submodule(reader.path)
-        self._fold(modules)
+            for name, path in self.layout.modules(number, layer).items():
+                module = layer.get_submodule(path)
+                if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+                    self._places[name] = Place((name,), module, "weight", f"{prefix}.{number}.{path}.weight")
+            readers += [
+                (reader, self._place(reader, layer, f"{prefix}.{number}"), layer)
+                for group in self.layout.groups(number, layer)
+                for reader in group.readers
+            ]
+        found: dict[str, Place] = {}
+        for reader, place, layer in readers:
+            if problem := self._problem(reader, place, layer):
+                self.left[reader.entry] = problem
+            else:
+                found[place.name] = place
+        self._fold()
         codes = self._codes(found) if options.start else {}
-        for name, linear in found.items():
+        self.count = sum(place.matrices for place in found.values())
+        for name, place in found.items():
             if name in codes:
-                linear.weight.data.copy_(codes[name])
-            self.matrices[name] = CodedMatrix(name, self._tensors[name].sources[0], linear)
+                place.weight.data.copy_(codes[name])
+            self.matrices[name] = CodedMatrix(name, place.module, place.parameter)
+        self._coded = found
         if not self.matrices:
             what = f"has no matrix that would be {options.type.upper()}"
             raise UserError(options.model, what, "rows have to be a multiple of 256 long")
 
-    def _problem(self, reader: Reader, layer: torch.nn.Module) -> str | None:
+    def _place(self, reader: Reader, layer: torch.nn.Module, prefix: str) -> Place:
+        """The parameter that holds a matrix; noted for each of its names."""
+        path = f"{prefix}.{reader.path}.{reader.parameter}"
+        names: tuple[str, ...] = (reader.name,)
+        if reader.half is not None:
+            gate = reader.name.replace("ffn_up", "ffn_gate")
+            names = (gate, gate.replace("ffn_gate", "ffn_up"))
+        place = Place(names, layer.get_submodule(reader.path), reader.parameter, path)
+        if reader.expert is None or reader.parameter != "weight":
+            self._places |= dict.fromkeys(names, place)
+        return place
+
+    def _problem(self, reader: Reader, place: Place, layer: torch.nn.Module) -> str | None:
         """Why a matrix is not coded, None where it is."""
-        tensor = self._tensors[reader.name]
         qtype = QTYPES[self.options.type]
-        if reader.parameter != "weight" or reader.expert is not None:
-            return "of an expert"
-        chosen = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, self.checkpoint.model).type
-        if chosen != qtype:
-            return f"{chosen.name} in the converter's mix"
-        if len(tensor.sources) != 1 or tuple(reader.rows(layer).shape) != tensor.shape:
+        if reader.parameter == "weight" and reader.expert is not None:
+            return "of an expert that is a module"
+        for name in place.names:
+            tensor = self._tensors[name]
+            chosen = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, self.checkpoint.model).type
+            if chosen != qtype:
+                return f"{chosen.name} in the converter's mix"
+        tensor = self._tensors[reader.name]
+        if reader.expert is None and len(tensor.sources) != 1:
             return "made of several tensors"
+        if tuple(reader.rows(layer).shape) != tensor.shape[-2:]:
+            return "of another shape in a file"
+        if not reader.expert:  # once for all experts
+            weights = torch.empty_like(place.weight, device="meta")
+            self._written[place.name] = bool(self._sources(place, weights))
+        if not self._written[place.name]:
+            return "of experts that the checkpoint holds in another way"
         return None
 
-    def _fold(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Multiply norm gains into the matrices that read them, where all of these are plain ones."""
+    def _sources(self, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter as the tensors of the checkpoint that it is made of; empty where they are not known."""
+        if weights.ndim == 2 or place.parameter == "weight":
+            sources = self._tensors[place.name].sources
+            return {sources[0]: weights} if len(sources) == 1 else {}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        known = {source for name in place.names for source in self._tensors[name].sources}
+        found: dict[str, torch.Tensor] = revert_weight_conversion(self.model, {place.path: weights})
+        return found if known >= found.keys() else {}
+
+    def _fold(self) -> None:
+        """Multiply norm gains into the matrices that read them, where all of these are parameters."""
         gain_of = fold.gains(self.checkpoint.tensors, str(self.options.model))
         for norm, readers in self.layout.folding.norms.items():
-            layers = [modules[name] for name in readers if isinstance(modules.get(name), torch.nn.Linear)]
-            if norm not in modules or len(layers) < len(readers):
+            places = [self._places[name] for name in readers if name in self._places]
+            if norm not in self._places or len(places) < len(readers):
                 continue
             gain = torch.from_numpy(gain_of(norm)).to(self.model.device)
-            for module in layers:
-                module.weight.data.mul_(gain)
-            modules[norm].weight.data.add_(1 - gain)  # also where the model adds one to what is stored
-            self.norms[norm] = modules[norm]
+            for place in {place.path: place for place in places}.values():
+                place.weight.data.mul_(gain)
+            self.norms[norm] = self._places[norm].module
+            self._places[norm].weight.data.add_(1 - gain)  # also where the model adds one to what is stored
 
-    def _codes(self, found: Mapping[str, torch.nn.Linear]) -> dict[str, torch.Tensor]:
+    def _codes(self, found: Mapping[str, Place]) -> dict[str, torch.Tensor]:
         """The weights in the file to start from, in the order of the model's rows."""
         path = self.options.start
         assert path is not None
@@ -126,37 +205,44 @@ class Student:
             what = "has its norms folded otherwise than they are here"
             raise UserError(path, what, "convert the model anew, with --fold-norms where it is ternary")
         here = {tensor.name: tensor for tensor in file.tensors}
+        return {
+            name: torch.cat([self._start(path, here, part, place, rows) for part, rows in self._parts(place)], dim=-2)
+            for name, place in found.items()
+        }
+
+    @staticmethod
+    def _parts(place: Place) -> list[tuple[str, torch.Tensor]]:
+        """GGUF name and weights of each tensor that a parameter holds."""
+        return list(zip(place.names, place.weight.detach().chunk(len(place.names), dim=-2), strict=True))
+
+    def _start(self, path: Path, here: Mapping[str, Any], name: str, place: Place, rows: torch.Tensor) -> torch.Tensor:
+        """The weights of a tensor in the file to start from."""
         qtype = QTYPES[self.options.type]
-        codes = {}
-        for name, linear in found.items():
-            tensor, source = here.get(name), self._tensors[name]
-            remedy = f"give a file of this model in {qtype.name}, written by convert-hf-to-itq3s"
-            if tensor is None or tensor.tensor_type != qtype or tuple(reversed(tensor.shape.tolist())) != source.shape:
-                raise UserError(path, f"is not a {qtype.name} matrix of this model's shape", remedy, name)
-            decoded = gguf.quants.dequantize(tensor.data, qtype).reshape(source.shape)
-            if not np.isfinite(decoded).all():
-                raise UserError(path, "has weights that are not finite", "write or download it again", name)
-            order = self._order(name, source, linear)
-            put = np.empty_like(decoded, dtype=np.float32)
-            put[order] = decoded
-            codes[name] = torch.from_numpy(put).to(linear.weight.device)
-            rows = linear.weight.detach()
-            distance = float((codes[name] - rows).square().sum() / rows.square().sum())
-            if not distance < 1:
-                raise UserError(
-                    path, f"is of another model: {distance:.2g} of the weights' energy differs", remedy, name
-                )
+        tensor, source = here.get(name), self._tensors[name]
+        remedy = f"give a file of this model in {qtype.name}, written by convert-hf-to-itq3s"
+        if tensor is None or tensor.tensor_type != qtype or tuple(reversed(tensor.shape.tolist())) != source.shape:
+            raise UserError(path, f"is not a {qtype.name} matrix of this model's shape", remedy, name)
+        decoded = gguf.quants.dequantize(tensor.data, qtype).reshape(source.shape)
+        if not np.isfinite(decoded).all():
+            raise UserError(path, "has weights that are not finite", "write or download it again", name)
+        put = np.empty_like(decoded, dtype=np.float32)
+        for number, order in enumerate(self._orders(name, source, rows)):
+            (put if put.ndim == 2 else put[number])[order] = decoded if put.ndim == 2 else decoded[number]
+        codes = torch.from_numpy(put).to(rows.device)
+        distance = float((codes - rows).square().sum() / rows.square().sum())
+        if not distance < 1:
+            raise UserError(path, f"is of another model: {distance:.2g} of the weights' energy differs", remedy, name)
         return codes
 
-    def _order(self, name: str, source: SourceTensor, linear: torch.nn.Linear) -> np.ndarray:
-        """Which row of the model each row of the tensor is, found on the weights before folding."""
-        rows = linear.weight.detach().cpu().numpy()
+    def _orders(self, name: str, source: SourceTensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
+        """Which row of the model each row of the tensor is, matrix by matrix, found on the weights before folding."""
         weights = whole(source)
         norm = self.layout.folding.norm_of(name)
         if norm in self.norms:
             weights = weights * fold.gains(self.checkpoint.tensors, str(self.options.model))(norm)
+        pairs = zip(*(part if part.ndim == 3 else part[None] for part in (rows.cpu().numpy(), weights)), strict=True)
         try:
-            return row_order(rows, weights)
+            yield from (row_order(ours, theirs) for ours, theirs in pairs)
         except ValueError as problem:
             raise UserError(
                 self.options.model, f"cannot start from a file: {problem}", "leave --start out", name
@@ -210,35 +296,26 @@ class Student:
         Coded matrices are float16 where that can hold them, which their code survives; others are float32.
         """
         tensors: dict[str, torch.Tensor] = {}
-        for matrix in self.matrices.values():
-            code = torch.from_numpy(encode(np.ascontiguousarray(matrix.latent.detach().float().cpu().numpy())))
+        for name, matrix in self.matrices.items():
+            code = codes_of(matrix.latent, encode).cpu()
             factor = matrix.coded.factor.detach().float().cpu()
-            weights = (code.unflatten(1, (-1, code.shape[1] // factor.shape[1])) * factor[..., None]).flatten(1)
+            weights = (code.unflatten(-1, (factor.shape[-1], -1)) * factor[..., None]).flatten(-2)
             half = weights.half()
-            tensors[matrix.source] = half if half.isfinite().all() else weights
-        coded = {matrix.layer for matrix in self.matrices.values()}
+            tensors |= self._sources(self._coded[name], half if half.isfinite().all() else weights)
+        folded = {
+            place.path: place
+            for norm in self.norms
+            for name in (norm, *self.layout.folding.norms[norm])
+            if (place := self._places[name]).name not in self._coded
+        }
+        for place in folded.values():
+            tensors |= self._sources(place, place.weight.detach().float().cpu().clone())
         ends = [
             ("token_embd.weight", self.model.get_input_embeddings()),
             ("output.weight", self.model.get_output_embeddings()),
         ]
-        if not self.options.embedding_lr:
-            ends = []
-        folded = [
-            (name, module)
-            for norm in self.norms
-            for name, module in self._named(norm)
-            if module not in coded
-        ]  # fmt: skip
-        for name, module in (*folded, *ends):
+        for name, module in ends if self.options.embedding_lr else ():
             tensor = self._tensors.get(name)
             if tensor is not None and module is not None and len(tensor.sources) == 1:
                 tensors[tensor.sources[0]] = module.weight.detach().float().cpu().clone()
         return tensors
-
-    def _named(self, norm: str) -> list[tuple[str, torch.nn.Module]]:
-        """A folded norm and the matrices that read it, with their modules."""
-        number = int(norm.split(".")[1])
-        layer = self.layers[number]
-        paths = self.layout.modules(number, layer)
-        names = (norm, *self.layout.folding.norms[norm])
-        return [(name, layer.get_submodule(paths[name])) for name in names]

@@ -169,7 +169,7 @@ class Run:
         state = self.optimizer.bytes
         place = "of CPU memory" if options.optimizer_state == "cpu" else "with them"
         print(
-            f"distilling {len(self.student.matrices)} matrices ({report.count(coded)} weights) to "
+            f"distilling {self.student.count} matrices ({report.count(coded)} weights) to "
             f"{options.type.upper()}: about {report.size(memory)} of memory, {report.size(state)} {place} for the "
             f"optimizer; a checkpoint has {report.size(4 * trained + state)}",
             file=self.messages,
@@ -278,7 +278,7 @@ class Run:
         after = self.measure()
         size = write_model(self.checkpoint, self.student.changed(self.encode), self.work / "out", self.options.out)
         return Distillation(
-            len(self.student.matrices), self.student.left, self.facts["before"], after, self.facts["step"], size
+            self.student.count, self.student.left, self.facts["before"], after, self.facts["step"], size
         )
 
 

@@ -6,11 +6,13 @@
 
 Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a slice at a time), ``products`` (the
 products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
-``packing`` (weights to blocks, the residual pass), ``memory`` (what a product takes besides), ``kernels`` (Triton).
+``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks, the residual pass),
+``memory`` (what a product takes besides), ``kernels`` (Triton).
 
 This room and ``transformers`` above it import PyTorch at their heads: ``import gguf_itq3s`` alone does not load it.
 """
 
+from .experts import PackedExperts
 from .linear import ITQ3SLinear, PackedLinear, TernaryLinear, replace_linears
 from .packing import Packed, quantize
 from .paths import PATHS, use_path
@@ -20,6 +22,7 @@ __all__ = [
     "PATHS",
     "ITQ3SLinear",
     "Packed",
+    "PackedExperts",
     "PackedLinear",
     "TernaryLinear",
     "dequantize",

@@ -33,7 +33,7 @@ def slices(packed: torch.Tensor, kind: decode.Layout) -> Iterator[tuple[slice, s
             yield rows, columns, decode.weights(parts, kind)
 
 
-def _without_autocast(x: torch.Tensor) -> Any:
+def without_autocast(x: torch.Tensor) -> Any:
     """Within an operator dtypes are chosen; autocast would choose others for the products inside."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -42,16 +42,16 @@ def _without_autocast(x: torch.Tensor) -> Any:
 IMPLEMENTATIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {}
 
 
-def _operator(function: Callable[..., torch.Tensor]) -> Any:
+def operator(function: Callable[..., torch.Tensor]) -> Any:
     """Make an operator of a function, by its name."""
     name = f"gguf_itq3s::{function.__name__.lstrip('_')}"
     IMPLEMENTATIONS[name] = function
     return torch.library.custom_op(name, function, mutates_args=())
 
 
-@_operator
+@operator
 def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
-    with _without_autocast(x):
+    with without_autocast(x):
         if triton:
             from . import kernels
 
@@ -76,10 +76,10 @@ def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, No
 _rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
 
 
-@_operator
+@operator
 def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
     kind = decode.layout(qtype)
-    with _without_autocast(x):
+    with without_autocast(x):
         if triton:
             from . import kernels
 
@@ -97,12 +97,12 @@ def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, tri
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@_operator
+@operator
 def _product_transposed(
     x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool
 ) -> torch.Tensor:
     kind = decode.layout(qtype)
-    with _without_autocast(x):
+    with without_autocast(x):
         if triton:
             from . import kernels
 
@@ -140,7 +140,7 @@ _product.register_autograd(_gradient(_product_transposed), setup_context=_produc
 _product_transposed.register_autograd(_gradient(_product), setup_context=_product_context)
 
 
-@_operator
+@operator
 def _dequantize(
     weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _dequantize(
     rows, columns = weight.shape[0], kind.columns(weight)
     out = weight.new_empty((rows, columns), dtype=dtype)
     step = max(1, SLICE_ROWS * BLOCK // columns)
-    with _without_autocast(weight):
+    with without_autocast(weight):
         for start in range(0, rows, step):
             blocks = weight[start : start + step].unflatten(-1, (-1, kind.block_bytes))
             values = kind.values(blocks)
@@ -168,7 +168,7 @@ def _(
     return weight.new_empty((weight.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
 
-def _uses_triton(x: torch.Tensor, path: str | None) -> bool:
+def uses_triton(x: torch.Tensor, path: str | None) -> bool:
     """Whether the kernels run; they add in float32, so float64 is left to the reference."""
     return paths.choose(x.device, path) == "triton" and x.dtype != torch.float64
 
@@ -188,7 +188,7 @@ def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """
     if not x.ndim or x.shape[-1] % BLOCK:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
-    return _rotate(x, _uses_triton(x, path))
+    return _rotate(x, uses_triton(x, path))
 
 
 def product(
@@ -213,7 +213,7 @@ def product(
     if x.shape[-1] != columns:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} does not match rows of {columns} weights")
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    out = _product(flat, weight, int(qtype), dtype or x.dtype, _uses_triton(x, path))
+    out = _product(flat, weight, int(qtype), dtype or x.dtype, uses_triton(x, path))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

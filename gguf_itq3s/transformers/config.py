@@ -29,17 +29,17 @@ class ITQ3SConfig(QuantizationConfigMixin):
         qtype: ``itq3_s``; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
         residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all) or ``tq2_0`` (5.1875); or
             None.
-        modules_to_not_convert: linear layers that stay as they are, by name or by a part of it between dots, such as
-            ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the class calls it. Tied
-            matrices and those whose columns are no multiple of 256 stay anyway. Once the model is loaded: the names of
-            all that stayed.
+        modules_to_not_convert: linear layers and parameters of experts that stay as they are, by name or by a part of
+            it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
+            class calls it. Tied matrices, routers and matrices whose columns are no multiple of 256 stay anyway. Once
+            the model is loaded: the names of all that stayed.
         fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s`` does;
             see :mod:`.folding`.
         effort: of the ITQ3_S encoder, ``fast`` or ``default``.
         ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
             it they are an error for ``tq2_0`` and ``tq1_0``.
         threads: of the C library, None for one a processor; not saved.
-        other_types: of a loaded model, layers of another type than ``qtype``: type -> names.
+        other_types: of a loaded model, layers and parameters of experts of another type than ``qtype``: type -> names.
         norms_folded: of a loaded model, whether its norms are folded.
     """
 

@@ -1,15 +1,17 @@
-"""A GGUF file as a Transformers model whose ITQ3_S, TQ1_0 and TQ2_0 matrices stay packed.
+"""A GGUF file as a Transformers model whose ITQ3_S, TQ1_0 and TQ2_0 matrices stay packed, those of experts too.
 
 ``from_pretrained(folder, gguf_file=...)`` reads such a file too, since gguf-py knows the type, but decodes everything:
 Transformers admits no quantization method beside its own reading of GGUF. So configuration, names and what a tensor
 needs on its way are asked of Transformers, and the tensors are handed to ``from_pretrained`` as a state.
 
 Rows of a packed matrix may change places and nothing else may: llama.cpp orders the rows of queries and keys of Llama
-its own way, and a row is whole blocks.
+its own way, and a row is whole blocks. Of experts a file has the gate's and the up matrices apart, which Transformers
+has one above the other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import gguf
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeling_gguf_pytorch_utils
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint import trust
@@ -28,12 +30,26 @@ from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf
+from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig
+from .folding import STACK
 
 _NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
 _REMEDY: Final = "write or download it again"
 #: What Transformers does to single tensors of these architectures; others merge or transpose them.
-_PROCESSORS: Final = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor")
+_PROCESSORS: Final = (
+    "TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor",
+    "Qwen2MoeTensorProcessor",
+)  # fmt: skip
+#: The tensors of experts.
+_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.weight")
+#: Of experts and of their rows, far beyond any model.
+_MOST: Final = 1 << 24
+#: Sizes of experts that Transformers does not read from a file, and the key that a file has them under.
+_EXPERT_SIZES: Final = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,13 +114,20 @@ def _load(
         head = _contents(file, f"{arch}.attention.key_length")
         if isinstance(head, int) and hasattr(config, "head_dim"):
             config.head_dim = head
+        if arch == "llama" and _contents(file, "llama.expert_count"):  # to llama.cpp Mixtral is a Llama
+            config = _mixtral(config, file)
+        for name, key in _EXPERT_SIZES.items():
+            if isinstance(size := _contents(file, f"{arch}.{key}"), int) and hasattr(config, name):
+                setattr(config, name, size)
         shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
         check_counts(path, config.to_dict())
+        _check_experts(path, config)
         check_counts_by_shapes(path, config.to_dict(), shapes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         processor = processor_class(config=config.to_dict())
-        names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(model, processor)
+        kind = "llama" if config.model_type == "mixtral" else None
+        names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(model, processor, kind)
     except UserError:
         raise
     except Exception as error:  # a file can say anything, and Transformers takes its word for it
@@ -116,32 +139,122 @@ def _load(
     return loaded
 
 
+def _mixtral(config: Any, file: GGUFFile) -> Any:
+    """The config of a Mixtral, out of what Transformers reads as that of a Llama."""
+    known = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    return MixtralConfig(
+        **known,
+        num_local_experts=_contents(file, "llama.expert_count"),
+        num_experts_per_tok=_contents(file, "llama.expert_used_count"),
+    )
+
+
+def _check_experts(path: Path, config: Any) -> None:
+    """Refuse numbers of experts that are none.
+
+    Raises:
+        UserError: one is text, negative or beyond any model, or a token would go to more experts than there are.
+    """
+    for name in ("num_experts", "num_local_experts", "num_experts_per_tok", *_EXPERT_SIZES):
+        value = getattr(config, name, None)
+        if value is not None and (type(value) is not int or not 0 <= value <= _MOST):
+            raise UserError(path, f"has {name} {value!r:.80}, which is no count", _REMEDY)
+    count = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if count is not None and chosen is not None and chosen > count:
+        raise UserError(path, f"sends a token to {chosen} of {count} experts", _REMEDY)
+
+
 def _state(
     file: GGUFFile, path: Path, model: nn.Module, processor: Any, names: Mapping[str, str]
 ) -> tuple[dict[str, _Lazy], dict[str, str]]:
-    """The tensors by the names of the model, and the type of each layer that stays packed."""
+    """The tensors by the names of the model, and the type of each matrix or stack of them that stays packed."""
     parameters = dict(model.named_parameters())
     untouched = set(get_keys_to_not_convert(model)) - {"lm_head"}
     linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in untouched}
     state: dict[str, _Lazy] = {}
     types: dict[str, str] = {}
+    stacks: dict[str, dict[str, Any]] = {}
+    modules = {found[1]: name for name in parameters if (found := STACK.fullmatch(name))}
     for tensor in file.tensors:
+        if (found := _EXPERTS.fullmatch(tensor.name)) and found[1] in modules:
+            place = modules[found[1]].rpartition(".")[0]
+            part = "down_proj" if found[2] == "down" else "gate_up_proj"
+            stacks.setdefault(f"{place}.{part}", {})[found[2]] = tensor
+            continue
         name = names.get(tensor.name)
         if name is None or name not in parameters:
             continue
-        expected, shape = tuple(parameters[name].shape), tuple(int(n) for n in reversed(tensor.shape))
-        if shape != expected:
-            what = f"has the shape {list(shape)}, and the model's is {list(expected)}"
-            raise UserError(path, what, _REMEDY, tensor.name)
+        expected, shape = tuple(parameters[name].shape), _shape(tensor)
+        # Transformers adds an axis to the gate of shared experts, which some files have without it.
+        if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
+            raise _misshapen(path, tensor, shape, expected)
         module = name.removesuffix(".weight")
-        if tensor.tensor_type in _NAMES and module in linear and shape[1] % BLOCK == 0:
+        if tensor.tensor_type in _NAMES and module in linear and shape == expected and shape[1] % BLOCK == 0:
             types[module] = _NAMES[tensor.tensor_type]
             state[name] = _packed(tensor, processor, path)
         else:
-            state[name] = _floats(tensor, processor)
+            state[name] = _floats(tensor, processor, expected)
+    for name, parts in stacks.items():
+        state[name], kind = _stacked(path, model, name, parts)
+        if kind is not None:
+            types[name] = kind
     if missing := sorted(set(parameters) - set(state) - set(getattr(model, "all_tied_weights_keys", ()))):
         raise UserError(path, f"has no tensor for {missing[0]}", _REMEDY)
     return state, types
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _misshapen(path: Path, tensor: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> UserError:
+    what = f"has the shape {list(shape)}, and the model's is {list(expected)}"
+    return UserError(path, what, _REMEDY, tensor.name)
+
+
+def _stacked(path: Path, model: nn.Module, name: str, parts: Mapping[str, Any]) -> tuple[_Lazy, str | None]:
+    """A parameter of experts, and its type where it stays packed.
+
+    Args:
+        path: of the file.
+        model: without weights.
+        name: of the parameter.
+        parts: ``gate``, ``up``, ``gate_up`` or ``down`` -> tensor.
+
+    Raises:
+        UserError: tensors are missing or of another shape, or the model does not hold experts as they are known.
+    """
+    tensors = [parts[part] for part in ("gate_up", "gate", "up", "down") if part in parts]
+    if sorted(parts) not in (["gate_up"], ["gate", "up"], ["down"]):
+        raise UserError(path, f"has no two tensors, of gate and up, for {name}", _REMEDY, tensors[0].name)
+    module, _, parameter = name.rpartition(".")
+    expected = tuple(model.get_parameter(name).shape)
+    known = stacked.find(model.get_submodule(module))
+    if isinstance(known, str) or known.stacks[parameter].transposed:
+        raise UserError(
+            path, f"has experts that Transformers holds in another way, {module}",
+            "take from_pretrained(folder, gguf_file=...), which decodes them", tensors[0].name,
+        )  # fmt: skip
+    shapes = [_shape(tensor) for tensor in tensors]
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if shape != (expected[0], expected[1] // len(tensors), expected[2]):
+            raise _misshapen(path, tensor, shape, (expected[0], expected[1] // len(tensors), expected[2]))
+    kinds = {tensor.tensor_type for tensor in tensors}
+    qtype = next(iter(kinds))
+    if len(kinds) == 1 and qtype in _NAMES and not expected[2] % BLOCK:
+        data = [tensor.data for tensor in tensors]
+        shape = (*expected[:2], data[0].shape[2])
+        return _Lazy(lambda: torch.from_numpy(np.concatenate(data, axis=1)), torch.uint8, shape), _NAMES[qtype]
+
+    def load() -> torch.Tensor:
+        floats = torch.empty(expected)
+        for number in range(expected[0]):
+            rows = [gguf.quants.dequantize(tensor.data[number], tensor.tensor_type) for tensor in tensors]
+            floats[number] = torch.from_numpy(np.concatenate(rows))
+        return floats
+
+    return _Lazy(load, torch.float32, expected), None
 
 
 def _packed(tensor: Any, processor: Any, path: Path) -> _Lazy:
@@ -156,16 +269,16 @@ def _packed(tensor: Any, processor: Any, path: Path) -> _Lazy:
     return _Lazy(lambda: torch.from_numpy(np.array(data[order])), torch.uint8, tuple(data.shape))
 
 
-def _floats(tensor: Any, processor: Any) -> _Lazy:
+def _floats(tensor: Any, processor: Any, shape: tuple[int, ...]) -> _Lazy:
     def load() -> torch.Tensor:
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        return torch.from_numpy(np.array(processor.process(weights, tensor.name).weights))
+        return torch.from_numpy(np.array(processor.process(weights, tensor.name).weights)).reshape(shape)
 
-    return _Lazy(load, torch.float32, tuple(int(n) for n in reversed(tensor.shape)))
+    return _Lazy(load, torch.float32, shape)
 
 
 def _config(model: nn.Module, types: Mapping[str, str], folded: bool) -> ITQ3SConfig:
-    """What says which layers are packed: the commonest type, and those that are not of it by name."""
+    """What says which matrices are packed: the commonest type, and those that are not of it by name."""
     counts = [types[name] for name in types]
     common = max(QTYPES, key=counts.count)
     others: dict[str, list[str]] = {}
@@ -173,6 +286,8 @@ def _config(model: nn.Module, types: Mapping[str, str], folded: bool) -> ITQ3SCo
         if kind != common:
             others.setdefault(kind, []).append(name)
     kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in types]
+    for name, module in model.named_modules():
+        kept += [stack for part in stacked.stacks(module) if (stack := f"{name}.{part}") not in types]
     return ITQ3SConfig(common, modules_to_not_convert=kept, other_types=others or None, norms_folded=folded)
 
 

@@ -1,17 +1,20 @@
-"""What Transformers calls while it loads a model: linear layers become packed ones, tensor by tensor.
+"""What Transformers calls while it loads a model: linear layers and experts become packed ones, tensor by tensor.
 
 ``from_pretrained`` builds the model without weights, lets :class:`ITQ3SQuantizer` put packed layers in place of linear
-ones, then reads one tensor after the other; those of packed layers go through :class:`Pack` on their way, so that there
-is never more than one matrix in floats beside the model. A saved model is read as it is, once its tensors are known to
-be what its config says.
+ones and of stacked experts, then reads one tensor after the other; those of packed layers go through :class:`Pack` on
+their way, so that there is never more than one matrix in floats beside the model. Experts that the checkpoint holds one
+by one are read so (:class:`Stacked`); Transformers would stack the floats of all first. A saved model is read as it is,
+once its tensors are known to be what its config says.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +23,14 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
@@ -28,13 +38,17 @@ from ..checkpoint.fold import FOLDED_TAG
 from ..codec import ternary
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
-from ..torch import PackedLinear, quantize
+from ..torch import PackedExperts, PackedLinear, decode, quantize, stacked
+from ..torch.decode import QType
+from ..torch.stacked import Experts
 from . import folding
 from .config import METHOD, ITQ3SConfig
 from .folding import Folding
 
 #: Weights that are scaled and coded at a time.
 _PIECE: Final = 1 << 22
+#: Last parts of the names of routers, which stay floats as in a GGUF file.
+_ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 #: What is said of a checkpoint that holds no weights to look at.
 _UNREAD: Final = "norms are folded as a model is read from safetensors files: save it so, or give fold_norms=False"
 
@@ -72,14 +86,127 @@ class Pack(ConversionOps):
     def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str, **__: Any) -> dict[str, torch.Tensor]:
         """What becomes of a parameter: itself and, with a residual pass, its residual, by name."""
         (tensor,) = input_dict.values()
-        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        tensor = tensor[0] if isinstance(tensor, list) and not isinstance(tensor, Pieces) else tensor
         if self.quantizer.refused is None:
             try:
                 return self.quantizer.actions[full_layer_name](tensor)
             except ValueError as error:
                 # Transformers would hide it in a table of its log; it is raised once the tensors are through.
                 self.quantizer.refused = error
-        return {full_layer_name: tensor}
+        return {full_layer_name: _read(tensor[0][0]) if isinstance(tensor, Pieces) else tensor}
+
+
+class Pieces(list[list[Any]]):
+    """A stack that is not made yet: for every expert what reads the pieces of its matrix, the first rows first."""
+
+
+def _read(piece: Any) -> torch.Tensor:
+    """A tensor out of what Transformers reads it with, at once or beforehand in a thread."""
+    found: torch.Tensor = piece.result() if isinstance(piece, Future) else piece()
+    return found
+
+
+class _Stack(ConversionOps):
+    """In place of the operations that stack the floats of all experts: leaves the pieces apart where they are packed.
+
+    Attributes:
+        operations: those of Transformers.
+        packed: parameters for which it does.
+    """
+
+    def __init__(self, operations: Sequence[ConversionOps], packed: Collection[str]) -> None:
+        self.operations, self.packed = operations, packed
+
+    def __deepcopy__(self, _: Any) -> _Stack:
+        return self  # of every parameter, by Transformers
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+        full_layer_name: str = "", **options: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        if full_layer_name in self.packed:
+            stacks = [input_dict[pattern] for pattern in source_patterns]
+            return {target_patterns[0]: Pieces(list(parts) for parts in zip(*stacks, strict=True))}
+        found: dict[str, Any] = {key: [_read(piece) for piece in pieces] for key, pieces in input_dict.items()}
+        for operation in self.operations:
+            found = operation.convert(
+                found, source_patterns=source_patterns, target_patterns=target_patterns,
+                full_layer_name=full_layer_name, **options,
+            )  # fmt: skip
+        return found
+
+
+class Stacked(WeightConverter):
+    """A conversion that stacks experts, one that reads no tensor before its turn."""
+
+    __slots__ = ()
+
+    def materialize_tensors(self) -> dict[str, Any]:
+        """What reads the tensors, by pattern of their names."""
+        found = dict(self.collected_tensors)
+        self.collected_tensors.clear()
+        return found
+
+    @classmethod
+    def of(cls, converter: WeightConverter, packed: Collection[str]) -> Stacked | None:
+        """The conversion in place of one of Transformers; None of one that does more than to stack."""
+        merge, *rest = converter.operations
+        needed = ("_original_source_patterns", "_original_target_patterns", "materialize_tensors", "force_cpu")
+        if not all(hasattr(converter, name) for name in needed):
+            return None  # another version of Transformers: it stacks the floats of all experts first
+        if type(merge) is not MergeModulelist or merge.dim or len(converter.target_patterns) != 1:
+            return None
+        if [(type(operation), getattr(operation, "dim", None)) for operation in rest] not in ([], [(Concatenate, 1)]):
+            return None
+        made = cls(
+            list(converter._original_source_patterns), list(converter._original_target_patterns),
+            [_Stack(converter.operations, packed)], force_cpu=converter.force_cpu,
+        )  # fmt: skip
+        made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+        return made
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What is packed: the matrix of a linear layer, or the matrices of experts that one parameter holds.
+
+    Attributes:
+        parameter: name of the parameter with the blocks.
+        residual: of that with the blocks of the residual pass.
+        layer: the packed layer.
+        qtype: the type of the blocks.
+        residual_type: that of the residual pass, or None.
+        rows: of a matrix.
+        columns: of a matrix.
+        count: how many matrices a parameter of experts holds; None for a linear layer.
+        transposed: whether the floats of experts have their rows last.
+    """
+
+    parameter: str
+    residual: str
+    layer: PackedLinear | PackedExperts
+    qtype: QType
+    residual_type: QType | None
+    rows: int
+    columns: int
+    count: int | None = None
+    transposed: bool = False
+
+    @property
+    def floats(self) -> tuple[int, ...]:
+        """The shape that a checkpoint has it in."""
+        shape = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        return shape if self.count is None else (self.count, *shape)
+
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its blocks, by parameter."""
+        parts = {self.parameter: self.qtype, self.residual: self.residual_type}
+        before = (self.rows,) if self.count is None else (self.count, self.rows)
+        return {
+            name: (*before, decode.layout(qtype).row_bytes(self.columns))
+            for name, qtype in parts.items()
+            if qtype is not None
+        }
 
 
 @register_quantizer(METHOD)
@@ -97,7 +224,10 @@ class ITQ3SQuantizer(HfQuantizer):
         self.actions: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {}
         #: Why a tensor cannot be packed; nothing is packed after it.
         self.refused: ValueError | None = None
-        self._packed: dict[str, PackedLinear] = {}
+        #: By name: that of a linear layer, or of a parameter of experts.
+        self._packed: dict[str, Matrix] = {}
+        #: Experts that have packed matrices, by name of their module.
+        self._experts: dict[str, Experts] = {}
         self._folding = Folding()
         #: Matrices that stay floats, read in float32 all the same.
         self._unrounded: set[str] = set()
@@ -135,48 +265,105 @@ class ITQ3SQuantizer(HfQuantizer):
             config.modules_to_not_convert = get_keys_to_not_convert(model)
         tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
         linear = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-        chosen = {name: layer for name, layer in linear.items() if name not in tied and not config.keeps(name)}
-        narrow = [name for name, layer in chosen.items() if layer.in_features % BLOCK]
+        chosen = {
+            name: layer
+            for name, layer in linear.items()
+            if name not in tied and not config.keeps(name) and name.rpartition(".")[2] not in _ROUTERS
+        }
+        every = {f"{name}.{part}": module for name, module in model.named_modules() for part in stacked.stacks(module)}
+        stacks = self._find_experts(every)
+        narrow = {name: layer.in_features for name, layer in chosen.items() if layer.in_features % BLOCK}
+        for name, found in stacks.items():
+            if (columns := found.stacks[name.rpartition(".")[2]].columns) % BLOCK:
+                narrow[name] = columns
         if narrow and self.pre_quantized:
-            raise ValueError(
-                f"{narrow[0]}: {chosen[narrow[0]].in_features} columns cannot be packed; the config is wrong"
-            )
+            name = next(iter(narrow))
+            raise ValueError(f"{name}: {narrow[name]} columns cannot be packed; the config is wrong")
         if narrow:
-            named = ", ".join(narrow[:4]) + (f" and {len(narrow) - 4} more" if len(narrow) > 4 else "")
             warnings.warn(
                 f"{len(narrow)} linear layers stay as they are, because their columns are no multiple of {BLOCK}: "
-                f"{named}", stacklevel=2,
+                f"{_listed(narrow)}", stacklevel=2,
             )  # fmt: skip
         for name, layer in chosen.items():
-            if name in narrow:
-                continue
-            qtype, residual = config.types_of(name)
-            packed = PackedLinear(
-                layer.in_features, layer.out_features, layer.bias is not None, qtype=qtype, residual_type=residual,
-                device="meta", dtype=self._dtype,
-            )  # fmt: skip
-            packed.train(layer.training)
-            model.set_submodule(name, packed)
-            self._packed[name] = packed
+            if name not in narrow:
+                self._pack_linear(model, name, layer)
+        self._pack_experts(model, {name: found for name, found in stacks.items() if name not in narrow})
         if not self._packed:
             warnings.warn("no linear layer can be packed: the model stays as it is", stacklevel=2)
-        config.modules_to_not_convert = sorted(name for name in linear if name not in self._packed)
+        config.modules_to_not_convert = sorted(name for name in (*linear, *every) if name not in self._packed)
         if not self.pre_quantized:
             self._keep_unrounded(model)
         return model
+
+    def _find_experts(self, stacks: Mapping[str, nn.Module]) -> dict[str, Experts]:
+        """The experts whose matrices can be packed and are not to stay.
+
+        Args:
+            stacks: parameter that is a stack of matrices -> module that holds it.
+        """
+        found: dict[str, Experts] = {}
+        left: dict[str, str] = {}
+        for name, module in stacks.items():
+            if self.quantization_config.keeps(name):
+                continue
+            known = stacked.find(module)
+            if isinstance(known, str):
+                left[name.rpartition(".")[0]] = known
+            else:
+                found[name] = known
+        if left and not self.pre_quantized:
+            reasons = "; ".join(sorted(set(left.values())))
+            warnings.warn(f"{len(left)} modules of experts stay floats, {_listed(left)}: {reasons}", stacklevel=2)
+        return found
+
+    def _pack_linear(self, model: Any, name: str, layer: nn.Linear) -> None:
+        qtype, residual = self.quantization_config.types_of(name)
+        packed = PackedLinear(
+            layer.in_features, layer.out_features, layer.bias is not None, qtype=qtype, residual_type=residual,
+            device="meta", dtype=self._dtype,
+        )  # fmt: skip
+        packed.train(layer.training)
+        model.set_submodule(name, packed)
+        self._packed[name] = Matrix(
+            f"{name}.weight", f"{name}.residual", packed, qtype, residual, layer.out_features, layer.in_features
+        )
+
+    def _pack_experts(self, model: Any, stacks: Mapping[str, Experts]) -> None:
+        config = self.quantization_config
+        for path, found in {name.rpartition(".")[0]: found for name, found in stacks.items()}.items():
+            types = {part: config.types_of(f"{path}.{part}") for part in found.stacks if f"{path}.{part}" in stacks}
+            kinds = {
+                part: replace(stack, qtype=types[part][0], residual_type=types[part][1]) if part in types else stack
+                for part, stack in found.stacks.items()
+            }
+            layer = PackedExperts(
+                found.count, kinds, found.gate, bias=found.bias, device="meta", dtype=self._dtype
+            )  # fmt: skip
+            layer.train(found.module.training)
+            model.set_submodule(path, layer)
+            self._experts[path] = found
+            for part in types:
+                name, stack = f"{path}.{part}", kinds[part]
+                assert stack.qtype is not None
+                self._packed[name] = Matrix(
+                    name, f"{name}_residual", layer, stack.qtype, stack.residual_type, stack.rows, stack.columns,
+                    found.count, stack.transposed,
+                )  # fmt: skip
 
     def _keep_unrounded(self, model: Any) -> None:
         """Let weights be read in float32, not rounded to the model's dtype before gains and codes are made of them."""
         config = self.quantization_config
         tied = model.all_tied_weights_keys  # not tied yet, and none of a matrix's own
         parameters = [
-            name for name, _ in model.named_parameters() if name not in tied and not name.endswith(".residual")
+            name
+            for name, _ in model.named_parameters()
+            if name not in tied and not name.endswith((".residual", "_residual"))
         ]
         if config.fold_norms and config.qtype == "itq3_s":
             self._folding = folding.plan(model.config, parameters)
             if self._folding.note:
                 warnings.warn(self._folding.note, stacklevel=2)
-        packed = {f"{name}.weight" for name in self._packed}
+        packed = {matrix.parameter for matrix in self._packed.values()}
         readers = {name for readers in self._folding.norms.values() for name in readers}
         self._unrounded = readers - packed
         self._kept = model._keep_in_fp32_modules_strict
@@ -185,20 +372,26 @@ class ITQ3SQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The last call before tensors are read: the names are known now, so the plan is made here."""
         stored = self._stored(model, weight_conversions)
-        if self._files:
+        if any(stored.values()):
             self._check(stored)
         if not self.pre_quantized:
             self._plan(stored)
-        return list(super().update_weight_conversions(weight_conversions, model))
+        conversions = list(super().update_weight_conversions(weight_conversions, model))
+        names = {matrix.parameter for matrix in self._packed.values() if matrix.count is not None}
+        if self.pre_quantized or not names:
+            return conversions
+        return [
+            Stacked.of(entry, names) or entry if isinstance(entry, WeightConverter) else entry for entry in conversions
+        ]
 
-    def _stored(self, model: Any, conversions: Sequence[Any]) -> dict[str, Stored]:
-        """The tensors of the checkpoint by parameter; empty where it is none of safetensors files."""
+    def _stored(self, model: Any, conversions: Sequence[Any]) -> dict[str, list[Stored]]:
+        """The tensors of the checkpoint by the parameter they become, or a part of; empty without safetensors files."""
         # A copy: to ask a renaming for a name marks it as used, which decides what a saved model is called.
         mapping = copy.deepcopy(list(conversions))
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         state = model.state_dict()
-        found: dict[str, Stored] = {}
+        found: dict[str, list[Stored]] = {}
         for file in self._files:
             if not str(file).endswith(".safetensors"):
                 continue
@@ -206,41 +399,49 @@ class ITQ3SQuantizer(HfQuantizer):
                 for key in source.keys():  # noqa: SIM118  (not a dictionary)
                     name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
                     piece = source.get_slice(key)
-                    found[name] = Stored(file, key, piece.get_dtype(), tuple(piece.get_shape()), converter is None)
+                    here = Stored(file, key, piece.get_dtype(), tuple(piece.get_shape()), converter is None)
+                    found.setdefault(name, []).append(here)
         return found
 
-    def _check(self, stored: Mapping[str, Stored]) -> None:
+    def _check(self, stored: Mapping[str, list[Stored]]) -> None:
         """Compare the tensors of packed layers with their shapes before one of them is read.
 
         Raises:
             ValueError: one is missing or of another shape or type.
         """
-        if not stored:  # no safetensors: Transformers' own checks are left
-            return
-        for name, layer in self._packed.items():
-            expected: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
-            if self.pre_quantized:
-                expected = {
-                    part: tuple(blocks.shape)
-                    for part in ("weight", "residual")
-                    if (blocks := getattr(layer, part)) is not None
-                }
-            for part, shape in expected.items():
-                there = stored.get(f"{name}.{part}")
-                if there is None:
+        for matrix in self._packed.values():
+            expected = matrix.blocks() if self.pre_quantized else {matrix.parameter: matrix.floats}
+            for name, shape in expected.items():
+                there = stored.get(name)
+                if not there:
                     folder = Path(self._files[0]).parent
-                    raise ValueError(f"{folder}: has no {name}.{part}; download the model again")
-                if not there.whole and not self.pre_quantized:
+                    raise ValueError(f"{folder}: has no {name}; download the model again")
+                if not there[0].whole and not self.pre_quantized:
+                    self._check_pieces(matrix, there)
                     continue
-                packed = there.dtype == "U8"
-                if there.shape != shape or packed != self.pre_quantized:
-                    wanted = f"{layer.qtype.name} blocks, U8" if self.pre_quantized else "floats"
+                packed = there[0].dtype == "U8"
+                if there[0].shape != shape or packed != self.pre_quantized:
+                    wanted = f"{matrix.qtype.name} blocks, U8" if self.pre_quantized else "floats"
                     raise ValueError(
-                        f"{there.file}: {there.key}: is {there.dtype} of shape {list(there.shape)} where {wanted} of "
-                        f"shape {list(shape)} are expected; download the model again"
+                        f"{there[0].file}: {there[0].key}: is {there[0].dtype} of shape {list(there[0].shape)} where "
+                        f"{wanted} of shape {list(shape)} are expected; download the model again"
                     )
 
-    def _plan(self, stored: Mapping[str, Stored]) -> None:
+    @staticmethod
+    def _check_pieces(matrix: Matrix, pieces: Sequence[Stored]) -> None:
+        """The same for experts that are stored one by one."""
+        if matrix.count is None:
+            return
+        numbers = sum(math.prod(piece.shape) for piece in pieces)
+        wrong = next((piece for piece in pieces if piece.dtype == "U8"), None)
+        if wrong is not None or numbers != math.prod(matrix.floats):
+            at = wrong or pieces[0]
+            raise ValueError(
+                f"{at.file}: {at.key}: is not one of {matrix.count} experts' {matrix.rows} x {matrix.columns} floats "
+                f"of {matrix.parameter}; download the model again"
+            )
+
+    def _plan(self, stored: Mapping[str, list[Stored]]) -> None:
         """Decide what becomes of each parameter.
 
         Raises:
@@ -249,16 +450,16 @@ class ITQ3SQuantizer(HfQuantizer):
         norms = self._folding.norms
         if norms and not stored:
             raise ValueError(_UNREAD)
-        if merged := [name for name in norms if name not in stored or not stored[name].whole]:
+        if merged := [name for name in norms if name not in stored or not stored[name][0].whole]:
             warnings.warn(f"norms are not folded: the checkpoint does not hold {merged[0]} as it is", stacklevel=2)
             norms = {}
         self.quantization_config.norms_folded = bool(norms)
-        gains = {norm: self._gain(stored[norm]) for norm in norms}
+        gains = {norm: self._gain(stored[norm][0]) for norm in norms}
         reads = {reader: gains[norm] for norm, readers in norms.items() for reader in readers}
         self.actions |= {norm: partial(self._neutral, norm) for norm in norms}
         self.actions |= {name: partial(self._float, name, reads.get(name)) for name in self._unrounded}
-        for module in self._packed:
-            self.actions[f"{module}.weight"] = partial(self._pack, module, reads.get(f"{module}.weight"))
+        for matrix in self._packed.values():
+            self.actions[matrix.parameter] = partial(self._pack, matrix, reads.get(matrix.parameter))
 
     def _gain(self, norm: Stored) -> torch.Tensor:
         gain = self._folding.gain(norm.read())
@@ -296,43 +497,74 @@ class ITQ3SQuantizer(HfQuantizer):
         scaled = weight if gain is None else weight.float() * gain.to(weight.device)
         return {name: scaled.to(self._dtype)}
 
-    def _pack(self, module: str, gain: torch.Tensor | None, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        config, layer = self.quantization_config, self._packed[module]
-        expected = (layer.out_features, layer.in_features)
-        if tuple(weight.shape) != expected:
-            raise ValueError(f"{module}.weight: has the shape {tuple(weight.shape)}, not {expected}")
-        if layer.qtype != ITQ3_S:
-            weight = self._ternary(module, weight.float())
+    def _pack(
+        self, matrix: Matrix, gain: torch.Tensor | None, weight: torch.Tensor | Pieces
+    ) -> dict[str, torch.Tensor]:
+        found = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in matrix.blocks().items()}
+        device = torch.device("cpu")
+        for number, rows in enumerate(self._matrices(matrix, weight)):
+            device = rows.device
+            for name, blocks in zip(found, self._blocks(matrix, rows, gain), strict=True):
+                (found[name] if matrix.count is None else found[name][number]).copy_(blocks)
+            del rows
+        return {name: blocks.to(device) for name, blocks in found.items()}
+
+    @staticmethod
+    def _matrices(matrix: Matrix, weight: torch.Tensor | Pieces) -> Iterator[torch.Tensor]:
+        """One matrix after the other, (rows, columns).
+
+        Raises:
+            ValueError: there are more, fewer or others than the model has.
+        """
+        shape = (matrix.rows, matrix.columns)
+        if isinstance(weight, Pieces):
+            if len(weight) != matrix.count:
+                raise ValueError(f"{matrix.parameter}: has {len(weight)} experts, not {matrix.count}")
+            for pieces in weight:
+                rows = torch.cat([_read(piece) for piece in pieces])
+                if tuple(rows.shape) != shape:
+                    raise ValueError(f"{matrix.parameter}: has the shape {tuple(rows.shape)}, not {shape}")
+                yield rows
+        elif tuple(weight.shape) != matrix.floats:
+            raise ValueError(f"{matrix.parameter}: has the shape {tuple(weight.shape)}, not {matrix.floats}")
+        elif matrix.count is None:
+            yield weight
+        else:
+            yield from (rows.t() if matrix.transposed else rows for rows in weight)
+
+    def _blocks(self, matrix: Matrix, weight: torch.Tensor, gain: torch.Tensor | None) -> list[torch.Tensor]:
+        """The blocks of a matrix and, with a residual pass, those of its residual."""
+        config = self.quantization_config
+        if matrix.qtype != ITQ3_S:
+            weight = self._ternary(matrix.parameter, weight.float())
         # In pieces, so that there is no second copy of the matrix in floats.
         packed = [
-            quantize(piece, layer.qtype, layer.residual_type, effort=config.effort, threads=config.threads)
-            for piece in self._scaled(module, weight, gain)
+            quantize(piece, matrix.qtype, matrix.residual_type, effort=config.effort, threads=config.threads)
+            for piece in self._scaled(matrix.parameter, weight, gain)
         ]
-        found = {f"{module}.weight": torch.cat([part.weight for part in packed])}
-        if layer.residual_type is not None:
-            found[f"{module}.residual"] = torch.cat([part.residual for part in packed if part.residual is not None])
+        found = [torch.cat([part.weight for part in packed])]
+        if matrix.residual_type is not None:
+            found.append(torch.cat([part.residual for part in packed if part.residual is not None]))
         return found
 
-    def _scaled(self, module: str, weight: torch.Tensor, gain: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _scaled(self, name: str, weight: torch.Tensor, gain: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Some rows of a matrix after the other, float32, times the gains of the norm that it reads."""
         for rows in weight.split(max(1, _PIECE // weight.shape[1])):
             piece = rows.float()
             if gain is not None:
                 piece = piece * gain.to(piece.device)
             if not torch.isfinite(piece).all():
-                raise ValueError(f"{module}.weight: has NaN or infinite weights; repair the checkpoint")
+                raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
             yield piece
 
-    def _ternary(self, module: str, matrix: torch.Tensor) -> torch.Tensor:
+    def _ternary(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         values = matrix.cpu().numpy()
         if not np.isfinite(values).all():
-            raise ValueError(f"{module}.weight: has NaN or infinite weights; repair the checkpoint")
+            raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
         if ternary.recognise(values) is not None:
             return matrix
         if not self.quantization_config.ternarize:
-            raise ValueError(
-                f"{module}.weight: is not ternary; use qtype itq3_s, modules_to_not_convert, or ternarize=True"
-            )
+            raise ValueError(f"{name}: is not ternary; use qtype itq3_s, modules_to_not_convert, or ternarize=True")
         return torch.from_numpy(ternary.ternarize(values, "absmean").weights()).to(matrix.device)
 
     # ------------------------------------------------------------------------------------------- after the weights
@@ -342,13 +574,18 @@ class ITQ3SQuantizer(HfQuantizer):
             raise self.refused
         if not self.pre_quantized:
             model._keep_in_fp32_modules_strict = self._kept
+            # Blocks are saved as they are held, not taken apart again.
+            if used := getattr(model, "_weight_conversions", None):
+                model._weight_conversions = [entry for entry in used if not isinstance(entry, Stacked)]
         self.actions.clear()
         if self.quantization_config.norms_folded:
             model.add_model_tags(FOLDED_TAG)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Ordinary linear layers with the decoded matrices, in place of the packed ones."""
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """Ordinary layers and experts with the decoded matrices, in place of the packed ones."""
+        if isinstance(dtype, str):  # of the config, once the model has been saved
+            dtype = getattr(torch, dtype)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, PackedLinear):
                 device = layer.weight.device
@@ -356,4 +593,17 @@ class ITQ3SQuantizer(HfQuantizer):
                 dense.weight = nn.Parameter(layer.dequantize(dtype or self._dtype).to(device), requires_grad=False)
                 dense.bias = layer.bias
                 model.set_submodule(name, dense)
+            elif isinstance(layer, PackedExperts):
+                floats = self._experts[name].module
+                for part in layer.stacks:
+                    matrices = layer.dequantize(part, dtype or self._dtype)
+                    setattr(floats, part, nn.Parameter(matrices, requires_grad=False))
+                    if (bias := getattr(layer, f"{part}_bias")) is not None:
+                        setattr(floats, f"{part}_bias", bias)
+                model.set_submodule(name, floats)
         return model
+
+
+def _listed(names: Collection[str]) -> str:
+    few = ", ".join(list(names)[:4])
+    return few + (f" and {len(names) - 4} more" if len(names) > 4 else "")

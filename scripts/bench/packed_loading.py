@@ -2,9 +2,11 @@
 """What Transformers needs to load a model in bfloat16, to quantize it while it loads, and to load it packed.
 
     scripts/bench/packed_loading.py --update docs/transformers.md
+    scripts/bench/packed_loading.py --experts --update docs/transformers.md
 
-A random Llama; each way in a process of its own, on one thread. Memory is what the process has for itself (RssAnon,
-every 10 ms): the pages of a mapped file, which the system can take back, are not counted. Needs Linux.
+A random Llama or, with ``--experts``, a random Mixtral; each way in a process of its own, on one thread. Memory is
+what the process has for itself (RssAnon, every 10 ms): the pages of a mapped file, which the system can take back, are
+not counted. Needs Linux.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ WAYS: Final = {
 }
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, experts: bool) -> None:
     """The checkpoint in bfloat16, saved packed, and as a GGUF file."""
     import torch
     import transformers
@@ -44,10 +46,17 @@ def make(folder: Path) -> None:
     from gguf_itq3s.convert.pipeline import convert
     from gguf_itq3s.transformers import ITQ3SConfig
 
-    config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=2048, intermediate_size=5632, num_hidden_layers=LAYERS, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=2048, tie_word_embeddings=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 4096, "max_position_embeddings": 2048, "tie_word_embeddings": False, "num_key_value_heads": 8,
+    }  # fmt: skip
+    if experts:
+        config: Any = transformers.MixtralConfig(
+            **sizes, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16
+        )
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, hidden_size=2048, intermediate_size=5632, num_hidden_layers=LAYERS, num_attention_heads=32
+        )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "floats")
     for path in (ROOT / "models" / "demo-llama").glob("tokenizer*"):
@@ -95,7 +104,7 @@ def load(way: str, folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "peak": max(peak[0], anonymous()) - before, "size": size}
 
 
-def table(results: dict[str, dict[str, float]], weights: int) -> str:
+def table(results: dict[str, dict[str, float]], weights: int, largest: str) -> str:
     """The measurements, a row for each way."""
     rows = [
         [
@@ -107,9 +116,7 @@ def table(results: dict[str, dict[str, float]], weights: int) -> str:
         for way, title in WAYS.items()
     ]
     header = ["", "time", "memory at most", "the model"]
-    notes = (
-        f"{report.count(weights)} weights, one thread, {report.size(4 * 5632 * 2048)} the largest matrix in float32."
-    )
+    notes = f"{report.count(weights)} weights, one thread, {largest}."
     return f"{report.markdown(header, rows)}\n{notes}\n"
 
 
@@ -118,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Loading a model with Transformers, in floats and packed.")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="the page whose section to rewrite")
     parser.add_argument("--folder", type=Path, help="where the models are made, and found again")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
@@ -126,15 +134,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         if not (folder / "packed" / "config.json").is_file():
-            make(folder)
+            make(folder, args.experts)
         results = {}
         for way in WAYS:
             command = [sys.executable, str(Path(__file__)), "--way", way, "--folder", str(folder)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             results[way] = json.loads(done.stdout.splitlines()[-1])
-    text = table(results, int(results["floats"]["size"] / 2))
+    if args.experts:
+        largest = f"{report.size(4 * 2 * 2816 * 1024)} the gate and up matrices of an expert in float32"
+    else:
+        largest = f"{report.size(4 * 5632 * 2048)} the largest matrix in float32"
+    text = table(results, int(results["floats"]["size"] / 2), largest)
     if args.update:
-        report.replace_section(args.update, "packed loading", text)
+        report.replace_section(args.update, "packed loading of experts" if args.experts else "packed loading", text)
     else:
         print(text)
     return 0

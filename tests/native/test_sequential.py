@@ -232,11 +232,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         own(self, model, number, *rest)
 
-    def backward(self: Any, model: Any, number: int, *rest: Any) -> None:
+    def backward(self: Any, model: Any, number: int, *rest: Any) -> tuple[int, int]:
         backwards.append(number)
         if len(backwards) == 2:
             raise KeyboardInterrupt
-        own_backward(self, model, number, *rest)
+        return own_backward(self, model, number, *rest)
 
     monkeypatch.setattr(sequential.Sequential, "_passage", passage)
     monkeypatch.setattr(OutputFisher, "_backward", backward)
@@ -319,6 +319,58 @@ def test_output_fisher_matrices_are_those_of_autograd(
         for number, part in enumerate(parts):
             rows = slice(number * size, (number + 1) * size)
             np.testing.assert_allclose(part, sums[name][rows, rows], atol=1e-3 * np.abs(sums[name]).max())
+
+
+def test_output_fisher_matrices_of_experts_are_those_of_autograd(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of each expert over its own tokens, by all of them, drawn to the mean of all experts or to its diagonal."""
+    folder = uneven("mixtral-few")
+    options = calibration(folder, tmp_path)
+    model = LayeredModel(options, open_checkpoint(folder))
+    ids = windows(options, model.context)
+    fisher = OutputFisher(tmp_path / "fisher", full=1 << 20, block=1)
+    messages = io.StringIO()
+    fisher.collect(model, ids, 4, "key", messages)
+    whole: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole.requires_grad_(False).get_input_embeddings().requires_grad_(True)
+    experts = whole.model.layers[1].mlp.experts
+    calls: list[tuple[torch.Tensor, ...]] = []
+    experts.register_forward_hook(lambda _, args, out: calls.append((*args, out)))
+    generator = torch.Generator().manual_seed(0)
+    parts = ("gate", "up", "down")
+    sums = {(part, expert): np.zeros((256, 256)) for part in parts for expert in range(4)}
+    seen = dict.fromkeys(range(4), 0)
+    for start in range(0, len(ids), 4):
+        logits = whole(torch.from_numpy(ids[start : start + 4])).logits.flatten(0, 1)
+        labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=generator)[:, 0]
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        x, index, weights, out = calls.pop()
+        (behind,) = torch.autograd.grad(loss, out)
+        for expert in range(4):
+            tokens, places = torch.where(index == expert)
+            first = (x[tokens].detach() @ experts.gate_up_proj[expert].T).requires_grad_()
+            gate, up = first.chunk(2, -1)
+            last = (torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].T
+            gradient = behind[tokens] * weights[tokens, places, None].detach()
+            (inner,) = torch.autograd.grad(last, first, gradient)
+            for part, rows in zip(parts, (*inner.chunk(2, -1), gradient), strict=True):
+                sums[part, expert] += (rows.double().T @ rows.double()).numpy() / ids.size
+            seen[expert] += len(tokens)
+    assert "note: 24 of 24 matrices of experts saw fewer than 16 tokens for each of their rows" in messages.getvalue()
+    readers = {
+        (reader.name[10:].partition("_")[0], reader.expert): reader
+        for group in model.layout.groups(1, model.base.layers[1]) for reader in group.readers
+        if reader.expert is not None
+    }  # fmt: skip
+    for (part, expert), wanted in sums.items():
+        if part == "down":
+            together = np.sum([sums[part, other] for other in range(4)], axis=0)
+            prior = together * np.trace(wanted) / np.trace(together)
+        else:
+            prior = np.diag(np.diagonal(wanted))
+        share = 16 * 256 / (seen[expert] + 16 * 256)
+        wanted = (1 - share) * wanted + share * prior
+        (found,) = fisher.blocks(readers[part, expert], 1)
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
 
 
 # ------------------------------------------------------------------------------------------------------------ refused

@@ -47,6 +47,20 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
 }  # fmt: skip
 
+#: More mixtures of experts, as :data:`ARCHITECTURES`; in those of the first five the converter folds norms.
+_FEW: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral-few": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_FEW, "shared_expert_intermediate_size": 512}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_FEW, "head_dim": 64, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", {**_FEW, "intermediate_size": 256}),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256},
+    ),
+    "ernie-moe": ARCHITECTURES["ernie-moe"],
+}
+
 
 def save_model(model: Any, folder: Path, tokenizer: Path, **options: Any) -> Path:
     """A model in Hugging Face form with the tokenizer beside it."""

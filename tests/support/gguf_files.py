@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -29,6 +31,16 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 def values(tensor: gguf.ReaderTensor) -> np.ndarray:
     """The weights, decoded by gguf-py."""
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """A copy of a file with other metadata or tensors."""
+    reader = gguf.GGUFReader(source)
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    values = {key: (field.contents(), field.types) for key, field in fields.items()}
+    change(values, tensors)
+    return write_gguf(out, values, tensors)
 
 
 def write_gguf(

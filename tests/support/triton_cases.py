@@ -27,7 +27,8 @@ import torch
 
 import triton_shapes
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.torch import PackedLinear, kernels, products, rotate
+from gguf_itq3s.torch import PackedExperts, PackedLinear, kernels, products, rotate
+from gguf_itq3s.torch.experts import Stack
 from gguf_itq3s.torch.memory import StorageTracker, additional
 from packed import TYPES, deviation, matrix, packed_rows
 
@@ -76,6 +77,25 @@ def halves() -> dict[str, list[float]]:
             found[f"{qtype.name}/{dtype}"] = [
                 deviation(y.detach(), x.detach(), decoded), deviation(x.grad, g, decoded.t())
             ]  # fmt: skip
+    return found
+
+
+def experts() -> dict[str, list[float]]:
+    """Type -> differences of the output and of the gradient from the path reference, relative."""
+    found = {}
+    for qtype in TYPES:
+        stacks = {"up_proj": Stack(33, 512, qtype), "down_proj": Stack(512, 256, None)}
+        built = PackedExperts(3, stacks, lambda x: torch.nn.functional.pad(x, (0, 223)))
+        state = {"up_proj": packed_rows(qtype, 3 * 33, 512).reshape(3, 33, -1)}
+        built.load_state_dict({name: torch.from_numpy(data) for name, data in state.items()}, strict=False)
+        built.down_proj.data.normal_(generator=torch.Generator().manual_seed(4))
+        x, index = matrix(9, 512, 1).requires_grad_(), torch.arange(18).view(9, 2) % 5  # two of five are none
+        results = []
+        for path in ("reference", "triton"):
+            built.path = path
+            y = built(x, index, torch.ones(9, 2))
+            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+        found[qtype.name] = [float((b - a).norm() / a.norm()) for a, b in zip(*results, strict=True)]
     return found
 
 
@@ -158,5 +178,5 @@ def others() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = (forward, backward, halves, rotation, others, tiles, memory)  # the last two change the kernels
+    parts = (forward, backward, halves, experts, rotation, others, tiles, memory)  # the last two change the kernels
     print(json.dumps({part.__name__: part() for part in parts}))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gguf_itq3s.codec import native
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,6 +23,22 @@ def no_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         forget_library()
         yield nothing
     forget_library()
+
+
+@pytest.fixture(scope="module")
+def converted(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``converted(name)``: the file that the converter writes of an uneven model, every matrix in the type."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(name: str, **options: Any) -> Path:
+        key = name, repr(options)
+        if key not in made:
+            out = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+            convert(ConvertOptions(uneven(name), out, effort="fast", **{"pure": True, **options}), io.StringIO())
+            made[key] = out
+        return made[key]
+
+    return make
 
 
 def forget_library() -> None:

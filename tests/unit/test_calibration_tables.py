@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gguf_itq3s.rounding.fisher import factorize
-from scripts.tables import calibration, fisher_blocks
+from scripts.tables import calibration, experts, fisher_blocks
 from scripts.train.twins import TWINS
 
 
@@ -64,3 +65,12 @@ def test_what_blocks_leave() -> None:
     assert 0 < lost < 0.3 * (found["64 strided"] - found["whole"]) and found["64 strided"] < 1.02
     whole = factorize(fisher).weight.mean() / np.diagonal(fisher).mean()
     assert found["whole"] == pytest.approx(whole)
+
+
+def test_table_of_a_mixture() -> None:
+    """Ratios are of means, their errors paired: a window that is hard for all says nothing."""
+    base = torch.tensor([1.0, 2.0, 3.0])
+    lines = experts.table({"nearest": 2 * base, "calibrate": base, "fisher": 0.9 * base + 0.0}).splitlines()
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    assert rows["`--calibrate`"] == ["2.00000 ± 0.57735", "1.000 ± 0.000"]
+    assert rows["nearest codes"][1] == "2.000 ± 0.289" and rows["... `--fisher`"][1] == "0.900 ± 0.029"

@@ -58,6 +58,12 @@ def test_half_precision(found: Any, name: str, dtype: str) -> None:
     assert gradient <= 2 * HALVES[dtype]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_experts(found: Any, name: str) -> None:
+    """Each expert's products are those of a layer; the paths differ by rounding."""
+    assert max(found["experts"][name]) < 1e-6
+
+
 def test_rotation(found: Any) -> None:
     """The same order of operations as in numpy: the same bits."""
     assert found["rotation"]["exact"]

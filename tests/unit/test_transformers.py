@@ -29,53 +29,18 @@ from transformers import (
 )
 
 from checkpoints import SIZES, save_model
-from gguf_files import write_gguf
+from gguf_files import rewritten
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
-
-#: Fast: what the encoder finds is not the subject here.
-FAST: dict[str, Any] = {"effort": "fast", "threads": 1}
-TOKENS = torch.arange(3, 43).reshape(2, 20)
-
-
-def load(folder: Path, config: ITQ3SConfig | None = None, **options: Any) -> Any:
-    if config is not None:
-        options["quantization_config"] = config  # Transformers takes None for an order to forget that of the folder
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
+from loading import FAST, TOKENS, difference, load, logits
 
 
 def packed(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found.float()
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-@pytest.fixture(scope="module")
-def converted(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``converted(name)``: the file that the converter writes of an uneven model, every matrix in the type."""
-    made: dict[tuple[str, bool], Path] = {}
-
-    def make(name: str, fold_norms: bool = True) -> Path:
-        if (name, fold_norms) not in made:
-            out = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
-            options = ConvertOptions(uneven(name), out, pure=True, effort="fast", fold_norms=fold_norms)
-            convert(options, io.StringIO())
-            made[name, fold_norms] = out
-        return made[name, fold_norms]
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -248,26 +213,17 @@ def test_tied_matrices_stay(uneven: Callable[[str], Path]) -> None:
     assert torch.isfinite(logits(model)).all()
 
 
-def test_experts_stay_and_nothing_is_folded(uneven: Callable[[str], Path]) -> None:
-    """Stacked experts are no linear layers; as they read a norm, no norm is folded, and that is said."""
-    with pytest.warns(UserWarning, match="norms are not folded"):
-        model = load(uneven("mixtral"), ITQ3SConfig(**FAST))
-    assert not model.config.quantization_config.norms_folded
-    assert {name.rpartition(".")[2] for name in packed(model)} <= {"q_proj", "k_proj", "v_proj", "o_proj", "gate"}
-    assert len(packed(model)) >= 8
-
-
 def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """When a matrix is coded, those before it are gone, and the model holds no other in floats."""
     seen: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
     own = quantizer.ITQ3SQuantizer._pack
 
-    def watched(self: Any, module: str, gain: Any, weight: torch.Tensor) -> Any:
+    def watched(self: Any, matrix: Any, gain: Any, weight: torch.Tensor) -> Any:
         gc.collect()
         alive.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(weight))
-        return own(self, module, gain, weight)
+        return own(self, matrix, gain, weight)
 
     monkeypatch.setattr(quantizer.ITQ3SQuantizer, "_pack", watched)
     model = load(uneven("llama"), ITQ3SConfig(**FAST))
@@ -500,16 +456,6 @@ def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Pa
     assert first.name.endswith("-00001-of-00003.gguf")
     whole = load_gguf(converted("llama")).state_dict()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load_gguf(first).state_dict().items())
-
-
-def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """A copy of a file with other metadata or tensors."""
-    reader = gguf.GGUFReader(source)
-    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    values = {key: (field.contents(), field.types) for key, field in fields.items()}
-    change(values, tensors)
-    return write_gguf(out, values, tensors)
 
 
 def drop(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:

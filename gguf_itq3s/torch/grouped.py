@@ -1,0 +1,166 @@
+"""Products of groups of rows, each with a matrix of its own out of a stack, as one operator with a gradient.
+
+Rows are sorted by matrix. One matrix of the stack after the other is multiplied as :mod:`.products` multiplies a single
+one: no two of them are decoded at the same time, and one that has no rows is not decoded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from . import decode, paths, products, transform
+from .products import IMPLEMENTATIONS, operator, without_autocast
+
+_PRODUCT: Final = "gguf_itq3s::product"
+_TRANSPOSED: Final = "gguf_itq3s::product_transposed"
+_DEQUANTIZE: Final = "gguf_itq3s::dequantize"
+
+
+def _parts(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """The matrices that have rows: (number in the stack, its rows)."""
+    start = 0
+    for number, end in enumerate(ends.tolist()):
+        if end > start:
+            yield number, slice(start, end)
+            start = end
+
+
+def _dense(
+    weight: torch.Tensor, residual: torch.Tensor | None, number: int, qtype: int, residual_type: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """One matrix of the stack, decoded."""
+    second = None if residual is None else residual[number]
+    return IMPLEMENTATIONS[_DEQUANTIZE](weight[number], qtype, second, residual_type, dtype)
+
+
+@operator
+def _grouped(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
+    ends: torch.Tensor, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+) -> torch.Tensor:  # fmt: skip
+    count = x.shape[0] if tokens is None else tokens.shape[0]
+    out = x.new_zeros((count, weight.shape[1]), dtype=dtype)
+    with without_autocast(x):
+        for number, rows in _parts(ends):
+            part = x[rows] if tokens is None else x[tokens[rows]]
+            if path == "dense":
+                out[rows] = part @ _dense(weight, residual, number, qtype, residual_type, x.dtype).t()
+            else:
+                out[rows] = IMPLEMENTATIONS[_PRODUCT](part, weight[number], qtype, dtype, path == "triton")
+    return out
+
+
+@_grouped.register_fake  # type: ignore[untyped-decorator]
+def _(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
+    ends: torch.Tensor, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+) -> torch.Tensor:  # fmt: skip
+    count = x.shape[0] if tokens is None else tokens.shape[0]
+    return x.new_empty((count, weight.shape[1]), dtype=dtype)
+
+
+@operator
+def _grouped_transposed(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
+    ends: torch.Tensor, count: int, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+) -> torch.Tensor:  # fmt: skip
+    accumulated = transform.accumulation_dtype(x.dtype)
+    out = x.new_zeros((count, _columns(weight, qtype)), dtype=accumulated)
+    with without_autocast(x):
+        for number, rows in _parts(ends):
+            if path == "dense":
+                part = x[rows] @ _dense(weight, residual, number, qtype, residual_type, x.dtype)
+            else:
+                part = IMPLEMENTATIONS[_TRANSPOSED](x[rows], weight[number], qtype, accumulated, path == "triton")
+            if tokens is None:
+                out[rows] = part.to(accumulated)
+            else:
+                out.index_add_(0, tokens[rows], part.to(accumulated))
+    return out.to(dtype)
+
+
+@_grouped_transposed.register_fake  # type: ignore[untyped-decorator]
+def _(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
+    ends: torch.Tensor, count: int, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((count, _columns(weight, qtype)), dtype=dtype)
+
+
+def _columns(weight: torch.Tensor, qtype: int) -> int:
+    return decode.layout(qtype).columns(weight[0])
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, residual, tokens, ends, ctx.qtype, ctx.residual_type, _, ctx.path = inputs
+    ctx.save_for_backward(weight, residual, tokens, ends)
+    ctx.count, ctx.dtype = x.shape[0], x.dtype
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, residual, tokens, ends = ctx.saved_tensors
+    found = _grouped_transposed(
+        gradient.contiguous(), weight, residual, tokens, ends, ctx.count, ctx.qtype, ctx.residual_type, ctx.dtype,
+        ctx.path,
+    )  # fmt: skip
+    return found, *[None] * 8
+
+
+def _transposed_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, residual, tokens, ends, _, ctx.qtype, ctx.residual_type, _, ctx.path = inputs
+    ctx.save_for_backward(weight, residual, tokens, ends)
+    ctx.dtype = x.dtype
+
+
+def _transposed_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, residual, tokens, ends = ctx.saved_tensors
+    found = _grouped(
+        gradient.contiguous(), weight, residual, tokens, ends, ctx.qtype, ctx.residual_type, ctx.dtype, ctx.path
+    )
+    return found, *[None] * 9
+
+
+_grouped.register_autograd(_backward, setup_context=_context)
+_grouped_transposed.register_autograd(_transposed_backward, setup_context=_transposed_context)
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, qtype: int, ends: torch.Tensor, *, tokens: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, residual_type: int | None = None, dtype: torch.dtype | None = None,
+    path: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``y[i] = W[e] x[tokens[i]]``, e the matrix in whose share of the rows i lies.
+
+    Args:
+        x: (t, columns) of a floating dtype; rotated for ITQ3_S on the paths ``reference`` and ``triton``, where the
+            products are with the blocks in their own basis (:func:`.products.product`); on ``dense`` as it is.
+        weight: uint8 (experts, rows, bytes of a row).
+        qtype: its type.
+        ends: int64 (experts,): where the rows of each matrix end; those of the next begin there.
+        tokens: int64 (s,): which row of ``x`` each row of the result reads; None for the same one.
+        residual: uint8 (experts, rows, bytes of a row) of the residual pass: for ``dense`` only, elsewhere it is a
+            product of its own.
+        residual_type: its type.
+        dtype: of the result, that of ``x`` by default.
+        path: as :func:`.paths.choose` takes it.
+
+    Returns:
+        (s, rows); zeros behind the last end.
+
+    Raises:
+        ValueError: shapes or types that do not belong together.
+    """
+    columns = decode.layout(qtype).columns(weight[0])
+    if x.ndim != 2 or x.shape[1] != columns or ends.shape != weight.shape[:1]:
+        raise ValueError(
+            f"inputs of shape {tuple(x.shape)} and {tuple(ends.shape)} ends do not match {len(weight)} matrices of "
+            f"{columns} columns"
+        )
+    chosen = paths.choose(x.device, path)
+    if chosen == "triton" and not products.uses_triton(x, path):
+        chosen = "reference"
+    second = int(qtype if residual_type is None else residual_type)
+    return _grouped(x, weight, residual, tokens, ends, int(qtype), second, dtype or x.dtype, chosen)

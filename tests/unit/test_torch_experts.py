@@ -1,0 +1,246 @@
+"""Stacked experts whose weights stay packed: products, gradients, memory, and living in PyTorch's ways."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+from gguf_itq3s.codec.ternary import TQ2_0
+from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.torch import PackedExperts, PackedLinear, products, use_path
+from gguf_itq3s.torch.experts import Stack
+from gguf_itq3s.torch.memory import StorageTracker
+from packed import TYPES, packed_rows
+
+EXPERTS, HIDDEN, INNER, TOKENS = 5, 512, 256, 11
+PATHS = ["reference", "dense"]
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(a) * b
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def built(
+    qtype: Type = ITQ3_S, residual: Type | None = None, experts: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER
+) -> PackedExperts:
+    """Of random blocks."""
+    stacks = {
+        "gate_up_proj": Stack(2 * inner, hidden, qtype, residual), "down_proj": Stack(hidden, inner, qtype, residual)
+    }  # fmt: skip
+    layer = PackedExperts(experts, stacks, gate)
+    state = {}
+    for seed, (name, stack) in enumerate(stacks.items()):
+        for part, kind in (("", qtype), ("_residual", residual)):
+            if kind is not None:
+                rows = packed_rows(kind, experts * stack.rows, stack.columns, seed)
+                state[name + part] = torch.from_numpy(rows).view(experts, stack.rows, -1)
+    layer.load_state_dict(state)
+    return layer
+
+
+def routed(
+    experts: int = EXPERTS, hidden: int = HIDDEN, tokens: int = TOKENS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, the experts of each token, their weights; a choice is of none, and no token goes to the last expert."""
+    generator = torch.Generator().manual_seed(2)
+    index = torch.stack([torch.randperm(experts - 1, generator=generator)[:2] for _ in range(tokens)])
+    index[3 % tokens, 1] = experts
+    return random(tokens, hidden, seed=3) / 100, index, torch.rand(tokens, 2, generator=generator)
+
+
+def plain(
+    weights: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor
+) -> torch.Tensor:
+    """One token and one expert after the other."""
+    first, down = weights
+    rows = []
+    for token, chosen, factors in zip(x, index.tolist(), routing, strict=True):
+        parts = [f * (down[e] @ gate(first[e] @ token)) for e, f in zip(chosen, factors, strict=True) if e < len(first)]
+        rows.append(sum(parts, torch.zeros_like(token)))
+    return torch.stack(rows)
+
+
+def decoded(layer: PackedExperts, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.dequantize("gate_up_proj", dtype), layer.dequantize("down_proj", dtype)
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("qtype", "residual"), [*((qtype, None) for qtype in TYPES), (ITQ3_S, ITQ3_S), (ITQ3_S, TQ2_0)]
+)
+def test_what_the_experts_compute_and_its_gradient(qtype: Type, residual: Type | None, path: str) -> None:
+    layer = built(qtype, residual)
+    x, index, routing = routed()
+    x.requires_grad_()
+    routing.requires_grad_()
+    weights = decoded(layer)
+    expected = plain(weights, x, index, routing)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, routing))
+    with use_path(path):
+        y = layer(x, index, routing)
+        got = torch.autograd.grad(y.square().sum(), (x, routing))
+    assert y.dtype == torch.float32 and error(y, expected) < 2e-6
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert error(ours, theirs) < 4e-6
+    assert got[1][3, 1] == 0  # a choice of no expert
+
+
+def test_the_matrices_are_those_of_packed_layers() -> None:
+    """Each expert for itself: the bytes and the products of :class:`PackedLinear`."""
+    weights = random(EXPERTS, 2 * INNER, HIDDEN) / 20
+    layer = PackedExperts.from_weights(weights, random(EXPERTS, HIDDEN, INNER, seed=1) / 20, gate, effort="fast")
+    linear = PackedLinear.from_weight(weights[3], effort="fast")
+    assert torch.equal(layer.gate_up_proj[3], linear.weight)
+    assert layer.gate_up_proj.shape == (EXPERTS, 2 * INNER, HIDDEN // 256 * 100)
+    down = PackedLinear.from_blocks(layer.down_proj[3])
+    x = random(4, HIDDEN, seed=3)
+    one = layer(x, torch.full((4, 1), 3), torch.ones(4, 1))
+    assert error(one, down(gate(linear(x)))) < 1e-6
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None:
+    layer = built()
+    x, index, routing = routed()
+    expected = plain(decoded(layer), x, index, routing)
+    with use_path(path):
+        y = layer(x.to(dtype), index, routing)
+        assert y.dtype == dtype and error(y.float(), expected) < tolerance
+        with torch.autocast("cpu", dtype):
+            assert error(layer(x, index, routing), expected) < tolerance
+
+
+@pytest.mark.parametrize("residual", [None, TQ2_0])
+def test_gradients_of_gradients(residual: Type | None) -> None:
+    layer = built(residual=residual, experts=3, hidden=256)
+    x, index, routing = (t.double() if t.is_floating_point() else t for t in routed(3, 256, 4))
+    x.requires_grad_()
+    run = functools.partial(_run, layer, index, routing)
+    for path in PATHS:
+        with use_path(path):
+            assert torch.autograd.gradcheck(run, x, fast_mode=True)
+            assert torch.autograd.gradgradcheck(run, x, fast_mode=True)
+
+
+def _run(layer: PackedExperts, index: torch.Tensor, routing: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, index, routing)
+
+
+def test_floats_transposed_and_biases() -> None:
+    """One stack packed, the other as it is with its rows last; both with biases."""
+    stacks = {
+        "gate_up_proj": Stack(2 * INNER, HIDDEN, ITQ3_S, transposed=True),
+        "down_proj": Stack(HIDDEN, INNER, transposed=True),
+    }
+    layer = PackedExperts(EXPERTS, stacks, gate, bias=True)
+    assert layer.down_proj.shape == (EXPERTS, INNER, HIDDEN)
+    full = built()
+    state = {"gate_up_proj": full.gate_up_proj, "down_proj": random(EXPERTS, INNER, HIDDEN, seed=1) / 20}
+    biases = {
+        "gate_up_proj_bias": random(EXPERTS, 2 * INNER, seed=5),
+        "down_proj_bias": random(EXPERTS, HIDDEN, seed=6),
+    }
+    layer.load_state_dict(state | biases)
+    x, index, routing = routed()
+    first, down = layer.dequantize("gate_up_proj"), layer.dequantize("down_proj")
+    assert first.shape == (EXPERTS, HIDDEN, 2 * INNER)
+    expected = torch.zeros_like(x)
+    for token in range(TOKENS):
+        for expert, factor in zip(index[token].tolist(), routing[token], strict=True):
+            if expert < EXPERTS:
+                inner = gate(x[token] @ first[expert] + biases["gate_up_proj_bias"][expert])
+                expected[token] += factor * (inner @ down[expert] + biases["down_proj_bias"][expert])
+    assert error(layer(x, index, routing), expected) < 2e-6
+
+
+def test_shapes_and_mistakes() -> None:
+    layer = built()
+    x, index, routing = routed()
+    y = layer(x, index, routing)
+    assert layer(x[:0], index[:0], routing[:0]).shape == (0, HIDDEN)
+    assert torch.equal(layer(x.view(1, TOKENS, HIDDEN), index, routing), y[None])
+    with pytest.raises(ValueError, match="do not match 5 matrices of 512 columns"):
+        layer(x[:, :256], index, routing)
+    with pytest.raises(ValueError, match="rows must be a multiple of 256 long, not 300"):
+        PackedExperts(2, {"up_proj": Stack(256, 300, ITQ3_S), "down_proj": Stack(300, 256)}, torch.relu)
+    with pytest.raises(ValueError, match="a residual pass follows ITQ3_S"):
+        PackedExperts(2, {"up_proj": Stack(256, 256, TQ2_0, ITQ3_S), "down_proj": Stack(256, 256)}, torch.relu)
+    with pytest.raises(ValueError, match="stacks of matrices are needed; the shapes are"):
+        PackedExperts.from_weights(random(4, 256), random(4, 256), gate)
+
+
+def test_pytorchs_ways(tmp_path: Path) -> None:
+    layer = built(residual=TQ2_0)
+    x, index, routing = routed()
+    y = layer(x, index, routing)
+    save_file(layer.state_dict(), tmp_path / "experts.safetensors")
+    stacks = copy.deepcopy(layer.stacks)
+    other = PackedExperts(EXPERTS, stacks, gate)
+    other.load_state_dict(load_file(tmp_path / "experts.safetensors"))
+    for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.half().float()):
+        assert torch.equal(same(x, index, routing), y)
+    assert {parameter.dtype for parameter in layer.half().parameters()} == {torch.uint8}
+    assert "ITQ3_S + TQ2_0" in repr(layer) and "experts=5" in repr(layer)
+    compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert error(compiled(x, index, routing), y) < 1e-6
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("residual", [None, ITQ3_S])
+def test_no_expert_is_made_whole(residual: Type | None) -> None:
+    """On the path reference slices of one expert; on dense one expert at a time, forward and backward."""
+    experts, hidden, inner = 8, 1024, 1024
+    layer = built(ITQ3_S, residual, experts, hidden, inner)
+    x, index, routing = routed(experts, hidden, 24)
+    one = 2 * inner * hidden * 4
+    layer(x[:1], index[:1], routing[:1])  # makes the tables
+    measured = {}
+    for path in PATHS:
+        x.requires_grad_(False)
+        with use_path(path):
+            with torch.no_grad(), StorageTracker() as tracker:
+                layer(x, index, routing)
+            x.requires_grad_()
+            with StorageTracker() as whole:
+                layer(x, index, routing).sum().backward()
+        measured[path] = tracker, whole
+    for tracker in measured["reference"]:
+        assert tracker.largest <= one / 4 and tracker.peak < one
+    forward, both = measured["dense"]
+    assert forward.largest == one and both.largest == one  # the test can fail
+    assert max(forward.peak, both.peak) < 3.5 * one < experts * one / 2  # the matrix, and a part as it is decoded
+
+
+def test_the_rotation_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    own = products.rotate
+
+    def watched(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return own(x, path)
+
+    monkeypatch.setattr(products, "rotate", watched)
+    layer = built()
+    x, index, routing = routed()
+    layer(x, index, routing)
+    assert shapes == [(TOKENS, HIDDEN), (2 * TOKENS, INNER)]  # of the tokens; of what each choice has between the two
