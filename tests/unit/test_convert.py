@@ -333,13 +333,16 @@ def peak(model: Path, out: Path, outtype: str = "f16") -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_stays_within_the_two_largest_tensors(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
-    """Over the memory of a tiny conversion: at most two F32 copies of the largest tensor, and pieces."""
+    """Over the memory of a tiny conversion: at most two F32 copies of the largest tensor, and pieces.
+
+    What glibc keeps of memory that was freed differs by 100 MiB from run to run; the whole model would be 480 MiB more.
+    """
     base = peak(checkpoint("mixtral"), tmp_path / "out.gguf")
     model = wide_checkpoint(tmp_path / "wide", tokenizer)
     largest = 4 * 4 * 4096 * 1024
     assert base < 2**30
     for outtype in ("f16", "tq2_0"):
-        assert peak(model, tmp_path / "out.gguf", outtype) - base < 2 * largest + 192 * 2**20
+        assert peak(model, tmp_path / "out.gguf", outtype) - base < 2 * largest + 256 * 2**20
 
 
 def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:

@@ -243,7 +243,8 @@ def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     assert {p.name for p in (machine.out / "logs").iterdir()} == {f"{name}.log" for name in ALL[1:]}
     text = (machine.out / "gpu_check.md").read_text()
     assert "Made Up" in text and "| MUL_MAT-nopdl | tq2_0 | 30 | 0 | 0 |" in text and "| racecheck | 0 | 270 |" in text
-    assert "| batch24 | 80.0000 | +0.000% |" in text and "| tq1_0 | 100.0 | 100.0 |" in text
+    assert "| batch24 | 80.0000 | +0.000% |" in text
+    assert "| tq1_0 | 100.0 | 100.0 |" in text and "| itq3_s-noshare | 100.0 | 100.0 |" in text
     assert not list((machine.folder / "work").glob("*.gguf"))
     calls_of = machine.arguments("llama-perplexity")
     assert sum("-sm row" in c for c in calls_of) == 0

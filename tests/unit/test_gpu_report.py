@@ -53,7 +53,7 @@ def cells_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_nothing_measured_says_so(tmp_path: Path) -> None:
     data, text = run(tmp_path)
     assert all(cell["value"] == "not measured" and cell["met"] is None for cell in data["table"])
-    assert text.count("not measured") >= len(data["table"]) + len(report.PERPLEXITIES) + 2 * len(report.MODELS)
+    assert text.count("not measured") >= len(data["table"]) + len(report.PERPLEXITIES) + 2 * len(report.BENCH_RUNS)
     assert text.count("not run") == 3 * len(report.OPERATION_RUNS) + len(report.SANITIZERS)
 
 
@@ -154,13 +154,18 @@ def write_perplexities(work: Path, **values: float) -> None:
 
 
 def test_perplexity_may_differ_by_a_fifth_of_a_percent(tmp_path: Path) -> None:
-    write_perplexities(tmp_path, gpu=10.019, tensor=9.981)
+    write_perplexities(tmp_path, gpu=10.019, noshare=10.019, tensor=9.981)
     assert report.perplexity_problems(tmp_path) == []
     assert "| gpu | 10.0190 | +0.190% |" in run(tmp_path)[1]
-    write_perplexities(tmp_path, batch8=10.03)
-    assert [p.split(":")[0] for p in report.perplexity_problems(tmp_path)] == ["batch8"]
-    write_perplexities(tmp_path, batch8=9.97)
-    assert [p.split(":")[0] for p in report.perplexity_problems(tmp_path)] == ["batch8"]
+    write_perplexities(tmp_path, batch4=10.03)
+    assert [p.split(":")[0] for p in report.perplexity_problems(tmp_path)] == ["batch4"]
+    write_perplexities(tmp_path, batch4=9.97)
+    assert [p.split(":")[0] for p in report.perplexity_problems(tmp_path)] == ["batch4"]
+
+
+def test_shared_activations_change_nothing(tmp_path: Path) -> None:
+    write_perplexities(tmp_path, batch8=10.001, noshare8=10.0011)
+    assert report.perplexity_problems(tmp_path) == ["noshare8: 10.0011 is not the 10.0010 of batch8"]
 
 
 def test_perplexity_must_be_there_and_of_the_gpu(tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_llama_bench_counts_only_what_ran_on_cuda(tmp_path: Path) -> None:
         common = {"backends": backends, "samples_ts": [90.0, 100.0, 500.0]}
         return json.dumps([{**common, "n_prompt": 512, "n_gen": 0}, {**common, "n_prompt": 0, "n_gen": 128}])
 
-    for name in report.MODELS:
+    for name in report.BENCH_RUNS:
         (tmp_path / f"llama-bench-{name}.txt").write_text("[exit 0]\n")
         (tmp_path / f"llama-bench-{name}.json").write_text(entries("CPU" if name == "f16" else "CUDA"))
     assert report.llama_bench_problems(tmp_path) == ["f16: pp512 and tg128 on CUDA are not both there"]

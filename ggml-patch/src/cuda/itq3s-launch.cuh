@@ -26,6 +26,9 @@ bool ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(const float * x, const int32_t *
                                                 int64_t n_tokens, int64_t nrows_dst, int n_expert_used,
                                                 cudaStream_t stream);
 
+// The most bytes that upstream takes for the activations of a product without experts.
+size_t ggml_cuda_itq3_s_activation_bytes(const ggml_tensor * src1);
+
 // Whether a product with this many columns goes to cuBLAS in F16 instead of MMQ: from as many on as the environment
 // variable GGML_CUDA_ITQ3S_CUBLAS_COLUMNS says, from none without it.
 bool ggml_cuda_itq3_s_prefers_cublas(ggml_type type, int64_t ncols);

@@ -20,6 +20,13 @@ static_assert(sizeof(block_itq3_s) == 4 * ITQ3_S_WORDS, "another block than in g
 static_assert(ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs == sizeof(block_itq3_s),
               "another block than in ggml-itq3s.h");
 
+size_t ggml_cuda_itq3_s_activation_bytes(const ggml_tensor * src1) {
+    // MMQ reads past the end of the last column's blocks, by a tile at most; MMVQ takes less.
+    constexpr int widest_tile = 512;
+    const int64_t padded      = GGML_PAD(src1->ne[0], MATRIX_ROW_PADDING);
+    return padded / QK8_1 * sizeof(block_q8_1) * ggml_nrows(src1) + widest_tile * sizeof(block_q8_1_mmq);
+}
+
 bool ggml_cuda_itq3_s_quantize_row_q8_1(const float * x, void * vy, const ggml_type type_src0, const int64_t ne00,
                                         const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
                                         const int64_t ne1, const int64_t ne2, const int64_t ne3, cudaStream_t stream) {

@@ -60,6 +60,9 @@ SANITIZER_FILTER: Final = "|".join(
     for shape in ("m=67,n=(1|2|5|8|16|17|77),k=768", "n_mats=8,.*m=96,n=(1|5|17),k=768", "m=[14],n=45,k=(1024|4608)")
 )
 
+#: Every product quantizes its own activations.
+NO_SHARING: Final = {"GGML_CUDA_ITQ3S_SHARE": "0"}
+
 #: Options of llama-perplexity and environment of every run that report.PERPLEXITIES names.
 PERPLEXITY_RUNS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "cpu": (["-dev", "none"], {}),
@@ -71,6 +74,8 @@ PERPLEXITY_RUNS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "nographs": (["-ngl", "99", "-b", "512", "-ub", "8"], {"GGML_CUDA_DISABLE_GRAPHS": "1"}),
     "nopdl": (["-ngl", "99"], {"GGML_CUDA_PDL": "0"}),
     "nopdl8": (["-ngl", "99", "-b", "512", "-ub", "8"], {"GGML_CUDA_PDL": "0"}),
+    "noshare": (["-ngl", "99"], NO_SHARING),
+    "noshare8": (["-ngl", "99", "-b", "512", "-ub", "8"], NO_SHARING),
 }
 
 
@@ -442,7 +447,8 @@ def stage_llama_bench(check: Check) -> list[str]:
                for o in (f"--{f.name.replace('_', '-')}", str(v))]  # fmt: skip
     problems: list[str] = []
     for name in report.MODELS:
-        if report.finished(check.results / f"llama-bench-{name}.txt"):
+        runs = [run for run, model in report.BENCH_RUNS.items() if model == name]
+        if all(report.finished(check.results / f"llama-bench-{run}.txt") for run in runs):
             continue
         try:
             size = random_model.size_of(random_model.Ggml(base), shape, name)
@@ -455,7 +461,16 @@ def stage_llama_bench(check: Check) -> list[str]:
         try:
             check.run_all([Step(f"model-{name}", [*write, *options], 120, env)])
             if report.finished(check.results / f"model-{name}.txt"):
-                check.run_all([Step(f"llama-bench-{name}", bench, 120, env, stdout=f"llama-bench-{name}.json")])
+                check.run_all([
+                    Step(
+                        f"llama-bench-{run}",
+                        bench,
+                        120,
+                        {**env, **(NO_SHARING if run.endswith("-noshare") else {})},
+                        stdout=f"llama-bench-{run}.json",
+                    )
+                    for run in runs
+                ])  # fmt: skip
         finally:
             model.unlink(missing_ok=True)
             (check.results / f"model-{name}.txt").unlink(missing_ok=True)  # the model is gone

@@ -31,12 +31,16 @@ SANITIZED: Final = ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION")
 #: Runs of llama-perplexity. All but the CPU's must come within TOLERANCE of it.
 PERPLEXITIES: Final = (
     "cpu", "gpu", "partial", "layer", "tensor", "batch1", "batch2", "batch4", "batch8", "batch24", "batch64",
-    "nographs", "nopdl", "nopdl8",
+    "nographs", "nopdl", "nopdl8", "noshare", "noshare8",
 )  # fmt: skip
+#: Runs that must give the very same perplexity: with activations quantized for every product, and once for several.
+SAME: Final = {"noshare": "gpu", "noshare8": "batch8"}
 TOLERANCE: Final = 0.002
 
 #: Models of llama-bench, by the type of their layers.
 MODELS: Final = ("itq3_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "f16")
+#: Runs of llama-bench: the name of the run and its model.
+BENCH_RUNS: Final = {"itq3_s": "itq3_s", "itq3_s-noshare": "itq3_s", **{name: name for name in MODELS}}
 
 #: Products of one layer of an 8B Llama as (rows, columns of the weights): how many matrices have that shape.
 LAYER: Final = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
@@ -302,13 +306,16 @@ def perplexity_problems(work: Path) -> list[str]:
         if cpu and not abs(measured[name] / cpu - 1) <= TOLERANCE:
             change = 100 * (measured[name] / cpu - 1)
             problems.append(f"{name}: {measured[name]:.4f} is {change:+.3f}% from the CPU's, at most 0.2% allowed")
+        same = measured.get(SAME.get(name, name), measured[name])
+        if measured[name] != same:
+            problems.append(f"{name}: {measured[name]:.4f} is not the {same:.4f} of {SAME[name]}")
     return problems
 
 
 def read_llama_bench(work: Path) -> dict[str, dict[str, float]]:
-    """Tokens a second of every model: medians of tg128 and pp512. Only what ran on CUDA counts."""
+    """Tokens a second of every run: medians of tg128 and pp512. Only what ran on CUDA counts."""
     result: dict[str, dict[str, float]] = {}
-    for name in MODELS:
+    for name in BENCH_RUNS:
         path = work / f"llama-bench-{name}.json"
         try:
             entries = json.loads(path.read_text())
@@ -327,7 +334,7 @@ def read_llama_bench(work: Path) -> dict[str, dict[str, float]]:
 
 def llama_bench_problems(work: Path) -> list[str]:
     measured, problems = read_llama_bench(work), []
-    for name in MODELS:
+    for name in BENCH_RUNS:
         path = work / f"llama-bench-{name}.txt"
         if not finished(path):
             problems.append(f"{name}: {ended(path)}")
@@ -384,15 +391,16 @@ def markdown(work: Path, bench: Bench | None, cells: list[Cell], stages: dict[st
         lines += bench_lines(bench)
     speeds = read_llama_bench(work)
     lines += ["", "| llama-bench, type of the layers | tg128, tokens/s | pp512, tokens/s |", "| --- | --- | --- |"]
-    for model in MODELS:
-        of = speeds.get(model, {})
+    for run in BENCH_RUNS:
+        of = speeds.get(run, {})
         lines.append(
-            f"| {model} | " + " | ".join(f"{of[k]:.1f}" if k in of else NOT_MEASURED for k in ("tg128", "pp512")) + " |"
+            f"| {run} | " + " | ".join(f"{of[k]:.1f}" if k in of else NOT_MEASURED for k in ("tg128", "pp512")) + " |"
         )
     lines += [
         "",
         "A Llama of 8B shapes (32 layers of 4096, feed-forward 14336, 8 of 32 heads for keys and values, 32000 tokens) "
-        "with random weights; embedding and output are Q6_K. q4_K has Q4_K everywhere, unlike Q4_K_M.",
+        "with random weights; embedding and output are Q6_K. q4_K has Q4_K everywhere, unlike Q4_K_M. noshare: every "
+        "product quantizes its activations, though several have the same.",
         "",
         "| test-backend-ops | type | passed | failed | not supported |",
         "| --- | --- | --- | --- | --- |",
