@@ -112,12 +112,12 @@ template <> struct itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> {
     // Bytes of row lane/4 of the first stage.
     const char * own;     // the quad whose symbols are in place, and after it that of the selector
     const char * others;  // the quad whose symbols must be moved by 4 bits
-    const char * scale;
     int          turn;    // by so many, to the left
     uint32_t     mask;    // of the symbols in place
     uint32_t     inside;  // 0 where nothing stands before the first chunk, else 1
     uint32_t     zero;
-    // First words of tables of levels, see itq3_s_table_word.
+    uint32_t     minus;  // -1
+    // First words of tables of levels up and down, see itq3_s_table_word.
     uint32_t     by_pair[2];
     uint32_t     by_symbol[2][2];
 
@@ -126,11 +126,14 @@ template <> struct itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> {
 
 // Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
 // of subset bits, one of them above the other. The bits of a pair are (c0, c1) at even weights and (c1, c0) at odd ones.
-ITQ3_S_FUNC constexpr uint32_t itq3_s_table_word(const bool pair_above, const int odd, const int n) {
+// down: by the complement of the index.
+ITQ3_S_FUNC constexpr uint32_t itq3_s_table_word(const bool pair_above, const int odd, const bool down,
+                                                  const int n) {
     uint32_t word = 0;
     for (int b = 0; b < 4; ++b) {
-        const int symbol = pair_above ? b : n;
-        const int pair   = pair_above ? n : b;
+        const int index  = down ? 15 - (4 * n + b) : 4 * n + b;
+        const int symbol = pair_above ? index % 4 : index / 4;
+        const int pair   = pair_above ? index / 4 : index % 4;
         const int subset = odd ? pair : pair % 2 * 2 + pair / 2;
         word |= (uint32_t) (itq3_s_level(4 * symbol + subset) + 64) << 8 * b;
     }
@@ -143,15 +146,15 @@ itq3_s_fragment_lane<GGML_TYPE_ITQ3_S>::itq3_s_fragment_lane(const uint32_t * ro
     const int h = c / 2;
     own         = (const char *) (row0 + ITQ3_S_QUAD_WORDS * 2 * c);
     others      = (const char *) (row0 + ITQ3_S_QUAD_WORDS * 2 * (c ^ 2));
-    scale       = (const char *) (row0 + ITQ3_S_QUAD_WORDS);
     turn        = itq3_s_kept(4 + 24 * h, lane);
     mask        = itq3_s_kept(0x0F0F0F0F << 4 * h, lane);
     inside      = (c + 3) / 4;
     zero        = itq3_s_kept(0, lane);
-    for (int last = 0; last < 2; ++last) {
-        by_pair[last] = itq3_s_kept(itq3_s_table_word(true, 0, 3 * last), lane);
+    minus       = itq3_s_kept(0xFFFFFFFF, lane);
+    for (int down = 0; down < 2; ++down) {
+        by_pair[down] = itq3_s_kept(itq3_s_table_word(true, 0, down, 0), lane);
         for (int odd = 0; odd < 2; ++odd) {
-            by_symbol[odd][last] = itq3_s_kept(itq3_s_table_word(false, odd, 3 * last), lane);
+            by_symbol[odd][down] = itq3_s_kept(itq3_s_table_word(false, odd, down, 0), lane);
         }
     }
 }
@@ -191,7 +194,7 @@ template <> struct itq3_s_fragments<GGML_TYPE_ITQ3_S> {
 
         pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
         pairs(s.z, s.w, even[1], odd[1]);
-        dz = *((const uint32_t *) (at.scale + row));
+        dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4);  // lane c = 0 has it
         d  = itq3_s_half2_bits(dz).x;
     }
 
@@ -222,16 +225,15 @@ template <> struct itq3_s_fragments<GGML_TYPE_ITQ3_S> {
                                          uint32_t (&lower)[2], uint32_t (&upper)[2]) {
         const bool     pair_above = s < 4;
         const int      odd        = s % 2;
-        const uint32_t first      = pair_above ? at.by_pair[0] : at.by_symbol[odd][0];
-        const uint32_t last       = pair_above ? at.by_pair[1] : at.by_symbol[odd][1];
+        const uint32_t up_first   = pair_above ? at.by_pair[0] : at.by_symbol[odd][0];
+        const uint32_t down_first = pair_above ? at.by_pair[1] : at.by_symbol[odd][1];
         uint32_t       up         = index(s);
-        uint32_t       down       = up ^ 0xCCCCCCCC;  // from the last four on
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            lower[w] = itq3_s_prmt(first, itq3_s_table_word(pair_above, odd, 1), up);
-            upper[w] = itq3_s_prmt(last, itq3_s_table_word(pair_above, odd, 2), down);
+            const uint32_t down = up * at.minus - 1;  // the complement on the pipe of products, which is not as busy
+            lower[w]            = itq3_s_prmt(up_first, itq3_s_table_word(pair_above, odd, false, 1), up);
+            upper[w]            = itq3_s_prmt(down_first, itq3_s_table_word(pair_above, odd, true, 1), down);
             up >>= 16;
-            down >>= 16;
         }
     }
     __device__ __forceinline__ void step(const int s, const itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> & at,

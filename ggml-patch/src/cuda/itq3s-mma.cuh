@@ -129,6 +129,15 @@ static const __device__ __forceinline__ char * itq3_s_mma_opaque(const char * p)
 #endif
 }
 
+// The same number, but what follows from it is not made ahead of a loop: what the end of a tile needs would keep
+// registers from the products.
+static __device__ __forceinline__ int itq3_s_mma_anew(int x) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // In one instruction, which 64 bit factors whose upper halves are 0 do not always become.
 static __device__ __forceinline__ uint64_t itq3_s_mma_product(const uint32_t a, const uint32_t b) {
 #if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
@@ -335,10 +344,10 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
         const int    i0   = (tile << log2_rows) + warp_i * ITQ3_S_MMA_ROWS;
         return base + offset_x + (int64_t) min(i0, shape.nrows - 1) * shape.stride_row_x;
     };
-    // Rows past the end repeat the last one; nothing is written back from those.
-    const auto last_row_of = [&](const int tile) {
+    // Its rows there, 0 past the end. Those that are missing are garbage in the ring; nothing is written back from them.
+    const auto nrows_of = [&](const int tile) {
         const int i0 = (tile << log2_rows) + warp_i * ITQ3_S_MMA_ROWS;
-        return max(min(ITQ3_S_MMA_ROWS, shape.nrows - i0), 1) - 1;
+        return max(min(ITQ3_S_MMA_ROWS, shape.nrows - i0), 0);
     };
 
     // This lane's word of a block (ITQ3_S) or unit in a row of x, and its place in the ring.
@@ -353,77 +362,98 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
     int            next_matrix = 0;
     int            next_unit   = warp_k;
     const char *   next_from   = rows_of(next_tile, 0) + next_unit * ring::row_bytes + from_byte;
-    int            last_row    = last_row_of(next_tile);
+    int            next_nrows  = nrows_of(next_tile);
     const auto     fetch       = [&](const uint32_t stage) {  // stage: its byte
-        if (next_tile < shape.tiles) {
-            uint32_t * const to = (uint32_t *) ((char *) lane_tiles + stage);
-            if constexpr (by_lane) {
-                const bool whole = aligned || (next_unit + 1) * unit <= shape.nblocks;
-                const auto copy  = [&](const int i, const char * from, const bool whole) {
-                    if constexpr (type == GGML_TYPE_ITQ3_S) {
+        uint32_t * const to = (uint32_t *) ((char *) lane_tiles + stage);
+        if constexpr (by_lane) {
+            const bool whole = aligned || (next_unit + 1) * unit <= shape.nblocks;
+            const auto copy  = [&](const int i, const char * from, const bool whole) {
+                if constexpr (type == GGML_TYPE_ITQ3_S) {
 #pragma unroll
-                        for (int b = 0; b < unit; ++b) {
-                            if (b == 0 || whole) {
-                                itq3_s_copy_async<4>(to + b * ITQ3_S_TILE_WORDS + ring::row(i), from + b * bs);
-                            }
+                    for (int b = 0; b < unit; ++b) {
+                        if (b == 0 || whole) {
+                            itq3_s_copy_async<4>(to + b * ITQ3_S_TILE_WORDS + ring::row(i), from + b * bs);
                         }
-                    } else {
-                        itq3_s_copy_async<4>(to + ring::row(i), from);
                     }
-                };
-                if (ring::lanes == 32 || lane < ring::lanes) {
-                    if (whole && last_row == ITQ3_S_MMA_ROWS - 1) {
-                        const char * from = next_from;
+                } else {
+                    itq3_s_copy_async<4>(to + ring::row(i), from);
+                }
+            };
+            if (ring::lanes == 32 || lane < ring::lanes) {
+                const char * from = next_from;
+                if (whole && next_nrows == ITQ3_S_MMA_ROWS) {
 #pragma unroll
-                        for (int i = 0; i < ITQ3_S_MMA_ROWS; ++i) {
-                            copy(i, from, true);
-                            from += shape.stride_row_x;
-                        }
-                    } else {
+                    for (int i = 0; i < ITQ3_S_MMA_ROWS; ++i) {
+                        copy(i, from, true);
+                        from += shape.stride_row_x;
+                    }
+                } else {
 #pragma unroll 1
-                        for (int i = 0; i < ITQ3_S_MMA_ROWS; ++i) {
-                            copy(i, next_from + (uint64_t) (uint32_t) min(i, last_row) * shape.stride_row_x, whole);
-                        }
+                    for (int i = 0; i < next_nrows; ++i) {
+                        copy(i, from, whole);
+                        from += shape.stride_row_x;
                     }
                 }
-                if constexpr (ring::row_words > ring::lanes && type != GGML_TYPE_ITQ3_S) {
-                    static_assert(ring::row_words == 33, "a lane a row for the rest");
-                    if (lane < ITQ3_S_MMA_ROWS) {
-                        const char * from = next_from - from_byte + 4 * 32;
-                        itq3_s_copy_async<4>(to - lane + ring::row(lane) + 32,
-                                             from + (uint64_t) (uint32_t) min(lane, last_row) * shape.stride_row_x);
-                    }
+            }
+            if constexpr (ring::row_words > ring::lanes && type != GGML_TYPE_ITQ3_S) {
+                static_assert(ring::row_words == 33, "a lane a row for the rest");
+                if (lane < next_nrows) {
+                    const char * from = next_from - from_byte + itq3_s_mma_product(lane, shape.stride_row_x);
+                    itq3_s_copy_async<4>(to - lane + ring::row(lane) + 32, from + 4 * 32);
                 }
-            } else {
-                constexpr int steps = (ring::row_words + 1 + 31) / 32;
-                const int     bytes = min(unit, shape.nblocks - next_unit * unit) * bs;
-#pragma unroll 4
-                for (int i = 0; i < ITQ3_S_MMA_ROWS; ++i) {
-                    const char * from   = next_from + (uint64_t) (uint32_t) min(i, last_row) * shape.stride_row_x;
-                    const int    before = (uintptr_t) from & 2;
+            }
+        } else if (next_nrows == ITQ3_S_MMA_ROWS && (next_unit + 1) * unit < shape.nblocks) {
+            // From the word on in which a unit begins. A word that it ends in is whole, as the row goes on.
+            constexpr int words = ring::row_words + 1;
+            constexpr int lanes = words < 32 ? words : 32;
+            if (lanes == 32 || lane < lanes) {
+                const char * from[2] = { next_from, next_from + shape.stride_row_x };
 #pragma unroll
-                    for (int k = 0; k < steps; ++k) {
-                        const int l    = lane + 32 * k;
-                        const int rest = bytes + before - 4 * l;
-                        if (rest >= 4) {
-                            itq3_s_copy_async<4>(to + ring::row(i) + l, from - before + 4 * l);
-                        } else if (rest == 2) {
-                            itq3_s_copy_async_half_word(to + ring::row(i) + l, from - before + 4 * l);
-                        }
+                for (int r = 0; r < 2; ++r) {
+                    from[r] += 4 * lane - ((uintptr_t) from[r] & 2);
+                }
+#pragma unroll
+                for (int i = 0; i < ITQ3_S_MMA_ROWS; ++i) {
+                    itq3_s_copy_async<4>(to + lane + ring::row(i), from[i % 2]);
+                    from[i % 2] += 2 * (uint64_t) shape.stride_row_x;
+                }
+            }
+            if constexpr (words > lanes) {
+                static_assert(words == 34, "two lanes a row for the rest");
+                const char * from = next_from + itq3_s_mma_product(lane / 2, shape.stride_row_x);
+                from -= (uintptr_t) from & 2;
+                itq3_s_copy_async<4>(to + ring::row(lane / 2) + 32 + lane % 2, from + 4 * (32 + lane % 2));
+            }
+        } else {
+            constexpr int steps = (ring::row_words + 1 + 31) / 32;
+            const int     bytes = min(unit, shape.nblocks - next_unit * unit) * bs;
+            const char *  from  = next_from;
+#pragma unroll 1
+            for (int i = 0; i < next_nrows; ++i) {
+                const int before = (uintptr_t) from & 2;
+#pragma unroll
+                for (int k = 0; k < steps; ++k) {
+                    const int l    = lane + 32 * k;
+                    const int rest = bytes + before - 4 * l;
+                    if (rest >= 4) {
+                        itq3_s_copy_async<4>(to + ring::row(i) + l, from - before + 4 * l);
+                    } else if (rest == 2) {
+                        itq3_s_copy_async_half_word(to + ring::row(i) + l, from - before + 4 * l);
                     }
                 }
+                from += shape.stride_row_x;
             }
-            next_unit += warps_k;
-            next_from += warps_k * ring::row_bytes;
-            if (next_unit >= nunits) {
-                next_unit = warp_k;
-                if (++next_matrix == nmatrices) {
-                    next_matrix = 0;
-                    next_tile += gridDim.x;
-                }
-                next_from = rows_of(next_tile, next_matrix) + next_unit * ring::row_bytes + from_byte;
-                last_row  = last_row_of(next_tile);
+        }
+        next_unit += warps_k;
+        next_from += warps_k * ring::row_bytes;
+        if (next_unit >= nunits) {
+            next_unit = warp_k;
+            if (++next_matrix == nmatrices) {
+                next_matrix = 0;
+                next_tile += gridDim.x;
             }
+            next_from  = rows_of(next_tile, next_matrix) + next_unit * ring::row_bytes + from_byte;
+            next_nrows = nrows_of(next_tile);
         }
         itq3_s_mma_commit(shape.stages);  // also past the end, so that groups count units
     };
@@ -462,7 +492,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
 
             if constexpr (!by_lane) {
                 const char * row  = rows_of(tile, matrix);
-                const int    last = last_row_of(tile);
+                const int    last = max(nrows_of(tile), 1) - 1;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     at.x[r] = (uintptr_t) (row + (uint32_t) min(lane / 4 + 8 * r, last) * shape.stride_row_x) & 2;
@@ -488,8 +518,8 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
             }
 
             // [buffer][matrix][warp][row][column]
-            float * mine =
-                sums + ((buffer * nmatrices + matrix) * ITQ3_S_MMA_WARPS + threadIdx.y) * (ITQ3_S_MMA_ROWS * columns);
+            float * mine = sums + ((buffer * nmatrices + matrix) * ITQ3_S_MMA_WARPS + itq3_s_mma_anew(threadIdx.y)) *
+                                      (ITQ3_S_MMA_ROWS * columns);
 #pragma unroll
             for (int n = 0; n < ngroups; ++n) {
 #pragma unroll
@@ -501,8 +531,11 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
         }
         __syncthreads();
 
-        const float * all = sums + buffer * nmatrices * (ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * columns);
-        for (int o = threadIdx.y * 32 + lane; o < shape.ncols << log2_rows; o += ITQ3_S_MMA_WARPS * 32) {
+        const float * all    = sums + buffer * nmatrices * (ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * columns);
+        const int     shares = itq3_s_mma_anew(warps_k);
+#pragma unroll 1
+        for (int o = itq3_s_mma_anew(threadIdx.y * 32 + lane); o < shape.ncols << log2_rows;
+             o += ITQ3_S_MMA_WARPS * 32) {
             const int j   = o >> log2_rows;
             const int i   = o - (j << log2_rows);
             const int row = (tile << log2_rows) + i;
@@ -514,7 +547,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
                 all + ((i / ITQ3_S_MMA_ROWS << shape.log2_warps_k) * ITQ3_S_MMA_ROWS + i % ITQ3_S_MMA_ROWS) * columns +
                 j;
             float result = 0.0f;
-            for (int k = 0; k < warps_k; ++k) {
+            for (int k = 0; k < shares; ++k) {
                 result += share[k * (ITQ3_S_MMA_ROWS * columns)];
             }
             if constexpr (has_fusion) {
@@ -525,7 +558,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
                 }
                 if (use_gate) {
                     float gate = 0.0f;
-                    for (int k = 0; k < warps_k; ++k) {
+                    for (int k = 0; k < shares; ++k) {
                         gate += share[(ITQ3_S_MMA_WARPS + k) * (ITQ3_S_MMA_ROWS * columns)];
                     }
                     if (fusion.gate_bias) {

@@ -215,6 +215,14 @@ static inline T __shfl_xor_sync(const uint32_t mask, const T value, const int la
     }
     return emulate::exchange(value, emulate::this_lane() ^ lane_mask);
 }
+// Lane source of the lane's segment of so many lanes.
+template <typename T>
+static inline T __shfl_sync(const uint32_t mask, const T value, const int source, const int width = emulate::warp_size) {
+    if (mask != 0xFFFFFFFF) {
+        emulate::fail("a shuffle without all lanes");
+    }
+    return emulate::exchange(value, emulate::this_lane() / width * width + source % width);
+}
 template <int width> static inline int warp_reduce_any(int x) {
     for (int mask = width / 2; mask > 0; mask /= 2) {
         x |= __shfl_xor_sync(0xFFFFFFFF, x, mask, width);
