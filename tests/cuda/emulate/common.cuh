@@ -273,6 +273,14 @@ static inline uint2 fast_div_modulo(const uint32_t n, const uint3 values) {
 
 typedef struct CUstream_st * cudaStream_t;
 
+struct ggml_tensor {
+    int64_t ne[4];
+};
+#define GGML_PAD(x, n) (((x) + (n) - 1) / (n) * (n))
+static inline int64_t ggml_nrows(const ggml_tensor * tensor) {
+    return tensor->ne[1] * tensor->ne[2] * tensor->ne[3];
+}
+
 #define GGML_CUDA_CC_TURING        750
 #define GGML_CUDA_CC_AMPERE        800
 #define GGML_CUDA_CC_ADA_LOVELACE  890
