@@ -3,7 +3,7 @@
 //
 // What limits it on a fast card is the integer work to decode the weights, so each weight is decoded once, in the
 // registers of the lane that hands it to the product (itq3s-fragment.cuh), whatever the number of columns. A warp takes
-// 16 rows and a share of their blocks. It copies its weights, coalesced and as they are, into a ring in shared memory
+// 16 rows and a share of their blocks. It copies its weights, still coded, into a ring in shared memory, coalesced,
 // and waits for nobody but at the end of its rows, where the shares are added up in a fixed order. One scale for the 256
 // activations of a block, as on the CPU: the sum over a block is an integer.
 
@@ -94,11 +94,12 @@ static constexpr __host__ __device__ int itq3_s_log2(const int n) {
 }
 
 // Buffers for the sums of a tile: two while they are small, so that one barrier a tile is enough.
-static constexpr __host__ __device__ int itq3_s_mma_sum_buffers(const int ngroups) {
-    return ngroups == 1 ? 2 : 1;
+static constexpr __host__ __device__ int itq3_s_mma_sum_buffers(const int ngroups, const bool has_fusion) {
+    return ngroups == 1 && !has_fusion ? 2 : 1;
 }
 static constexpr __host__ __device__ int itq3_s_mma_sum_words(const int ngroups, const bool has_fusion) {
-    return ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * 8 * ngroups * itq3_s_mma_sum_buffers(ngroups) * (has_fusion ? 2 : 1);
+    return ITQ3_S_MMA_WARPS * ITQ3_S_MMA_ROWS * 8 * ngroups * itq3_s_mma_sum_buffers(ngroups, has_fusion) *
+           (has_fusion ? 2 : 1);
 }
 template <ggml_type type>
 static constexpr __host__ __device__ size_t itq3_s_mma_shared_bytes(const int stages, const int ngroups,
@@ -297,7 +298,7 @@ mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const 
     constexpr int                  bs          = ring::bs;
     constexpr int                  unit        = ITQ3_S_MMA_UNIT;
     constexpr int                  columns     = 8 * ngroups;
-    constexpr bool                 two_buffers = itq3_s_mma_sum_buffers(ngroups) == 2;
+    constexpr bool                 two_buffers = itq3_s_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
     [[maybe_unused]] constexpr int blocks_at_a_time =
         type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? unit : 1;
