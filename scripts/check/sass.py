@@ -91,11 +91,7 @@ KERNELS: Final[dict[str, Count]] = {
     "mul_mat_itq3_s_mma": Count(
         weights=lambda _, defines: 256 * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
         copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
-        # Four steps of eight at a time with two or eight groups of columns of TQ2_0.
-        inside=lambda i, defines: (
-            *((2,) if i.type == "TQ2_0" and i.numbers[0] in (2, 8) else ()),
-            defines["ITQ3_S_MMA_UNIT"],
-        ),
+        inside=lambda _, defines: (defines["ITQ3_S_MMA_UNIT"],),
     ),
     # Upstream's kernel around our vec_dot: four lanes a block (qi / vdr), two rows from two columns on. Not its
     # variants for fusion, for short rows and for one device (small_k, halve_iters).

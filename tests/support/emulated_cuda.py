@@ -72,6 +72,8 @@ def ptx_call(statement: str) -> str:
     strings = re.match(r'\s*(?:"[^"]*"\s*)+', statement)
     assert strings is not None
     text = "".join(re.findall(r'"([^"]*)"', strings[0]))
+    if not text:
+        return "(void) 0"  # only hides a value from the compiler
     operands = []
     position = strings.end()
     for found in re.finditer(r'"[+=]?\w"\s*\(', statement):

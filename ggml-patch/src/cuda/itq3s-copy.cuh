@@ -12,9 +12,7 @@
 // bytes = 4, 8 or 16, to which both addresses are aligned.
 template <int bytes> static __device__ __forceinline__ void itq3_s_copy_async(void * dst, const void * src) {
     static_assert(bytes == 4 || bytes == 8 || bytes == 16, "no such copy");
-#if defined(ITQ3_S_EMULATE)
-    emulate::copy_async(dst, src, bytes);
-#elif defined(CP_ASYNC_AVAILABLE)
+#if defined(CP_ASYNC_AVAILABLE)
     const uint32_t dst_shared = __cvta_generic_to_shared(dst);
     if constexpr (bytes == 16) {  // past the first level of memory: nothing of it is read twice
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(dst_shared), "l"(src) : "memory");
@@ -28,9 +26,7 @@ template <int bytes> static __device__ __forceinline__ void itq3_s_copy_async(vo
 
 // The first 2 bytes of a word; the other two are 0.
 static __device__ __forceinline__ void itq3_s_copy_async_half_word(void * dst, const void * src) {
-#if defined(ITQ3_S_EMULATE)
-    emulate::copy_async(dst, src, 2);
-#elif defined(CP_ASYNC_AVAILABLE)
+#if defined(CP_ASYNC_AVAILABLE)
     const uint32_t dst_shared = __cvta_generic_to_shared(dst);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, 2;" : : "r"(dst_shared), "l"(src) : "memory");
 #else
@@ -40,18 +36,14 @@ static __device__ __forceinline__ void itq3_s_copy_async_half_word(void * dst, c
 
 // Ends a group of copies.
 static __device__ __forceinline__ void itq3_s_copy_commit() {
-#if defined(ITQ3_S_EMULATE)
-    emulate::copy_commit();
-#elif defined(CP_ASYNC_AVAILABLE)
+#if defined(CP_ASYNC_AVAILABLE)
     asm volatile("cp.async.commit_group;" : : : "memory");
 #endif
 }
 
 // Waits until at most pending of this thread's groups are on their way.
 template <int pending> static __device__ __forceinline__ void itq3_s_copy_wait() {
-#if defined(ITQ3_S_EMULATE)
-    emulate::copy_wait(pending);
-#elif defined(CP_ASYNC_AVAILABLE)
+#if defined(CP_ASYNC_AVAILABLE)
     asm volatile("cp.async.wait_group %0;" : : "n"(pending) : "memory");
 #endif
 }

@@ -22,6 +22,10 @@
 #define ITQ3_S_WORD_SEL 16
 #define ITQ3_S_WORD_DZ  24
 
+// Integers n with |n| < 2^22 as floats without a conversion: this much more, their bits are the float n + 3*2^22.
+#define ITQ3_S_FLOAT_ORIGIN      12582912.0f
+#define ITQ3_S_FLOAT_ORIGIN_BITS 0x4B400000
+
 // The level of index 4*q + 2*c1 + c0.
 ITQ3_S_FUNC constexpr int itq3_s_level(const int index) {
     constexpr int levels[16] = { -63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63 };

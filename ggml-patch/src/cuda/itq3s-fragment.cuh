@@ -41,19 +41,121 @@ ITQ3_S_FUNC constexpr int tq1_0_fragment_position(const int t) {
     return itq3_s_fragment_at(7, (t - 240) / 4, 1);
 }
 
-// Halves of the two tables of the decoder: levels 0..3 and 8..11. As constants the compiler would move them to a register
-// before every use, so they are made values that it does not know: no warp has a lane 32.
-struct itq3_s_tables {
-    uint32_t negative;
-    uint32_t positive;
+// What the activations of a block and column come with: the numbers that make a weight's product of integers a float, of
+// this column and of the one after it, which a lane has beside it. They lie before the bytes of the block's columns.
+//   scale: what a product is multiplied by, for ITQ3_S with the 1/32 of the levels in it; at most 22 bits, so that
+//   times the origin it is exact; origin: that product, negative; start: what the sum of the products begins with, so that
+//   its bits are a float: the origin less what the bytes of the weights are too large by.
+struct alignas(16) itq3_s_fragment_scales {
+    float scale, origin;
+    float next_scale, next_origin;
+    int   start, next_start;
+    int   start_again, next_start_again;  // the four sums of a lane
 };
-template <ggml_type type, bool two_tables>
-static __device__ __forceinline__ itq3_s_tables itq3_s_make_tables(const int lane) {
-    if constexpr (type == GGML_TYPE_ITQ3_S) {
-        return { itq3_s_level_bytes(0, two_tables ? 0 : 64) + lane / 32,
-                 itq3_s_level_bytes(8, two_tables ? 1 : 64) + lane / 32 };
-    } else {
-        return { 0, 0 };
+static_assert(sizeof(itq3_s_fragment_scales) == 32, "two vector loads");
+
+// What the bytes that stand for weights are too large by.
+template <ggml_type type> constexpr int itq3_s_fragment_offset = type == GGML_TYPE_ITQ3_S ? 64 : 1;
+
+// The sum of a column's bytes from the number that the sum of the products begins with. Garbage may be any number.
+template <ggml_type type> static __device__ __forceinline__ float itq3_s_fragment_sum(const int start) {
+    return (float) (int) (ITQ3_S_FLOAT_ORIGIN_BITS - (uint32_t) start) * (1.0f / itq3_s_fragment_offset<type>);
+}
+
+// Bytes of the activations of a block: what upstream takes for them in q8_1.
+ITQ3_S_FUNC constexpr int64_t itq3_s_fragment_bytes(const int64_t ncols) {
+    return ncols * (int64_t) (sizeof(itq3_s_fragment_scales) + QK_K);
+}
+
+// Blocks of ITQ3_S lie in shared memory as the lanes want them, 16 rows side by side. A lane has 16 bytes of its own for
+// the symbols, twice, and for the selector bits: words k - 1, k, k + 1, k + 2 of sel, the chunks k and k + 2 and what
+// stands before them. These eight parts ("quads") of a row are copied word by word, some words to two places. For k = 0
+// there is nothing before; its place has the scale. Quads are 4 words more apart than 16 rows, which spreads them over the
+// banks: symbols in even quads, selectors in odd ones.
+#define ITQ3_S_QUAD_WORDS (4 * 16 + 4)
+#define ITQ3_S_QUADS      8
+#define ITQ3_S_TILE_WORDS (ITQ3_S_QUADS * ITQ3_S_QUAD_WORDS)
+// The word of a block that belongs to word w of a quad.
+ITQ3_S_FUNC constexpr int itq3_s_quad_source(const int quad, const int w) {
+    const int c = quad / 2;  // j + 2h
+    if (quad % 2 == 0) {     // half j, the words of parity h
+        return ITQ3_S_WORD_QS + 8 * (c % 2) + 2 * w + c / 2;
+    }
+    return c == 0 && w == 0 ? ITQ3_S_WORD_DZ : ITQ3_S_WORD_SEL + 4 * (c / 2) + c % 2 + w - 1;
+}
+
+// A lane's own number, but one that the compiler knows nothing of, so that it keeps it in a register: left to itself it
+// makes what is made easily anew before every use.
+static __device__ __forceinline__ uint32_t itq3_s_kept(const uint32_t x, const int lane) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    return __shfl_sync(0xFFFFFFFF, x + lane / 32, lane);  // no warp has a lane 32
+#else
+    GGML_UNUSED(lane);
+    return x;
+#endif
+}
+
+// Where a lane finds its parts of blocks in the ring, and how it takes them apart.
+
+// Ternary: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
+template <ggml_type type> struct itq3_s_fragment_lane {
+    const uint32_t * rows[2];
+    int              x[2];
+    int              c;
+    uint32_t         zero;
+
+    __device__ __forceinline__ itq3_s_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
+        rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq3_s_kept(0, lane)) {}
+};
+
+template <> struct itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> {
+    // Bytes of row lane/4 of the first stage.
+    const char * own;     // the quad whose symbols are in place, and after it that of the selector
+    const char * others;  // the quad whose symbols must be moved by 4 bits
+    int          turn;    // by so many, to the left
+    uint32_t     mask;    // of the symbols in place
+    uint32_t     inside;  // 0 where nothing stands before the first chunk, else 1
+    uint32_t     zero;
+    uint32_t     minus;  // -1
+    // First words of tables of levels up and down, see itq3_s_table_word.
+    uint32_t     by_pair[2];
+    uint32_t     by_symbol[2][2];
+
+    __device__ __forceinline__ itq3_s_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane);
+};
+
+// Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
+// of subset bits, one of them above the other. The bits of a pair are (c0, c1) at even weights and (c1, c0) at odd ones.
+// down: by the complement of the index.
+ITQ3_S_FUNC constexpr uint32_t itq3_s_table_word(const bool pair_above, const int odd, const bool down,
+                                                  const int n) {
+    uint32_t word = 0;
+    for (int b = 0; b < 4; ++b) {
+        const int index  = down ? 15 - (4 * n + b) : 4 * n + b;
+        const int symbol = pair_above ? index % 4 : index / 4;
+        const int pair   = pair_above ? index / 4 : index % 4;
+        const int subset = odd ? pair : pair % 2 * 2 + pair / 2;
+        word |= (uint32_t) (itq3_s_level(4 * symbol + subset) + 64) << 8 * b;
+    }
+    return word;
+}
+
+__device__ __forceinline__
+itq3_s_fragment_lane<GGML_TYPE_ITQ3_S>::itq3_s_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) {
+    const int c = lane % 4;
+    const int h = c / 2;
+    own         = (const char *) (row0 + ITQ3_S_QUAD_WORDS * 2 * c);
+    others      = (const char *) (row0 + ITQ3_S_QUAD_WORDS * 2 * (c ^ 2));
+    turn        = itq3_s_kept(4 + 24 * h, lane);
+    mask        = itq3_s_kept(0x0F0F0F0F << 4 * h, lane);
+    inside      = (c + 3) / 4;
+    zero        = itq3_s_kept(0, lane);
+    minus       = itq3_s_kept(0xFFFFFFFF, lane);
+    for (int down = 0; down < 2; ++down) {
+        by_pair[down] = itq3_s_kept(itq3_s_table_word(true, 0, down, 0), lane);
+        for (int odd = 0; odd < 2; ++odd) {
+            by_symbol[odd][down] = itq3_s_kept(itq3_s_table_word(false, odd, down, 0), lane);
+        }
     }
 }
 
@@ -62,22 +164,24 @@ template <ggml_type type> struct itq3_s_fragments;
 
 template <> struct itq3_s_fragments<GGML_TYPE_ITQ3_S> {
     uint32_t sym[4];   // per i: nibble n has the symbols of both groups of weight 4n + i
-    uint32_t even[2];  // per group: the subset index of the even and of the odd bits
+    uint32_t even[2];  // per group: pairs of subset bits (c0, c1) of the even and (c1, c0) of the odd weights
     uint32_t odd[2];
+    uint32_t dz;
     float    d;
-    float    z;
 
-    // The block at byte x of the tile.
-    __device__ __forceinline__ void load(const uint32_t * tile, const int x, const int c) {
-        tile += x / 4;
-        const int        j     = c % 2;
-        const int        h     = c / 2;
-        const uint32_t   scale = 16 >> 4 * h;  // by a product, which is not the pipe of shifts
-        const uint32_t * q     = tile + ITQ3_S_WORD_QS + 8 * j;
-        uint32_t         v[4];
+    // Row lane/4 + 8*r of a block of the stage that begins this many bytes after the ring.
+    __device__ __forceinline__ void load(const itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t row   = stage + sizeof(uint32_t) * (ITQ3_S_TILE_WORDS * block + 4 * 8 * r);
+        const uint4    a     = *((const uint4 *) (at.own + row));
+        const uint4    s     = *((const uint4 *) (at.own + row + sizeof(uint32_t) * ITQ3_S_QUAD_WORDS));
+        const uint4    b     = *((const uint4 *) (at.others + row));
+        const uint32_t va[4] = { a.x, a.y, a.z, a.w };
+        const uint32_t vb[4] = { b.x, b.y, b.z, b.w };
+        uint32_t       v[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            v[m] = itq3_s_select(0x0F0F0F0F, q[2 * m + 0] >> 4 * h, q[2 * m + 1] * scale);
+            v[m] = itq3_s_select(at.mask, va[m], itq3_s_funnel_left(vb[m], vb[m], at.turn));
         }
         const uint32_t lo01 = itq3_s_prmt(v[0], v[1], 0x5140);
         const uint32_t lo23 = itq3_s_prmt(v[2], v[3], 0x5140);
@@ -88,50 +192,56 @@ template <> struct itq3_s_fragments<GGML_TYPE_ITQ3_S> {
         sym[2]              = itq3_s_prmt(hi01, hi23, 0x5410);
         sym[3]              = itq3_s_prmt(hi01, hi23, 0x7632);
 
-        const uint32_t * sel  = tile + ITQ3_S_WORD_SEL + 4 * h + j;
-        const uint32_t   last = sel[-1];  // of chunk 0 that is a word of symbols
-#pragma unroll
-        for (int g = 0; g < 2; ++g) {
-            uint32_t c1, c0;
-            itq3_s_subset_planes(sel[2 * g], g == 0 ? (c == 0 ? 0 : last) : sel[1], c1, c0);
-            itq3_s_subset_pairs(c1, c0, even[g], odd[g]);
-        }
-        const float2 dz = itq3_s_half2_bits(tile[ITQ3_S_WORD_DZ]);
-        d               = dz.x * (1.0f / 32.0f);
-        z               = dz.y;
+        pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
+        pairs(s.z, s.w, even[1], odd[1]);
+        dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4);  // lane c = 0 has it
+        d  = itq3_s_half2_bits(dz).x;
     }
 
+    // As itq3_s_subset_planes and itq3_s_subset_pairs, but for the order of the bits in pairs of even weights, which
+    // makes both words of pairs from c1 and c0 moved by one, of which the planes have common parts.
+    static __device__ __forceinline__ void pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
+                                                 uint32_t & odd) {
+        const uint32_t sel_1 = itq3_s_funnel_left(before, sel, 1);
+        const uint32_t sel_3 = itq3_s_funnel_left(before, sel, 3);
+        const uint32_t sel_5 = itq3_s_funnel_left(before, sel, 5);
+        const uint32_t c1    = sel ^ sel_1 ^ itq3_s_funnel_left(before, sel, 6);
+        even                 = itq3_s_select(0x55555555, c1, sel_3 ^ sel_5);
+        odd                  = itq3_s_select(0xAAAAAAAA, c1, sel_1 ^ sel_3);
+    }
+
+    // The symbols of group 0 are the lower bits of their nibbles and those of group 1 the upper ones, and they stay
+    // there: the pair is above or below.
     __device__ __forceinline__ uint32_t index(const int s) const {
-        const int      g = s / 4;
-        const int      i = s % 4;
-        const uint32_t q = g == 0 ? sym[i] << 2 : sym[i];
-        const uint32_t p = i % 2 == 0 ? even[g] : odd[g];
-        return itq3_s_select(0xCCCCCCCC, q, p >> (i & 2));
+        const int      g    = s / 4;
+        const int      i    = s % 4;
+        const uint32_t pair = i % 2 == 0 ? even[g] : odd[g];
+        return g == 0 ? itq3_s_select(0xCCCCCCCC, i < 2 ? pair << 2 : pair, sym[i])
+                      : itq3_s_select(0xCCCCCCCC, sym[i], i < 2 ? pair : pair >> 2);
     }
-    // Levels and 64 more, which leaves them in 1 .. 127: of two tables the one that is not meant gives 0.
-    __device__ __forceinline__ void step(const int s, const itq3_s_tables & tables, uint32_t (&word)[2]) {
-        uint32_t lo = index(s);
-        uint32_t hi = lo ^ 0x88888888;
+    // Levels and 64 more as the sum of two words. Of two tables, for the lower and the upper eight indices, the one that
+    // is not meant gives copies of a sign bit, 0.
+    __device__ __forceinline__ void step(const int s, const itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> & at,
+                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) {
+        const bool     pair_above = s < 4;
+        const int      odd        = s % 2;
+        const uint32_t up_first   = pair_above ? at.by_pair[0] : at.by_symbol[odd][0];
+        const uint32_t down_first = pair_above ? at.by_pair[1] : at.by_symbol[odd][1];
+        uint32_t       up         = index(s);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            word[w] = itq3_s_prmt(tables.negative, itq3_s_level_bytes(4, 64), lo) |
-                      itq3_s_prmt(tables.positive, itq3_s_level_bytes(12, 64), hi);
-            lo >>= 16;
-            hi >>= 16;
+            const uint32_t down = up * at.minus - 1;  // the complement on the pipe of products, which is not as busy
+            lower[w]            = itq3_s_prmt(up_first, itq3_s_table_word(pair_above, odd, false, 1), up);
+            upper[w]            = itq3_s_prmt(down_first, itq3_s_table_word(pair_above, odd, true, 1), down);
+            up >>= 16;
         }
     }
-    // Levels as the sum of two words, see itq3_s_levels_negative.
-    __device__ __forceinline__ void step(const int s, const itq3_s_tables & tables, uint32_t (&negative)[2],
-                                         uint32_t (&positive)[2]) {
-        uint32_t lo = index(s);
-        uint32_t hi = lo ^ 0x88888888;
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            negative[w] = itq3_s_prmt(tables.negative, itq3_s_level_bytes(4, 0), lo);
-            positive[w] = itq3_s_prmt(tables.positive, itq3_s_level_bytes(12, 1), hi);
-            lo >>= 16;
-            hi >>= 16;
-        }
+    __device__ __forceinline__ void step(const int s, const itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> & at,
+                                         uint32_t (&word)[2]) {
+        uint32_t upper[2];
+        step(s, at, word, upper);
+        word[0] |= upper[0];
+        word[1] |= upper[1];
     }
 };
 
@@ -149,19 +259,21 @@ static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile,
     return __half2float(((const half *) tile)[x / 2]);
 }
 
-// Digits are one more than the weights: z = 1.
+// Digits are one more than the weights.
 
 template <> struct itq3_s_fragments<GGML_TYPE_TQ2_0> {
     uint32_t q[4];
     float    d;
-    float    z;
 
-    __device__ __forceinline__ void load(const uint32_t * tile, const int x, const int c) {
-        tq_fragment_words(tile, x + 16 * c, q);
+    __device__ __forceinline__ void load(const itq3_s_fragment_lane<GGML_TYPE_TQ2_0> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
+        const int        x    = at.x[r] + (int) sizeof(block_tq2_0) * block;
+        tq_fragment_words(tile, x + 16 * at.c, q);
         d = tq_fragment_scale(tile, x + sizeof(block_tq2_0::qs));
-        z = 1.0f;
     }
-    __device__ __forceinline__ void step(const int s, const itq3_s_tables &, uint32_t (&word)[2]) {
+    __device__ __forceinline__ void step(const int s, const itq3_s_fragment_lane<GGML_TYPE_TQ2_0> &,
+                                         uint32_t (&word)[2]) {
         word[0] = tq2_0_digits(q[s % 2 * 2 + 0], s / 2);
         word[1] = tq2_0_digits(q[s % 2 * 2 + 1], s / 2);
     }
@@ -172,10 +284,13 @@ template <> struct itq3_s_fragments<GGML_TYPE_TQ1_0> {
     tq1_0_state b;
     tq1_0_state e;
     float       d;
-    float       z;
 
-    __device__ __forceinline__ void load(const uint32_t * tile, const int x, const int c) {
-        uint32_t qa[2], qb[1], qe[1];
+    __device__ __forceinline__ void load(const itq3_s_fragment_lane<GGML_TYPE_TQ1_0> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
+        const int        x    = at.x[r] + (int) sizeof(block_tq1_0) * block;
+        const int        c    = at.c;
+        uint32_t         qa[2], qb[1], qe[1];
         tq_fragment_words(tile, x + 8 * c, qa);
         tq_fragment_words(tile, x + 32 + 4 * c, qb);
         tq_fragment_words(tile, x + (int) sizeof(block_tq1_0::qs), qe);
@@ -187,10 +302,10 @@ template <> struct itq3_s_fragments<GGML_TYPE_TQ1_0> {
         e.even               = e.even * power & 0x00FF00FF;
         e.odd                = e.odd * power & 0x00FF00FF;
         d                    = tq_fragment_scale(tile, x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh));
-        z                    = 1.0f;
     }
     // Steps in their order.
-    __device__ __forceinline__ void step(const int s, const itq3_s_tables &, uint32_t (&word)[2]) {
+    __device__ __forceinline__ void step(const int s, const itq3_s_fragment_lane<GGML_TYPE_TQ1_0> &,
+                                         uint32_t (&word)[2]) {
         word[0] = tq1_0_next(s < 5 ? a[0] : b);
         word[1] = tq1_0_next(s < 5 ? a[1] : s < 7 ? b : e);
     }

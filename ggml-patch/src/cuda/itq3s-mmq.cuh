@@ -255,9 +255,6 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
         }
     }
 
-    // A sum is below 2^22 in magnitude, so that with this under it its bits are those of a float, 3*2^22 more.
-    constexpr int   magic       = 0x4B400000;
-    constexpr float magic_float = 12582912.0f;
 #    pragma unroll
     for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
         tile_C C[ntx];
@@ -265,7 +262,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
         for (int n = 0; n < ntx; ++n) {
 #    pragma unroll
             for (int l = 0; l < tile_C::ne; ++l) {
-                C[n].x[l] = magic;
+                C[n].x[l] = ITQ3_S_FLOAT_ORIGIN_BITS;  // a sum is below 2^22
             }
         }
 #    pragma unroll
@@ -283,7 +280,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
 #    pragma unroll
             for (int n = 0; n < ntx; ++n) {
                 sum[(j0 / tile_C::J + n) * tile_C::ne + l] +=
-                    dA[n][l / 2] * dB * (__int_as_float(C[n].x[l]) - magic_float);
+                    dA[n][l / 2] * dB * (__int_as_float(C[n].x[l]) - ITQ3_S_FLOAT_ORIGIN);
             }
         }
     }

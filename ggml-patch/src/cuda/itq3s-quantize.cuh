@@ -211,11 +211,25 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     const float d   = itq3_s_quantize_lanes<itq3_s_lanes_of_block>(v, q);
     const int   sum = itq3_s_sum_lanes<itq3_s_lanes_of_block>(q);
 
-    const int ncols = gridDim.y;
-    int8_t *  y     = (int8_t *) vy + blockIdx.z * stride_channel_y;
-    itq3_s_store_fragments<type>(y + ((int64_t) ib * ncols + i1) * ITQ3_S_BLOCK, lane, q);
+    // The scales of the block's columns, then the bytes.
+    const int                ncols  = gridDim.y;
+    int8_t *                 y      = (int8_t *) vy + blockIdx.z * stride_channel_y + ib * itq3_s_fragment_bytes(ncols);
+    itq3_s_fragment_scales * scales = (itq3_s_fragment_scales *) y + i1;
+    itq3_s_store_fragments<type>(y + ncols * sizeof(itq3_s_fragment_scales) + i1 * ITQ3_S_BLOCK, lane, q);
     if (lane == 0) {
-        ((float2 *) (y + (int64_t) nblocks * ncols * ITQ3_S_BLOCK))[ib * ncols + i1] = make_float2(d, (float) sum);
+        const float scale   = __int_as_float(__float_as_int(type == GGML_TYPE_ITQ3_S ? d * (1.0f / 32.0f) : d) & ~3);
+        const float origin  = -ITQ3_S_FLOAT_ORIGIN * scale;
+        const int   start   = ITQ3_S_FLOAT_ORIGIN_BITS - itq3_s_fragment_offset<type> * sum;
+        scales->scale       = scale;
+        scales->origin      = origin;
+        scales->start       = start;
+        scales->start_again = start;
+        if (i1 > 0) {
+            scales[-1].next_scale       = scale;
+            scales[-1].next_origin      = origin;
+            scales[-1].next_start       = start;
+            scales[-1].next_start_again = start;
+        }
     }
 }
 

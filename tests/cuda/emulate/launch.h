@@ -330,20 +330,15 @@ void matrix_product(T * d, const uint32_t * a, const uint32_t * b, const T * c, 
     });
 }
 
+// Sums wrap around, also those of garbage that no result comes from.
 struct multiply_s8 {
     int operator()(const uint32_t x, const uint32_t y, int sum) const {
         for (int n = 0; n < 32; n += 8) {
-            sum += (int) (int8_t) (x >> n) * (int) (int8_t) (y >> n);
+            sum = (int) ((uint32_t) sum + (uint32_t) ((int) (int8_t) (x >> n) * (int) (int8_t) (y >> n)));
         }
         return sum;
     }
 };
-
-// d = c + a*b in int8: m16n8k32.
-inline void mma_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0, const uint32_t b1, const int (&c)[4]) {
-    const uint32_t b[2] = { b0, b1 };
-    matrix_product<int, 16, 8>(d, a, b, c, multiply_s8());
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous copies

@@ -121,6 +121,10 @@ inline void cp_async_wait_group(const int pending) {
 }
 inline void prefetch_global_L2(const void *) {}
 
+inline void mul_wide_u32(uint64_t & d, const uint32_t a, const uint32_t b) {
+    d = (uint64_t) a * b;
+}
+
 // Byte n of d: byte (selectors >> 4n) & 7 of b:a; with bit 3 of the selector set its sign bit eight times.
 inline void prmt_b32(uint32_t & d, const uint32_t a, const uint32_t b, const uint32_t selectors) {
     const uint64_t bytes = (uint64_t) b << 32 | a;

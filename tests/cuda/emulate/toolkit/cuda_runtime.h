@@ -197,6 +197,12 @@ static inline int __dp4a(const int a, const int b, int c) {
 static inline size_t __cvta_generic_to_shared(const void * p) {
     return emulate::shared.offset(p);
 }
+static inline size_t __cvta_generic_to_global(const void * p) {
+    return (size_t) p;
+}
+static inline void * __cvta_global_to_generic(const size_t p) {
+    return (void *) p;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The runtime: one device, of which launch.h knows all; streams do nothing, for launches are done when they return.
