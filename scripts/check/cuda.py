@@ -238,13 +238,22 @@ def is_counted(mangled: str) -> bool:
     return sass.is_counted(sass.instance_of(mangled))
 
 
-def source_key(tree: Path, flags: list[str], version: str) -> str:
-    """A hash over what every file may include; finer would need the compiler."""
+def source_key(tree: Path, name: str, flags: list[str], version: str) -> str:
+    """A hash over a file and all that it may include, whatever the preprocessor would leave out."""
+    folders = [tree / part for part in ("ggml/src/ggml-cuda", "ggml/src", "ggml/include")]
     digest = hashlib.sha256(" ".join([version, *flags]).encode())
-    for folder in ("ggml/include", "ggml/src", "ggml/src/ggml-cuda", "ggml/src/ggml-cuda/vendors"):
-        for path in sorted((tree / folder).iterdir()):
-            if path.suffix in (".h", ".cuh"):
-                digest.update(path.name.encode() + path.read_bytes())
+    reached: set[Path] = set()
+    waiting = [folders[0] / name]
+    while waiting:
+        path = waiting.pop().resolve()
+        if path in reached:
+            continue
+        reached.add(path)
+        content = path.read_bytes()
+        digest.update(path.name.encode() + content)
+        for included in re.findall(r'^\s*#\s*include\s*"([^"]+)"', content.decode(), re.MULTILINE):
+            places = [folder / included for folder in (path.parent, *folders)]
+            waiting += [place for place in places if place.is_file()][:1]
     return digest.hexdigest()[:20]
 
 
@@ -351,7 +360,6 @@ def main() -> int:
         files = args.file or touched_files()
         ours = {p.name for p in SOURCES.rglob("*") if p.is_file()}
         flags = [*FLAGS, "-I.", "-I..", "-I../../include", *([f"-isystem={headers}"] if headers else [])]
-        key = source_key(tree, flags, version)
 
         jobs = [(arch, name) for arch in args.arch for name in files]
         kernels: dict[str, list[Kernel]] = {arch: [] for arch in args.arch}
@@ -361,8 +369,8 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             pending = {}
             for arch, name in jobs:
-                own = hashlib.sha256((tree / "ggml/src/ggml-cuda" / name).read_bytes()).hexdigest()[:20]
-                task = pool.submit(compile_file, tools, tree, args.work.resolve(), name, arch, flags, f"{key} {own}")
+                key = source_key(tree, name, flags, version)
+                task = pool.submit(compile_file, tools, tree, args.work.resolve(), name, arch, flags, key)
                 pending[task] = (arch, name)
             try:
                 for count, task in enumerate(concurrent.futures.as_completed(pending), 1):

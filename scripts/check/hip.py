@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import hashlib
 import os
 import re
 import shutil
@@ -142,15 +141,14 @@ def main() -> int:
         own = {str(p.relative_to(cuda_check.SOURCES)) for p in cuda_check.SOURCES.rglob("*.cu")}
         ours = {p.name for p in cuda_check.SOURCES.rglob("*") if p.is_file()}
         stubs = "".join(p.read_text() for p in sorted(STUBS.rglob("*.h")))
-        key = cuda_check.source_key(tree, [*call, *FLAGS, stubs], version)
 
         found: list[str] = []
         jobs = [(target, name) for target in (HOST, *ARCHITECTURES) for name in files]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             pending = {}
             for target, name in jobs:
-                source = hashlib.sha256((tree / "ggml/src/ggml-cuda" / name).read_bytes()).hexdigest()[:20]
-                task = pool.submit(check_file, call, tree, work, name, target, name in own, f"{key} {source}")
+                key = cuda_check.source_key(tree, name, [*call, *FLAGS, stubs], version)
+                task = pool.submit(check_file, call, tree, work, name, target, name in own, key)
                 pending[task] = (target, name)
             try:
                 for count, task in enumerate(concurrent.futures.as_completed(pending), 1):

@@ -68,3 +68,29 @@ def test_an_unknown_name_in_code_for_the_device_is_found(call: list[str], tmp_pa
     )
     with pytest.raises(cuda_check.CheckError, match="__dp4a"):
         hip.compile_file(call, tmp_path, "a.cu", hip.ARCHITECTURES[0], code=True)
+
+
+def test_a_file_is_compiled_again_when_what_it_includes_has_changed(tmp_path: Path) -> None:
+    files = {
+        "ggml/src/ggml-cuda/a.cu": '#include "a.cuh"\n',
+        "ggml/src/ggml-cuda/b.cu": '#  include "ggml-cuda/b.cuh"\n#include <a.cuh>\n',
+        "ggml/src/ggml-cuda/a.cuh": '#if 0\n#include "../c.h"\n#endif\n#include "absent.h"\n',
+        "ggml/src/ggml-cuda/b.cuh": '#include "ggml.h"\n#include "b.cuh"\n',
+        "ggml/src/c.h": "",
+        "ggml/include/ggml.h": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def keys() -> list[str]:
+        return [cuda_check.source_key(tmp_path, name, ["-O3"], "13.0") for name in ("a.cu", "b.cu")]
+
+    reached = {"a.cu": 0, "a.cuh": 0, "c.h": 0, "b.cu": 1, "b.cuh": 1, "ggml.h": 1}
+    for name in files:
+        before = keys()
+        with (tmp_path / name).open("a") as file:
+            file.write("// another line\n")
+        changed = [old != new for old, new in zip(before, keys(), strict=True)]
+        assert changed == [n == reached[Path(name).name] for n in range(2)], name
+    assert cuda_check.source_key(tmp_path, "a.cu", ["-O2"], "13.0") != keys()[0]
