@@ -127,8 +127,7 @@ template <> struct itq3_s_fragment_lane<GGML_TYPE_ITQ3_S> {
 // Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
 // of subset bits, one of them above the other. The bits of a pair are (c0, c1) at even weights and (c1, c0) at odd ones.
 // down: by the complement of the index.
-ITQ3_S_FUNC constexpr uint32_t itq3_s_table_word(const bool pair_above, const int odd, const bool down,
-                                                  const int n) {
+ITQ3_S_FUNC constexpr uint32_t itq3_s_table_word(const bool pair_above, const int odd, const bool down, const int n) {
     uint32_t word = 0;
     for (int b = 0; b < 4; ++b) {
         const int index  = down ? 15 - (4 * n + b) : 4 * n + b;
