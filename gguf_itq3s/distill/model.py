@@ -175,10 +175,10 @@ class Student:
         if weights.ndim == 2 or place.parameter == "weight":
             sources = self._tensors[place.name].sources
             return {sources[0]: weights} if len(sources) == 1 else {}
-        from transformers.core_model_loading import revert_weight_conversion
-
         known = {source for name in place.names for source in self._tensors[name].sources}
-        found: dict[str, torch.Tensor] = revert_weight_conversion(self.model, {place.path: weights})
+        with trust.transformers_for(self.options.model, self.options.trust_remote_code) as transformers:
+            revert = transformers.core_model_loading.revert_weight_conversion
+            found: dict[str, torch.Tensor] = revert(self.model, {place.path: weights})
         return found if known >= found.keys() else {}
 
     def _fold(self) -> None:

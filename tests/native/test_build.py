@@ -268,7 +268,7 @@ def test_a_patch_that_needs_one_left_out_is_left_out_with_its_files(prepare: tup
     # The second file of the folder fails: what the first one did is undone as well.
     broken = patches / "0010-cuda" / "0011-mmvq.patch"
     broken.write_text(broken.read_text().replace('#include "quantize.cuh"', '#include "other.cuh"', 1))
-    assert prepared() == ["0010-cuda", "0014-cuda-fused"]
+    assert prepared() == ["0010-cuda", "0014-cuda-fused", "0016-cuda-share"]
     plain = upstream.fetch_source() / "ggml" / "src" / "ggml-cuda"
     assert {p.name: p.read_bytes() for p in cuda.glob("*.cu*")} == {p.name: p.read_bytes() for p in plain.glob("*.cu*")}
     assert (cuda / "CMakeLists.txt").read_bytes() == (plain / "CMakeLists.txt").read_bytes()
