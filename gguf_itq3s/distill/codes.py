@@ -56,13 +56,17 @@ class Coded(torch.nn.Module):
         self.factor = torch.nn.Parameter(weight.new_ones(*weight.shape[:-1], weight.shape[-1] // BLOCK))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        coded = (weight + self.offset).unflatten(-1, (-1, BLOCK))
-        return (coded * self.factor[..., None]).flatten(-2)
+        return scaled(weight + self.offset, self.factor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def encode(self, weight: torch.Tensor, encode: Encode) -> None:
         """Encode the latent weight anew."""
         self.offset.copy_(codes_of(weight, encode) - weight.detach().float())
+
+
+def scaled(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Blocks (..., rows, n) times the factors of their scales (..., rows, n / 256)."""
+    return (code.unflatten(-1, (-1, BLOCK)) * factor[..., None]).flatten(-2)
 
 
 def codes_of(weight: torch.Tensor, encode: Encode) -> torch.Tensor:

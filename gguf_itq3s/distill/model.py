@@ -20,8 +20,8 @@ from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..convert.sequential import whole
 from ..errors import UserError
-from ..inspect.reader import open_gguf
-from .codes import CodedMatrix, Encode, codes_of
+from ..inspect.reader import open_gguf, shape_of
+from .codes import CodedMatrix, Encode, codes_of, scaled
 from .optimizer import Group
 from .options import DistillOptions
 
@@ -220,14 +220,14 @@ class Student:
         qtype = QTYPES[self.options.type]
         tensor, source = here.get(name), self._tensors[name]
         remedy = f"give a file of this model in {qtype.name}, written by convert-hf-to-itq3s"
-        if tensor is None or tensor.tensor_type != qtype or tuple(reversed(tensor.shape.tolist())) != source.shape:
+        if tensor is None or tensor.tensor_type != qtype or shape_of(tensor) != source.shape:
             raise UserError(path, f"is not a {qtype.name} matrix of this model's shape", remedy, name)
         decoded = gguf.quants.dequantize(tensor.data, qtype).reshape(source.shape)
         if not np.isfinite(decoded).all():
             raise UserError(path, "has weights that are not finite", "write or download it again", name)
         put = np.empty_like(decoded, dtype=np.float32)
-        for number, order in enumerate(self._orders(name, source, rows)):
-            (put if put.ndim == 2 else put[number])[order] = decoded if put.ndim == 2 else decoded[number]
+        for to, matrix, order in zip(_matrices(put), _matrices(decoded), self._orders(name, source, rows), strict=True):
+            to[order] = matrix
         codes = torch.from_numpy(put).to(rows.device)
         distance = float((codes - rows).square().sum() / rows.square().sum())
         if not distance < 1:
@@ -240,9 +240,9 @@ class Student:
         norm = self.layout.folding.norm_of(name)
         if norm in self.norms:
             weights = weights * fold.gains(self.checkpoint.tensors, str(self.options.model))(norm)
-        pairs = zip(*(part if part.ndim == 3 else part[None] for part in (rows.cpu().numpy(), weights)), strict=True)
         try:
-            yield from (row_order(ours, theirs) for ours, theirs in pairs)
+            for ours, theirs in zip(_matrices(rows.cpu().numpy()), _matrices(weights), strict=True):
+                yield row_order(ours, theirs)
         except ValueError as problem:
             raise UserError(
                 self.options.model, f"cannot start from a file: {problem}", "leave --start out", name
@@ -299,7 +299,7 @@ class Student:
         for name, matrix in self.matrices.items():
             code = codes_of(matrix.latent, encode).cpu()
             factor = matrix.coded.factor.detach().float().cpu()
-            weights = (code.unflatten(-1, (factor.shape[-1], -1)) * factor[..., None]).flatten(-2)
+            weights = scaled(code, factor)
             half = weights.half()
             tensors |= self._sources(self._coded[name], half if half.isfinite().all() else weights)
         folded = {
@@ -319,3 +319,8 @@ class Student:
             if tensor is not None and module is not None and len(tensor.sources) == 1:
                 tensors[tensor.sources[0]] = module.weight.detach().float().cpu().clone()
         return tensors
+
+
+def _matrices(weights: np.ndarray) -> np.ndarray:
+    """A view of a matrix, or of a stack, as a stack: (matrices, rows, columns)."""
+    return weights.reshape(-1, *weights.shape[-2:])

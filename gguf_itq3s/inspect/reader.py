@@ -76,6 +76,11 @@ def open_gguf(path: Path) -> GGUFFile:
     return GGUFFile(paths, readers[0].fields, tensors)
 
 
+def shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """The shape of a tensor as numpy and PyTorch have it, the longest steps first."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
 def _read(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)

@@ -20,7 +20,7 @@ from ..checkpoint import loadable, trust
 from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError
-from .reader import open_gguf
+from .reader import open_gguf, shape_of
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22
@@ -36,16 +36,12 @@ def reference_of(source: Path, *, trust_remote_code: bool = False) -> Reference:
     """
     if source.is_file():
         reader = open_gguf(source)
-        return {t.name: (_shape(t), partial(_whole, t)) for t in reader.tensors}
+        return {t.name: (shape_of(t), partial(_whole, t)) for t in reader.tensors}
     return {t.name: (t.shape, t.load) for t in open_checkpoint(source, trust_remote_code=trust_remote_code).tensors}
 
 
 def _whole(tensor: gguf.ReaderTensor) -> Iterator[np.ndarray]:
-    yield _values(tensor, slice(None)).reshape(_shape(tensor))
-
-
-def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(n) for n in reversed(tensor.shape))
+    yield _values(tensor, slice(None)).reshape(shape_of(tensor))
 
 
 def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
@@ -95,9 +91,9 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
             results.append(_alone(name, tensor.tensor_type.name, "not in the checkpoint"))
             continue
         shape, load = reference[name]
-        if shape != _shape(tensor):
+        if shape != shape_of(tensor):
             raise UserError(
-                path, f"has shape {_shape(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
+                path, f"has shape {shape_of(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
             )
         if name in folded:
             results.append({**_alone(name, tensor.tensor_type.name, "folded"), "error": 0.0, "max_error": 0.0})
@@ -125,7 +121,7 @@ def check_loadable(path: Path) -> str:
     if (tokens := reader.fields.get("tokenizer.ggml.tokens")) is not None:
         metadata["tokenizer.ggml.tokens"] = list(tokens.data)  # where they are: only their number is asked
     try:
-        return loadable.check_file(reader.paths[0], {t.name: _shape(t) for t in reader.tensors}, metadata)
+        return loadable.check_file(reader.paths[0], {t.name: shape_of(t) for t in reader.tensors}, metadata)
     except loadable.NotLoadableError as problem:
         raise loadable.user_error(problem, path, "convert the checkpoint again") from problem
 

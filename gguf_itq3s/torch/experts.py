@@ -201,16 +201,15 @@ class PackedExperts(nn.Module):
         """The same with matrices that are not packed, without the bias."""
         weight, transposed = getattr(self, name), self.stacks[name].transposed
         rows = x if tokens is None else x[tokens]
-        parts, start = [], 0
-        for number, end in enumerate(ends.tolist()):
-            if end > start:
-                matrix = weight[number].to(x.dtype)
-                parts.append(rows[start:end] @ (matrix if transposed else matrix.t()))
-                if self.watch is not None:
-                    self.watch(name, number, parts[-1])
-                start = end
-        parts.append(x.new_zeros(len(rows) - start, weight.shape[2 if transposed else 1]))
-        return torch.cat(parts)
+        products, end = [], 0
+        for number, part in grouped.parts_of(ends):
+            matrix = weight[number].to(x.dtype)
+            products.append(rows[part] @ (matrix if transposed else matrix.t()))
+            if self.watch is not None:
+                self.watch(name, number, products[-1])
+            end = part.stop
+        products.append(x.new_zeros(len(rows) - end, weight.shape[2 if transposed else 1]))
+        return torch.cat(products)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

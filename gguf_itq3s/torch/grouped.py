@@ -19,7 +19,7 @@ _TRANSPOSED: Final = "gguf_itq3s::product_transposed"
 _DEQUANTIZE: Final = "gguf_itq3s::dequantize"
 
 
-def _parts(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """The matrices that have rows: (number in the stack, its rows)."""
     start = 0
     for number, end in enumerate(ends.tolist()):
@@ -44,7 +44,7 @@ def _grouped(
     count = x.shape[0] if tokens is None else tokens.shape[0]
     out = x.new_zeros((count, weight.shape[1]), dtype=dtype)
     with without_autocast(x):
-        for number, rows in _parts(ends):
+        for number, rows in parts_of(ends):
             part = x[rows] if tokens is None else x[tokens[rows]]
             if path == "dense":
                 out[rows] = part @ _dense(weight, residual, number, qtype, residual_type, x.dtype).t()
@@ -70,7 +70,7 @@ def _grouped_transposed(
     accumulated = transform.accumulation_dtype(x.dtype)
     out = x.new_zeros((count, _columns(weight, qtype)), dtype=accumulated)
     with without_autocast(x):
-        for number, rows in _parts(ends):
+        for number, rows in parts_of(ends):
             if path == "dense":
                 part = x[rows] @ _dense(weight, residual, number, qtype, residual_type, x.dtype)
             else:

@@ -29,7 +29,7 @@ from ..checkpoint.fold import NORMS_FOLDED
 from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
 from ..errors import UserError
-from ..inspect.reader import GGUFFile, open_gguf
+from ..inspect.reader import GGUFFile, open_gguf, shape_of
 from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig
 from .folding import STACK
@@ -119,7 +119,7 @@ def _load(
         for name, key in _EXPERT_SIZES.items():
             if isinstance(size := _contents(file, f"{arch}.{key}"), int) and hasattr(config, name):
                 setattr(config, name, size)
-        shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
+        shapes = {tensor.name: shape_of(tensor) for tensor in file.tensors}
         check_counts(path, config.to_dict())
         _check_experts(path, config)
         check_counts_by_shapes(path, config.to_dict(), shapes)
@@ -185,7 +185,7 @@ def _state(
         name = names.get(tensor.name)
         if name is None or name not in parameters:
             continue
-        expected, shape = tuple(parameters[name].shape), _shape(tensor)
+        expected, shape = tuple(parameters[name].shape), shape_of(tensor)
         # Transformers adds an axis to the gate of shared experts, which some files have without it.
         if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
             raise _misshapen(path, tensor, shape, expected)
@@ -202,10 +202,6 @@ def _state(
     if missing := sorted(set(parameters) - set(state) - set(getattr(model, "all_tied_weights_keys", ()))):
         raise UserError(path, f"has no tensor for {missing[0]}", _REMEDY)
     return state, types
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def _misshapen(path: Path, tensor: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> UserError:
@@ -236,7 +232,7 @@ def _stacked(path: Path, model: nn.Module, name: str, parts: Mapping[str, Any]) 
             path, f"has experts that Transformers holds in another way, {module}",
             "take from_pretrained(folder, gguf_file=...), which decodes them", tensors[0].name,
         )  # fmt: skip
-    shapes = [_shape(tensor) for tensor in tensors]
+    shapes = [shape_of(tensor) for tensor in tensors]
     for tensor, shape in zip(tensors, shapes, strict=True):
         if shape != (expected[0], expected[1] // len(tensors), expected[2]):
             raise _misshapen(path, tensor, shape, (expected[0], expected[1] // len(tensors), expected[2]))

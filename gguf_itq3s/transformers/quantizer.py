@@ -173,7 +173,6 @@ class Matrix:
     Attributes:
         parameter: name of the parameter with the blocks.
         residual: of that with the blocks of the residual pass.
-        layer: the packed layer.
         qtype: the type of the blocks.
         residual_type: that of the residual pass, or None.
         rows: of a matrix.
@@ -184,7 +183,6 @@ class Matrix:
 
     parameter: str
     residual: str
-    layer: PackedLinear | PackedExperts
     qtype: QType
     residual_type: QType | None
     rows: int
@@ -303,14 +301,17 @@ class ITQ3SQuantizer(HfQuantizer):
         """
         found: dict[str, Experts] = {}
         left: dict[str, str] = {}
+        known: dict[nn.Module, Experts | str] = {}  # a module has two stacks
         for name, module in stacks.items():
             if self.quantization_config.keeps(name):
                 continue
-            known = stacked.find(module)
-            if isinstance(known, str):
-                left[name.rpartition(".")[0]] = known
+            if module not in known:
+                known[module] = stacked.find(module)
+            experts = known[module]
+            if isinstance(experts, str):
+                left[name.rpartition(".")[0]] = experts
             else:
-                found[name] = known
+                found[name] = experts
         if left and not self.pre_quantized:
             reasons = "; ".join(sorted(set(left.values())))
             warnings.warn(f"{len(left)} modules of experts stay floats, {_listed(left)}: {reasons}", stacklevel=2)
@@ -325,7 +326,7 @@ class ITQ3SQuantizer(HfQuantizer):
         packed.train(layer.training)
         model.set_submodule(name, packed)
         self._packed[name] = Matrix(
-            f"{name}.weight", f"{name}.residual", packed, qtype, residual, layer.out_features, layer.in_features
+            f"{name}.weight", f"{name}.residual", qtype, residual, layer.out_features, layer.in_features
         )
 
     def _pack_experts(self, model: Any, stacks: Mapping[str, Experts]) -> None:
@@ -346,7 +347,7 @@ class ITQ3SQuantizer(HfQuantizer):
                 name, stack = f"{path}.{part}", kinds[part]
                 assert stack.qtype is not None
                 self._packed[name] = Matrix(
-                    name, f"{name}_residual", layer, stack.qtype, stack.residual_type, stack.rows, stack.columns,
+                    name, f"{name}_residual", stack.qtype, stack.residual_type, stack.rows, stack.columns,
                     found.count, stack.transposed,
                 )  # fmt: skip
 

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from scripts.check import cuda as cuda_check
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATE = ROOT / "tests" / "cuda" / "emulate"
@@ -140,11 +141,7 @@ def patched_tree() -> Path:
     """The patched source of llama.cpp, made as for the build."""
     folder = Path(tempfile.mkdtemp(prefix="emulated-cuda-"))
     atexit.register(shutil.rmtree, folder, True)
-    script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
-    command = ["cmake", f"-DTREE={folder / 'tree'}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "tree"
+    return cuda_check.prepare_tree(folder)
 
 
 def write_sources(folder: Path, faults: Sequence[tuple[str, str, str]] = ()) -> None:
