@@ -61,7 +61,7 @@ class LoraOptions:
     out: Path
     base: Path
     outtype: str = "f32"
-    fold_norms: bool = True
+    fold_norms: bool = False
     ternary: str = "auto"
     trained_folded: bool | None = None
     verbose: bool = False

@@ -119,7 +119,7 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
-        help="multiply norm gains into the matrices that read them, exact (default: for ITQ3_S)",
+        help="multiply norm gains into the matrices that read them, exact (default: no; it suits models whose outliers are in the gains)",
     )  # fmt: skip
     group.add_argument(
         "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"

@@ -184,7 +184,7 @@ def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> 
     """Equal for two runs that would write the same bytes."""
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
-    how["folds"] = str(PLAN_VERSION if options.folds else 0)
+    how["folds"] = str(PLAN_VERSION if options.fold_norms else 0)
     files = [*checkpoint.files]
     if options.sentence_transformers_dense_modules:
         files += sorted(options.model.glob("*/model.safetensors"))

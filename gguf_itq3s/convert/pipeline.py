@@ -264,7 +264,7 @@ def _check(options: ConvertOptions) -> None:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
     if options.statistics and not _can_calibrate(options):
         raise UserError(options.statistics, f"is for {_CALIBRATED}", "leave it out, or change --outtype or --codec")
-    if options.folds and options.outtype in TERNARY_TYPES:
+    if options.fold_norms and options.outtype in TERNARY_TYPES:
         what = "would not stay ternary with its norms folded"
         raise UserError(options.model, what, "leave --fold-norms out")
 
@@ -359,7 +359,7 @@ def _is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOpti
 
 def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternaries, messages: TextIO) -> Folding:
     """Which norms are folded; those that are left alone are said."""
-    if not options.folds:
+    if not options.fold_norms:
         return Folding()
     folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
     if folding.note:

@@ -313,18 +313,23 @@ class Sequential:
             if not readers:
                 continue
             factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
-            hessian_of, cross = (_unrotated(moment.total) for moment in (of.hessian, of.cross))
+            basis = self._basis(model, group)
+            hessian_of, cross = (_in_basis(_unrotated(moment.total), basis) for moment in (of.hessian, of.cross))
             for reader in readers:
                 weights = self._weights(reader, self.folded, stacks)
                 residual = of.residual.get(reader.entry)
                 wanted = weights
                 if hessian_of is not None and cross is not None:
                     added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
+                    if added is not None and basis is not None:
+                        added *= basis
                     wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
                 qtype = self.types[reader.name]
                 rotated = qtype == ITQ3_S
                 if of.hessian.tokens and qtype in CALIBRATED_TYPES and rotated not in factors:
-                    mean = of.hessian.mean()
+                    mean: np.ndarray = of.hessian.mean()
+                    if basis is not None:
+                        mean = hessian.scale_columns(mean, basis)
                     factors[rotated] = hessian.factorize(
                         mean if rotated else hessian.rotate(mean), self.options.damping
                     )
@@ -339,6 +344,16 @@ class Sequential:
                     float(np.square(weights, dtype=np.float64).sum()),
                 )
                 self._put(model, streams, reader, order, decoded)
+
+    def _basis(self, model: LayeredModel, group: Group) -> np.ndarray | None:
+        """What a group's inputs as they were summed up are multiplied by to be those that the file's matrices read.
+
+        Returns:
+            float32 (columns,): the gain of a norm that the sums leave out and the file does not; None for ones.
+        """
+        if group.norm is None or group.norm in self.folding.norms:
+            return None
+        return model.gain(group.norm)
 
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
@@ -424,6 +439,14 @@ def whole(tensor: SourceTensor) -> np.ndarray:
     """All of a tensor, float32."""
     parts = [np.asarray(part, dtype=np.float32) for part in tensor.load()]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _in_basis(sums: np.ndarray | None, factor: np.ndarray | None) -> np.ndarray | None:
+    """Sums of products of inputs, not rotated, of inputs times ``factor`` (columns,)."""
+    if sums is None or factor is None:
+        return sums
+    f = factor.astype(np.float64).reshape(sums.shape[:-2] + sums.shape[-1:])
+    return sums * f[..., :, None] * f[..., None, :]
 
 
 def _unrotated(total: Any) -> np.ndarray | None:

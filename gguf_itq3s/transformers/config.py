@@ -45,7 +45,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
 
     def __init__(
         self, qtype: str = "itq3_s", residual: str | None = None,
-        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = True, effort: str = "default",
+        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = False, effort: str = "default",
         ternarize: bool = False, threads: int | None = None, other_types: Mapping[str, Sequence[str]] | None = None,
         norms_folded: bool = False, **_: Any,
     ) -> None:  # fmt: skip

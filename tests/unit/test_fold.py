@@ -75,13 +75,12 @@ def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: P
 @pytest.mark.parametrize("outtype", ["f16", "itq3_s", "tq2_0"])
 def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """The key stands in every folded file, whatever its types, and in every ITQ3_S file; F16 is else upstream's."""
-    for folds in (None, False, True):
+    for folds in (False, True):
         if folds and outtype == "tq2_0":
             continue
         out = tmp_path / f"{folds}.gguf"
         convert(ConvertOptions(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
-        expected = outtype == "itq3_s" if folds is None else folds
-        assert metadata(out).get(fold.NORMS_FOLDED) == (expected if expected or outtype == "itq3_s" else None)
+        assert metadata(out).get(fold.NORMS_FOLDED) == (folds if folds or outtype == "itq3_s" else None)
 
 
 def test_what_another_plan_began_is_not_continued(
@@ -92,6 +91,6 @@ def test_what_another_plan_began_is_not_continued(
     marks = []
     for version in (1, 2):
         monkeypatch.setattr(header, "PLAN_VERSION", version)
-        options = [ConvertOptions(uneven("llama"), tmp_path, outtype=outtype) for outtype in ("itq3_s", "f16")]
+        options = [ConvertOptions(uneven("llama"), tmp_path, fold_norms=folds) for folds in (True, False)]
         marks += [header.fingerprint(header.Head(b"", (b"",), (0,)), option, checkpoint) for option in options]
-    assert marks[0] != marks[2] and marks[1] == marks[3]  # F16 files are not folded
+    assert marks[0] != marks[2] and marks[1] == marks[3]  # nothing is folded

@@ -23,7 +23,7 @@ from training import train, windows, with_adapter
 
 
 def load(folder: Path, **options: Any) -> Any:
-    config = ITQ3SConfig(effort="fast", threads=1, **options)
+    config = ITQ3SConfig(**{"effort": "fast", "threads": 1, "fold_norms": True, **options})
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
@@ -84,7 +84,7 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
     """Trained beside folded matrices it fits them: nothing is scaled, and it is marked. The card tells."""
     _, folder, _ = trained
     model_dir = uneven("llama") if base == "original" else folder / "packed"
-    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir))
+    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir, fold_norms=True))
     assert done.folded and not done.scaled and len(done.matrices) == 14
     assert metadata(tmp_path / "out.gguf")[fold.NORMS_FOLDED] is True
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -101,7 +101,7 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
         (adapter / name).write_bytes((folder / "adapter" / name).read_bytes())
 
     def scaled(base: Path, **options: Any) -> int:
-        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **options)).scaled)
+        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **{"fold_norms": True, **options})).scaled)
 
     assert scaled(uneven("llama")) == 10  # taken for one of the checkpoint
     assert scaled(uneven("llama"), trained_folded=True) == 0
@@ -119,7 +119,7 @@ def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> 
     train(model, windows(uneven("llama"), 1, 16), 1)
     model.save_pretrained(tmp_path / "adapter")
     assert fold.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
-    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama")))
+    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert done.folded and len(done.scaled) == 10
 
 
