@@ -59,6 +59,7 @@ class ConvertOptions:
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
         fold_norms: multiply norm gains into the matrices that read them.
+        equalize: rescale channels so that rounding costs least; None: where statistics are given, for ITQ3_S.
         calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
         imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
         calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
@@ -108,6 +109,7 @@ class ConvertOptions:
     model_name: str | None = None
     verbose: bool = False
     fold_norms: bool = False
+    equalize: bool | None = None
     calibration: Path | None = None
     imatrix: Path | None = None
     calibrate: tuple[Path, ...] | None = None
@@ -161,6 +163,13 @@ class ConvertOptions:
     def calibrated(self) -> bool:
         """Whether matrices are rounded with statistics of their inputs."""
         return self.statistics is not None or self.calibrate is not None
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether channels are rescaled by statistics."""
+        if self.equalize is not None:
+            return self.equalize
+        return self.calibrated and self.outtype == "itq3_s" and self.codec == "trellis" and not self.fold_norms
 
     @property
     def stock(self) -> LlamaFileType | None:

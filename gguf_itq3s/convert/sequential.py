@@ -32,19 +32,21 @@ from ..calibration.pipeline import save
 from ..calibration.store import model_hash
 from ..calibration.streams import Streams, check_rows, row_order
 from ..calibration.text import windows
-from ..checkpoint.fold import Folding
 from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..rounding import fisher, hessian, target
+from ..rounding.factors import file_factor
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
-#: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
-FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
-_SHARED: Final = (FISHER, STATISTICS, SCORES)
+#: In the folder of work: output Fisher matrices, what chose the types, and what the channels are rescaled by, which
+#: outlast a change of types.
+FISHER, STATISTICS, SCORES, ENERGIES = "fisher", "statistics", "scores.jsonl", "energies.safetensors"
+_SHARED: Final = (FISHER, STATISTICS, SCORES, ENERGIES)
 _STREAMS: Final = ("original", "quantized")
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
@@ -118,10 +120,10 @@ class Sequential:
     Args:
         calibration: model and text; its ``out`` does not count.
         options: of the rounding.
-        checkpoint: as it was read, nothing folded.
-        folded: the tensors as they are written, norms folded.
+        checkpoint: as it was read, nothing rescaled.
+        rescaled: the tensors as they are written.
         types: tensor -> the type it is written in.
-        folding: which norms are folded.
+        rescaling: from the one to the other.
         encoder: weights to bytes.
         messages: where progress goes.
     """
@@ -131,15 +133,15 @@ class Sequential:
         calibration: CalibrationOptions,
         options: SequentialOptions,
         checkpoint: Checkpoint,
-        folded: Mapping[str, SourceTensor],
+        rescaled: Mapping[str, SourceTensor],
         types: Mapping[str, Type],
-        folding: Folding,
+        rescaling: Rescaling,
         encoder: Encoder,
         messages: TextIO,
     ) -> None:
         self.calibration, self.options, self.checkpoint = calibration, options, checkpoint
         self.plain = {tensor.name: tensor for tensor in checkpoint.tensors}
-        self.folded, self.types, self.folding, self.encoder = folded, types, folding, encoder
+        self.rescaled, self.types, self.rescaling, self.encoder = rescaled, types, rescaling, encoder
         self.messages = messages
         self.folder = Path()
         self._fisher: OutputFisher | None = None
@@ -183,7 +185,7 @@ class Sequential:
         by_layer: dict[str, int] = {}
         gradients: dict[str, int] = {}  # numbers in the output Fisher matrices of a layer
         widest = most_rows = encoded = 0
-        for name, tensor in self.folded.items():
+        for name, tensor in self.rescaled.items():
             if len(tensor.shape) < 2 or not name.startswith("blk."):
                 continue
             rows, columns = tensor.shape[-2:]
@@ -316,7 +318,7 @@ class Sequential:
             basis = self._basis(model, group)
             hessian_of, cross = (_in_basis(_unrotated(moment.total), basis) for moment in (of.hessian, of.cross))
             for reader in readers:
-                weights = self._weights(reader, self.folded, stacks)
+                weights = self._weights(reader, self.rescaled, stacks)
                 residual = of.residual.get(reader.entry)
                 wanted = weights
                 if hessian_of is not None and cross is not None:
@@ -343,17 +345,18 @@ class Sequential:
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
                     float(np.square(weights, dtype=np.float64).sum()),
                 )
-                self._put(model, streams, reader, order, decoded)
+                self._put(streams, reader, order, decoded)
 
     def _basis(self, model: LayeredModel, group: Group) -> np.ndarray | None:
         """What a group's inputs as they were summed up are multiplied by to be those that the file's matrices read.
 
         Returns:
-            float32 (columns,): the gain of a norm that the sums leave out and the file does not; None for ones.
+            float64 (columns,): the gain of a norm that the sums leave out, over what the file's columns are multiplied
+            by; None for ones.
         """
-        if group.norm is None or group.norm in self.folding.norms:
-            return None
-        return model.gain(group.norm)
+        reader = group.readers[0]
+        gain = None if group.norm is None else model.gain(group.norm)
+        return file_factor(gain, self.rescaling.columns(reader.name, reader.expert))
 
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
@@ -361,7 +364,7 @@ class Sequential:
         """The weights of a matrix in GGUF's order, float32; stacks of experts are kept in ``stacks``."""
         if reader.expert is None:
             return whole(tensors[reader.name])
-        key = f"{reader.name} {tensors is self.folded}"
+        key = f"{reader.name} {tensors is self.rescaled}"
         if key not in stacks:
             stacks[key] = whole(tensors[reader.name])
         return stacks[key][reader.expert]
@@ -396,8 +399,12 @@ class Sequential:
         place = np.empty_like(order)  # row of the model -> row of the tensor
         place[order] = np.arange(len(order))
         found, start = [], 0
+        rows = self.rescaling.rows(reader.name, reader.expert)
         for block in self._fisher.blocks(reader, number):
-            found.append((place[start : start + len(block)], fisher.factorize(block)))
+            here = place[start : start + len(block)]
+            if rows is not None:  # outputs times rows: gradients over rows
+                block = block / rows[here, None] / rows[here]
+            found.append((here, fisher.factorize(block)))
             start += len(block)
         return found
 
@@ -410,14 +417,9 @@ class Sequential:
         except ValueError as problem:
             raise check_rows(model, reader, problem) from problem
 
-    def _put(
-        self, model: LayeredModel, streams: Streams, reader: Reader, order: np.ndarray, decoded: np.ndarray
-    ) -> None:
-        """Give the quantized layer what the file will hold; there a norm keeps its gain."""
-        if norm := self.folding.norm_of(reader.name):
-            gain = model.gain(norm)
-            # Nothing comes through a channel with gain 0, here or in the file.
-            decoded = np.divide(decoded, gain, out=np.zeros_like(decoded), where=gain != 0)
+    def _put(self, streams: Streams, reader: Reader, order: np.ndarray, decoded: np.ndarray) -> None:
+        """Give the quantized layer what the file will hold, in the basis of the model."""
+        decoded = self.rescaling.unscale(reader.name, decoded, reader.expert)
         put = np.empty_like(decoded)
         put[order] = decoded
         streams.put(reader, put)

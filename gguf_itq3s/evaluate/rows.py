@@ -115,17 +115,27 @@ def _package_rows() -> list[Row]:
     for bits in _FRONT:
         how = f"types for {bits:g} bits, calibrated"
         rows.append(
-            Row(f"convert-bpw-{bits:g}", "mix", how, "package", calibrated=True, options=(("target_bpw", bits), ("fold_norms", True)))
+            Row(
+                f"convert-bpw-{bits:g}",
+                "mix",
+                how,
+                "package",
+                calibrated=True,
+                options=(("target_bpw", bits), ("fold_norms", True)),
+            )
         )
     how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
     best = (("target_bpw", _BEST), ("fisher", True), ("fold_norms", True))
     rows.append(Row(f"convert-bpw-{_BEST:g}-fisher", "mix", how, "package", sequential=True, options=best))
-    for key, how, more in (
+    others: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = (
         ("unfolded", "pure, by the package", ()),
         ("fast", "pure, folded, fast", (("effort", "fast"), ("fold_norms", True))),
         ("ternary", "pure, folded, literal ternary", (("codec", "ternary"), ("fold_norms", True))),
-    ):
-        rows.append(Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), *more)))
+    )
+    rows += [
+        Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), *options))
+        for key, how, options in others
+    ]
     return rows
 
 

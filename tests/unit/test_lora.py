@@ -20,7 +20,8 @@ from gguf_files import arrays, metadata, types, values
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import cli, upstream
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import rescaling
+from gguf_itq3s.checkpoint.channels import plan_norms
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
@@ -71,15 +72,15 @@ def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     done = convert_lora(LoraOptions(adapter, folded, base, fold_norms=True))
     convert(ConvertOptions(base, tmp_path / "model.gguf", outtype="f16"))
     weights = arrays(tmp_path / "model.gguf")
-    plan = fold.plan(str(metadata(folded)["general.architecture"]), weights)
+    norms = plan_norms(str(metadata(folded)["general.architecture"]), weights)
     before, after = arrays(plain), arrays(folded)
     assert list(before) == list(after) and len(before) == 28 and len(done.scaled) == 10 and done.folded
     for tensor, value in before.items():
-        norm = plan.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
+        norm = norms.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
         gain = weights[norm] if norm else np.float32(1)
         np.testing.assert_array_equal(after[tensor], value * gain, err_msg=tensor)
     marks = metadata(folded)
-    assert marks.pop(fold.NORMS_FOLDED) is True and marks == metadata(plain)
+    assert marks.pop(rescaling.NORMS_FOLDED) is True and marks == metadata(plain)
 
 
 def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_architectures_and_matrices_that_are_not_folded(
     base = checkpoint("ernie-moe")
     adapter = save_adapter(base, tmp_path / "adapter", ("q_proj",))
     done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
-    assert not done.folded and not done.scaled and fold.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
+    assert not done.folded and not done.scaled and rescaling.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
     assert "norms of the architecture ernie4_5-moe" in capsys.readouterr().err
     # A model that is made ternary keeps its norms.
     base = uneven("llama")
@@ -273,7 +274,7 @@ def _nothing(tensors: dict[str, torch.Tensor]) -> None:
         (_without, "has no lora_B"),
         (_magnitude, "lora_magnitude_vector: is no matrix of a LoRA"),
         (_rank, "no pair of matrices"),
-        (_columns, "blk.0.attn_q.weight: has 128 columns, but the norm blk.0.attn_norm.weight has 256 gains"),
+        (_columns, "blk.0.attn_q.weight: has 128 columns, and the model 256"),
         (_vector, "no pair of matrices"),
         (_nan, "lora_A that are NaN or infinite"),
         (_unknown, "cannot be converted: Can not map tensor"),
