@@ -5,10 +5,10 @@
     ... --update docs/calibration.md    # and the section of the page
 
 Channels are multiplied by t = w^p a^-q, with w the mean square of a column over its readers and a that of its input
-(`gguf_itq3s.rounding.equalize`; by theory p = q = 1/4 is best for rounding to the nearest codeword). Statistics, and the
-Hessians of LDLQ, are of every other window of the text; the error |E x|^2 / |W x|^2 is measured on the others. Of every
-matrix the same rows are rounded each time. Each figure is the geometric mean over the layers and the matrices of a kind,
-over that with the channels as they are. With --sizes, statistics of fewer tokens are tried too.
+(`gguf_itq3s.rounding.equalize`; by theory p = q = 1/4 is best for rounding to the nearest codeword). Statistics, and
+the Hessians of LDLQ, are of every other window of the text; the error |E x|^2 / |W x|^2 is measured on the others. Of
+every matrix the same rows are rounded each time. Each figure is the geometric mean over the layers and the matrices of
+a kind, over that with the channels as they are. With --sizes, statistics of fewer tokens are tried too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.rounding import equalize, hessian, ldlq  # noqa: E402
 
 #: p and q, in eighths; the first are the channels as they are.
-POWERS: Final = ((0, 0), (2, 2), (1, 1), (4, 0), (2, 0), (3, 1), (4, 2), (1, 0))
+POWERS: Final = ((0, 0), (2, 2), (4, 0), (2, 0), (3, 1))
 #: Source of the channels -> what the kind is called.
 KINDS: Final = {"attn_norm": "q, k, v", "attn_v": "o", "ffn_norm": "gate, up", "ffn_up": "down"}
 WAYS: Final = ("nearest", "diagonal", "LDLQ")
@@ -86,6 +86,7 @@ def main() -> int:
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     found: dict[tuple[str, str, tuple[int, int]], list[float]] = defaultdict(list)
     theory: dict[tuple[str, int], list[float]] = defaultdict(list)
+    text, done = "", []
     for number, sample in run(model, options, layers, args.context):
         for source, channels in plan.channels.items():
             part = source.split(".")[-2]
@@ -95,8 +96,9 @@ def main() -> int:
                 found[(KINDS[part], *key)].append(error)
             for size in (*sizes, int(sample.seen.sum())):
                 theory[KINDS[part], size].append(predicted(channels, tensors, sample, size))
-    text = table(found, theory, layers, args.tokens)
-    print(text)
+        done.append(number)
+        text = table(found, theory, done, args.tokens)
+        print(text, flush=True)
     if args.update:
         report.replace_section(args.update, "equalize", f"\n{text}\n")
     return 0

@@ -199,7 +199,7 @@ def test_columns_of_zeros_do_no_harm() -> None:
     found = equalize.logarithms(w, a)
     assert np.isfinite(found).all() and np.abs(found).max() < 8 * np.log(2)
     for bad in (np.full(256, np.nan), -w, np.ones(255)):
-        with pytest.raises(ValueError, match="mean squares|whole blocks"):
+        with pytest.raises(ValueError, match=r"mean squares|whole blocks"):
             equalize.logarithms(bad, np.ones(bad.size))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from gguf_files import arrays, metadata
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
 from gguf_itq3s.checkpoint import rescaling
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.transformers import ITQ3SConfig
 from training import train, windows, with_adapter
