@@ -6,7 +6,6 @@ cost a forward pass of them.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,20 +14,15 @@ from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from ..checkpoint.reader import Checkpoint
 from ..rounding.factors import tensor_entry
+from .activations import activations
 from .inputs import Seen, Watch
 from .layers import LayeredModel
 from .options import CalibrationOptions
-from .pipeline import save
-from .store import model_hash
 from .text import windows
-
-#: Of the metadata of the file.
-_KEY = "run"
 
 
 @dataclass(frozen=True)
@@ -75,56 +69,24 @@ class MeasuredEnergies:
         return found
 
 
-def measure(
-    options: CalibrationOptions, checkpoint: Checkpoint, messages: TextIO, kept: Path | None = None
-) -> MeasuredEnergies:
+def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextIO) -> MeasuredEnergies:
     """Run a model and measure its inputs.
 
     Args:
-        options: model, text and tokens; ``out`` is a folder on whose disk there is room for activations.
+        options: model, text and tokens; ``out`` does not count.
         checkpoint: the model as it was read.
         messages: where progress goes.
-        kept: a file that an earlier call has written of the same, or that this one writes. What is in it must be the
-            same however often it is asked, so that an interrupted conversion goes on.
 
     Raises:
         UserError: the model or the text cannot be used.
-        OSError: there is no room.
+        OSError: there is no room for the inputs of the first layer, for a moment.
     """
     model = LayeredModel(options, checkpoint)
-    options = replace(options, context=min(options.context or model.context, model.context))
-    inputs = windows(options, model.context)
-    key = hashlib.sha256(f"{model_hash(checkpoint.files)} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
-    if kept is not None and (found := _read(kept, key, options.model)):
-        return found
-    with tempfile.TemporaryDirectory(prefix="activations-", dir=options.out) as scratch:
-        measured = _run(options, model, inputs, Path(scratch), messages)
-    if kept is not None:
-        arrays = {f"{measured.norms.get(name, '')}/{name}": mean for name, mean in measured.means.items()}
-        save(arrays, kept, metadata={_KEY: key})
-    return measured
-
-
-def _read(path: Path, key: str, model: Path) -> MeasuredEnergies | None:
-    """What is in a file, None where it is not of the same run, or none."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get(_KEY) != key:
-                return None
-            arrays = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError):
-        return None
-    names = {name: name.partition("/") for name in arrays}
-    means = {matrix: arrays[name] for name, (_, _, matrix) in names.items()}
-    return MeasuredEnergies(model, means, {matrix: norm for norm, _, matrix in names.values() if norm})
-
-
-def _run(
-    options: CalibrationOptions, model: LayeredModel, inputs: npt.NDArray[np.int64], folder: Path, messages: TextIO
-) -> MeasuredEnergies:
+    inputs = windows(replace(options, context=min(options.context or model.context, model.context)), model.context)
     batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
-    keywords = model.start(folder, inputs, batches, 0)
-    hidden = np.array(np.memmap(next(folder.iterdir()), np.float32, "r", shape=(*inputs.shape, model.hidden)))
+    with tempfile.TemporaryDirectory() as scratch:
+        keywords = model.start(Path(scratch), inputs, batches, 0)
+        hidden = np.array(activations(Path(scratch), 0, (*inputs.shape, model.hidden), "r"))
     means: dict[str, npt.NDArray[np.float64]] = {}
     norms: dict[str, str] = {}
     progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")

@@ -123,14 +123,18 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     )  # fmt: skip
     group.add_argument(
         "--equalize", action=argparse.BooleanOptionalAction, default=defaults.equalize,
-        help="rescale channels so that rounding costs least, exact; without statistics, a short run of the model takes "
-        "them (default: for ITQ3_S where statistics are given)",
+        help="rescale channels so that rounding costs least, exact; for rounding without statistics, a short run of "
+        "the model measures its inputs (default: for ITQ3_S where statistics are given)",
     )  # fmt: skip
     group.add_argument(
         "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"
     )
     group.add_argument(
-        "--imatrix", type=Path, metavar="FILE", help="what llama-imatrix wrote (GGUF or .dat), for the same"
+        "--imatrix",
+        type=Path,
+        metavar="FILE",
+        help="what llama-imatrix wrote (GGUF or .dat): channels are equalized by it or, with --no-equalize, ITQ3_S is "
+        "rounded by it as by a Hessian",
     )
     for option, what in (("--include-weights", "only its entries"), ("--exclude-weights", "none of its entries")):
         group.add_argument(

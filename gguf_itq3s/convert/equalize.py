@@ -1,4 +1,9 @@
-"""Equalization in a conversion: the factors of channels that make rounding cheapest, by statistics of the inputs."""
+"""Equalization in a conversion: the factors of channels that make rounding cheapest.
+
+Rounding to the nearest codewords wants (w / a)^(1/4). Feedback (LDLQ) makes up for uneven inputs itself, and what it
+leaves goes with the energy of the weights: it wants even columns, w^(1/2), whatever the inputs. docs/calibration.md has
+the errors by which the powers were chosen, kind by kind.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,18 @@ from ..errors import UserError
 from ..rounding import equalize as best
 from ..rounding.factors import Inputs
 
+#: Part of the source of channels -> powers of w and a in t^4; channels of others stay.
+Powers = Mapping[str, tuple[float, float]]
+_VALUES: Final = ("attn_v", "attn_qkv")
+_UPS: Final = ("ffn_up", "ffn_up_exps", "ffn_up_shexp", "ffn_gate_up_exps")
+#: For rounding to the nearest codewords.
+NEAREST: Final[Powers] = dict.fromkeys(("attn_norm", "ffn_norm", *_VALUES, *_UPS), (1.0, 1.0))
+#: With feedback by an importance matrix, and by Hessians.
+DIAGONAL: Final[Powers] = dict.fromkeys(("attn_norm", *_UPS), (2.0, 0.0))
+FULL: Final[Powers] = dict.fromkeys(("attn_norm", "ffn_norm", *_UPS), (2.0, 0.0))
+
 #: Tokens of the short run that takes statistics where none are given; measured in docs/calibration.md.
-TOKENS: Final = 4096
+TOKENS: Final = 2048
 #: The length of its windows.
 CONTEXT: Final = 512
 # Weights that are squared at a time.
@@ -35,13 +50,16 @@ class _Cost:
     after: float
 
 
-def equalize(plan: Plan, tensors: Mapping[str, SourceTensor], inputs: Inputs, messages: TextIO) -> Equalization:
+def equalize(
+    plan: Plan, tensors: Mapping[str, SourceTensor], inputs: Inputs | None, powers: Powers, messages: TextIO
+) -> Equalization:
     """The best factors of a model's channels.
 
     Args:
         plan: which there are.
         tensors: of the model, by GGUF name.
-        inputs: statistics, brought to the model's basis.
+        inputs: statistics, brought to the model's basis; None where no power asks for them.
+        powers: for the way in which matrices are rounded.
         messages: where it is said what is done and what is left.
 
     Raises:
@@ -49,16 +67,19 @@ def equalize(plan: Plan, tensors: Mapping[str, SourceTensor], inputs: Inputs, me
     """
     exponents, left, costs = {}, [*plan.left_alone], dict[str, list[_Cost]]()
     for source, channels in plan.channels.items():
+        part = _part(source)
+        if part not in powers:
+            continue
         try:
-            found = _exponents(channels, tensors, inputs)
+            found = _exponents(channels, tensors, inputs, powers[part])
         except ValueError as problem:
+            assert inputs is not None
             remedy = "take statistics of this model, or convert with --no-equalize"
             raise UserError(inputs.source.path, str(problem), remedy, source) from problem
         if isinstance(found, str):
             left.append(f"{source}: {found}")
             continue
         exponents[source], cost = found
-        part = source.removesuffix(".weight").rpartition(".")[2]
         costs.setdefault(part, []).append(cost)
     if costs:
         parts = [f"{np.mean([c.after / c.before for c in found]):.2f} by {part}" for part, found in costs.items()]
@@ -69,25 +90,31 @@ def equalize(plan: Plan, tensors: Mapping[str, SourceTensor], inputs: Inputs, me
     return Equalization(plan.channels.values(), exponents)
 
 
-def neutral(plan: Plan) -> Equalization:
+def _part(source: str) -> str:
+    return source.split(".")[-2]
+
+
+def neutral(plan: Plan, powers: Powers) -> Equalization:
     """One that changes nothing, of the size of the one that statistics would give."""
     exponents = {
         source: np.zeros((max(1, channels.experts), channels.count), dtype=np.int8)
         for source, channels in plan.channels.items()
-        if channels.count * channels.repeats % BLOCK == 0
+        if channels.count * channels.repeats % BLOCK == 0 and _part(source) in powers
     }
     return Equalization(plan.channels.values(), exponents)
 
 
 def _exponents(
-    channels: Channels, tensors: Mapping[str, SourceTensor], inputs: Inputs
+    channels: Channels, tensors: Mapping[str, SourceTensor], inputs: Inputs | None, powers: tuple[float, float]
 ) -> tuple[npt.NDArray[np.int8], _Cost] | str:
     """Exponents (experts or 1, count) of some channels and what they gain, or why there are none."""
     columns = channels.count * channels.repeats
     if columns % BLOCK:
         return f"{columns} columns are not whole blocks of {BLOCK}"
     experts = [*range(channels.experts)] if channels.experts else [None]
-    known = [_inputs(channels, tensors, inputs, columns, expert) for expert in experts]
+    known: list[Vector | None] = [np.ones(columns)] * len(experts)  # where their power is 0
+    if inputs is not None:
+        known = [_inputs(channels, tensors, inputs, columns, expert) for expert in experts]
     if all(values is None for values in known):
         return "nothing is known of what it reads" if len(channels.readers) > 1 else "its readers have no statistics"
     weights = _weights(channels, tensors, columns)
@@ -99,7 +126,7 @@ def _exponents(
     for number, (w, a) in enumerate(zip(weights, known, strict=True)):
         if a is None:  # an expert that saw no token
             continue
-        eighths = best.logarithms(w, a, tied) * STEPS / np.log(2)
+        eighths = best.logarithms(w, a, tied, powers) * STEPS / np.log(2)
         exponents[number] = np.clip(np.rint(eighths), -LARGEST, LARGEST)
         square = np.exp2(2 * exponents[number].astype(np.float64) / STEPS)[channels.of_column]
         before += best.cost(w, a)

@@ -59,7 +59,8 @@ class ConvertOptions:
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
         fold_norms: multiply norm gains into the matrices that read them.
-        equalize: rescale channels so that rounding costs least; None: where statistics are given, for ITQ3_S.
+        equalize: rescale channels so that rounding costs least; None: for ITQ3_S where statistics
+            are given.
         calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
         imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
         calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
@@ -169,7 +170,7 @@ class ConvertOptions:
         """Whether channels are rescaled by statistics."""
         if self.equalize is not None:
             return self.equalize
-        return self.calibrated and self.outtype == "itq3_s" and self.codec == "trellis" and not self.fold_norms
+        return self.calibrated and self.outtype == "itq3_s" and not self.fold_norms
 
     @property
     def stock(self) -> LlamaFileType | None:

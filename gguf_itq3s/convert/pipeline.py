@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -39,7 +40,7 @@ from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
 from .output import Output, Part, check_place, padded
-from .sequential import ENERGIES, Finished, Sequential, SequentialOptions
+from .sequential import Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
 
 _CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
@@ -99,7 +100,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     # Of types for a size, not named after one that is not known yet.
     work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
     kept = work.exists()
-    rescaled = _rescaling(whole, checkpoint, options, ternaries, statistics, names, work, messages)
+    rescaled = _rescaling(whole, checkpoint, options, ternaries, names, messages)
     factors = _factors(whole, checkpoint, options, rescaled, statistics)
     checkpoint = replace(checkpoint, tensors=rescaled.apply(checkpoint.tensors, checkpoint.folder))
     describe(checkpoint, rescaled)
@@ -368,9 +369,7 @@ def _rescaling(
     checkpoint: Checkpoint,
     options: ConvertOptions,
     ternaries: Ternaries,
-    statistics: Statistics | None,
     names: Mapping[str, str],
-    work: Path,
     messages: TextIO,
 ) -> Rescaling:
     """What tensors are multiplied by; what is left alone is said.
@@ -380,9 +379,7 @@ def _rescaling(
         checkpoint: the same with its layers pruned.
         options: of the conversion.
         ternaries: matrices that are not rescaled.
-        statistics: given ones.
         names: name of a tensor -> its name in ``whole``.
-        work: where ``--calibrate`` keeps what it must find again.
         messages: where it is said.
     """
     if options.fold_norms:
@@ -394,33 +391,26 @@ def _rescaling(
         return Rescaling()
     plan = rescaling.plan_tensors(checkpoint, ternaries.kept)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-    if statistics is None and options.dry_run and not options.budgeted:
-        return equalize.neutral(plan)  # as long as the one to come
-    source: Any = statistics
-    if source is None and plan.channels:
-        source = _measured(whole, options, names, work, messages)
-    if source is None:
-        source = energies.MeasuredEnergies(options.model, {})
-    return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), messages)
+    if options.calibrated:
+        powers = equalize.DIAGONAL if options.imatrix else equalize.FULL
+        return equalize.equalize(plan, tensors, None, powers, messages)
+    if options.dry_run or not plan.channels:
+        return equalize.neutral(plan, equalize.NEAREST)  # as long as the one to come
+    source = _measured(whole, options, messages).renamed(names)
+    return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)
 
 
-def _measured(
-    whole: Checkpoint, options: ConvertOptions, names: Mapping[str, str], work: Path, messages: TextIO
-) -> energies.MeasuredEnergies:
-    """The statistics of a short run, on the text of the calibration if there is one."""
+def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> energies.MeasuredEnergies:
+    """The statistics of a short run on the bundled text."""
+    run = CalibrationOptions(
+        options.model, [BUNDLED], Path(), tokens=min(options.tokens, equalize.TOKENS),
+        context=min(options.context or equalize.CONTEXT, equalize.CONTEXT), device=options.device,
+        batch=options.batch, trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
     try:
-        kept = None
-        if options.calibrate is not None:
-            work.mkdir(parents=True, exist_ok=True)
-            kept = work / ENERGIES
-        run = CalibrationOptions(
-            options.model, options.calibrate or [BUNDLED], work.parent, tokens=min(options.tokens, equalize.TOKENS),
-            context=min(options.context or equalize.CONTEXT, equalize.CONTEXT), device=options.device,
-            batch=options.batch, trust_remote_code=options.trust_remote_code,
-        )  # fmt: skip
-        return energies.measure(run, whole, messages, kept).renamed(names)
+        return energies.measure(run, whole, messages)
     except OSError as error:
-        raise output_error(work.parent, error) from error
+        raise output_error(Path(tempfile.gettempdir()), error) from error
 
 
 def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:

@@ -43,10 +43,9 @@ from ..rounding.hessian import Factor
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
-#: In the folder of work: output Fisher matrices, what chose the types, and what the channels are rescaled by, which
-#: outlast a change of types.
-FISHER, STATISTICS, SCORES, ENERGIES = "fisher", "statistics", "scores.jsonl", "energies.safetensors"
-_SHARED: Final = (FISHER, STATISTICS, SCORES, ENERGIES)
+#: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
+FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
+_SHARED: Final = (FISHER, STATISTICS, SCORES)
 _STREAMS: Final = ("original", "quantized")
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)

@@ -27,15 +27,17 @@ from gguf_itq3s.convert.pipeline import convert
 RECORDED = DATA / "bytes.json"
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
-    "pure": {"pure": True},
-    "fast": {"pure": True, "effort": "fast"},
-    "literal ternary": {"pure": True, "codec": "ternary"},
+    "folded": {"fold_norms": True},
+    "pure": {"pure": True, "fold_norms": True},
+    "fast": {"pure": True, "effort": "fast", "fold_norms": True},
+    "literal ternary": {"pure": True, "codec": "ternary", "fold_norms": True},
     "TQ2_0": {"outtype": "tq2_0", "ternary": "force"},
     "TQ1_0": {"outtype": "tq1_0"},
     "F16": {"outtype": "f16"},
-    "calibrated": {"pure": True, "calibration": "hessians", "damping": 1.0},
-    "calibrated, not folded": {"calibration": "plain", "damping": 1.0, "fold_norms": False, "segment": 12},
-    "importance matrix": {"imatrix": "importance.gguf", "fold_norms": False},
+    "calibrated": {"pure": True, "calibration": "hessians", "damping": 1.0, "fold_norms": True},
+    "calibrated, not folded": {"calibration": "plain", "damping": 1.0, "equalize": False, "segment": 12},
+    "importance matrix": {"imatrix": "importance.gguf", "equalize": False},
+    "equalized": {"imatrix": "importance.gguf"},
 }
 
 

@@ -28,7 +28,7 @@ def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Pa
     llama.run("llama-imatrix", "-m", f16, "-f", text, "-c", "128", "--chunks", "6", "-o", matrix, "-t", "1")
     made = {"plain": tmp_path / "plain.gguf", "ours": tmp_path / "ours.gguf", "theirs": tmp_path / "theirs.gguf"}
     convert(ConvertOptions(model, made["plain"], pure=True, fold_norms=False))
-    convert(ConvertOptions(model, made["ours"], pure=True, fold_norms=False, imatrix=matrix))
+    convert(ConvertOptions(model, made["ours"], pure=True, equalize=False, imatrix=matrix))
     llama.run("llama-quantize", "--pure", "--imatrix", matrix, f16, made["theirs"], "ITQ3_S", "2")
     weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(f16).tensors}
     found = {key: {t.name: t for t in gguf.GGUFReader(path).tensors} for key, path in made.items()}

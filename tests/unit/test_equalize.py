@@ -15,14 +15,17 @@ import torch
 import transformers
 
 from checkpoints import FAMILIES, MIXTURES, SIZES, save_model
-from gguf_files import arrays, metadata
+from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
+from gguf_itq3s.calibration.energies import MeasuredEnergies
 from gguf_itq3s.calibration.groups import Layout
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
 from gguf_itq3s.checkpoint.reader import Checkpoint, open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
+from gguf_itq3s.codec import blocks
+from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
@@ -30,6 +33,7 @@ from gguf_itq3s.inspect import verify
 from gguf_itq3s.inspect.reader import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
+from importance import write
 
 #: Architectures whose channels are rescaled, beside those of other tests.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -378,25 +382,67 @@ def test_statistics_are_brought_to_the_basis_of_the_file(calibrated: Callable[[s
             assert here is not None
             np.testing.assert_allclose(hessian.rotate(here), plain, rtol=1e-5, atol=1e-6 * np.abs(plain).max())
             sizes = Inputs(statistics, gain, found.columns).energies(name, len(plain), None)
+            assert sizes is not None
             np.testing.assert_allclose(sizes, np.diagonal(plain), rtol=1e-4)
 
 
-def test_on_whenever_statistics_are_at_hand(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def importance(model: Path, path: Path) -> Path:
+    """An importance matrix of all matrices of the layers, with sizes far apart."""
+    rng = np.random.default_rng(0)
+    shapes = {tensor.name: tensor.shape for tensor in open_checkpoint(model).tensors if "_norm" not in tensor.name}
+    moments = {
+        name: np.exp(rng.standard_normal((1, shape[-1])))
+        for name, shape in shapes.items()
+        if name.startswith("blk.") and len(shape) == 2
+    }
+    return write(path, moments)
+
+
+def test_on_where_statistics_are_given(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     model, folder = calibrated("llama")
+    matrix = importance(model, tmp_path / "i.gguf")
     small: dict[str, Any] = {"effort": "fast", "pure": True}
-    ways: dict[str, tuple[dict[str, Any], bool]] = {
-        "none": ({}, False), "given": ({"calibration": folder}, True),
-        "not": ({"calibration": folder, "equalize": False}, False),
-        "folded": ({"calibration": folder, "fold_norms": True}, False),
-        "stock": ({"calibration": folder, "outtype": "q8_0"}, False),
-        "asked": ({"equalize": True, "context": 64, "tokens": 512}, True),
+    norms, rows = {"attn_norm", "ffn_norm"}, {"attn_v", "ffn_up"}
+    ways: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "none": ({}, set()), "imatrix": ({"imatrix": matrix}, {"attn_norm", "ffn_up"}),
+        "not": ({"imatrix": matrix, "equalize": False}, set()),
+        "folded": ({"imatrix": matrix, "fold_norms": True}, set()),
+        "stock": ({"imatrix": matrix, "outtype": "q8_0"}, set()),
+        "calibrated": ({"calibration": folder}, norms | {"ffn_up"}),
+        "asked": ({"equalize": True, "context": 64, "tokens": 512}, norms | rows),
     }  # fmt: skip
-    for name, (how, rescaled) in ways.items():
+    for name, (how, sources) in ways.items():
         out = tmp_path / f"{name}.gguf"
         convert(ConvertOptions(model, out, **small, **how), io.StringIO())
-        assert (rescaling.ID in metadata(out)) == rescaled, name
+        assert (rescaling.ID in metadata(out)) == bool(sources), name
         assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (name == "folded"), name
-    assert of(tmp_path / "asked.gguf").key != of(tmp_path / "given.gguf").key
+        if sources:
+            found = of(out)
+            assert isinstance(found, Equalization)
+            assert {source.split(".")[2] for source in found.channels} == sources, name
+    # Asked for without statistics: the nearest codes of the rescaled weights. With them, others.
+    weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in open_checkpoint(model).tensors}
+    for name, nearest in (("asked", True), ("imatrix", False), ("calibrated", False)):
+        file = tmp_path / f"{name}.gguf"
+        for tensor in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight"):
+            codes = blocks.quantize(of(file).scale(tensor, weights[tensor]), effort="fast")
+            assert np.array_equal(tensors(file)[tensor].data, codes) == nearest, (name, tensor)
+
+
+def test_with_feedback_columns_are_even(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """As far as eighths of an exponent go, within blocks of 256 columns, over all that read them."""
+    model, folder = calibrated("llama")
+    checkpoint = open_checkpoint(model)
+    convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=folder, effort="fast"), io.StringIO())
+    found = of(tmp_path / "x.gguf")
+    weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in checkpoint.tensors}
+    for readers in (["attn_q", "attn_k", "attn_v"], ["ffn_down"]):
+        names = [f"blk.0.{reader}.weight" for reader in readers]
+        for scaled in (False, True):
+            here = [found.scale(name, weights[name]) if scaled else weights[name] for name in names]
+            squares = np.mean([np.square(w).mean(axis=0) for w in here], axis=0).reshape(-1, 256)
+            spread = np.ptp(np.log2(squares), axis=1).max() / 2
+            assert (spread < 0.26) == scaled, readers
 
 
 def test_options_that_contradict_equalization(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -417,14 +463,21 @@ def test_a_dry_run_gives_the_size_of_the_file(model_of: Callable[[str], Path], t
     assert made[True] == made[False] == (tmp_path / "x.gguf").stat().st_size
 
 
-def test_what_is_left_is_said(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Statistics of some matrices alone: the channels that others read stay."""
-    from test_imatrix import write
-
-    matrix = write(tmp_path / "i.gguf", {"blk.0.ffn_down.weight": np.arange(1.0, 513)[None]})
+def test_channels_without_statistics_are_left_and_said(model_of: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(model_of("qwen2"))
+    known = MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.arange(1.0, 513)})
     said = io.StringIO()
-    convert(ConvertOptions(model_of("qwen2"), tmp_path / "x.gguf", imatrix=matrix, effort="fast"), said)
-    found = of(tmp_path / "x.gguf")
-    assert isinstance(found, Equalization) and list(found.channels) == ["blk.0.ffn_up.weight"]
+    found = best_factors.equalize(
+        rescaling.plan_tensors(checkpoint), {tensor.name: tensor for tensor in checkpoint.tensors},
+        Inputs(known, rescaling.gains(checkpoint.tensors, checkpoint.folder)), best_factors.NEAREST, said,
+    )  # fmt: skip
+    assert list(found.channels) == ["blk.0.ffn_up.weight"]
     lines = said.getvalue()
     assert "equalized 1 sets of channels" in lines and "  blk.0.attn_norm.weight: nothing is known" in lines
+    assert "  blk.1.ffn_up.weight: its readers have no statistics" in lines
+    with pytest.raises(UserError, match=r"statistics have 100 columns, the matrix 512; take statistics of this model"):
+        best_factors.equalize(
+            rescaling.plan_tensors(checkpoint), {tensor.name: tensor for tensor in checkpoint.tensors},
+            Inputs(MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.ones(100)}), lambda _: np.ones(1)),
+            best_factors.NEAREST, said,
+        )  # fmt: skip

@@ -19,20 +19,7 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian, imatrix
-
-
-def write(path: Path, moments: dict[str, np.ndarray], counts: float = 10.0) -> Path:
-    """A file as llama-imatrix writes it, for mean squares (experts, n)."""
-    writer = gguf.GGUFWriter(path, "", use_temp_file=False)
-    writer.add_string("general.type", "imatrix")
-    for name, value in moments.items():
-        writer.add_tensor(f"{name}.in_sum2", (value * counts).astype(np.float32))
-        writer.add_tensor(f"{name}.counts", np.full((len(value), 1), counts, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from importance import write
 
 
 def test_mean_squares_are_read(tmp_path: Path) -> None:
