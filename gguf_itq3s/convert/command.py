@@ -15,7 +15,6 @@ from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
-from ..rounding import target
 from .bits import bits_per_weight
 from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
@@ -159,9 +158,6 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
     group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
     group.add_argument(
         "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {FULL_COLUMNS} columns, else block)"
-    )
-    group.add_argument(
-        "--target-damping", type=float, metavar="X", help=f"of the targets (default: {target.DAMPING:g})"
     )
     group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
     group.add_argument(

@@ -27,7 +27,7 @@ from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
-from ..rounding import hessian, imatrix, ldlq, target
+from ..rounding import hessian, imatrix, ldlq
 from ..rounding.factors import HessianFactors, Statistics
 from ..rounding.hessian import Factor
 from . import bits, overrides, prune, ternary
@@ -193,8 +193,7 @@ def _sequential(
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     rounding = SequentialOptions(
-        damping=hessian.DAMPING if options.damping is None else options.damping,
-        target_damping=target.DAMPING if options.target_damping is None else options.target_damping,
+        damping=options.damping,
         fisher=options.fisher,
     )
     if options.fisher_block:

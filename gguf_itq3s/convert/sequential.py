@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import gguf
 import numpy as np
@@ -27,18 +27,20 @@ from ..calibration.activations import activation_path, activations
 from ..calibration.backward import OutputFisher
 from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
+from ..calibration.moments import rotate, rotate_both
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
 from ..calibration.store import model_hash
-from ..calibration.streams import Streams, check_rows, row_order
+from ..calibration.streams import Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
-from ..checkpoint.fold import Folding
+from ..checkpoint.fold import Folding, gains
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
-from ..rounding import fisher, hessian, target
+from ..rounding import fisher, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
+from ..rounding.target import Decomposition
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
@@ -46,6 +48,10 @@ _JOURNAL: Final = "journal.json"
 FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
 _SHARED: Final = (FISHER, STATISTICS, SCORES)
 _STREAMS: Final = ("original", "quantized")
+#: Weights that are encoded and decoded at a time.
+_PIECE: Final = 1 << 22
+#: Tokens that the result is measured on at most: their logits are held twice.
+_MEASURED: Final = 1024
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
 
@@ -55,15 +61,13 @@ class SequentialOptions:
     """How matrices are rounded.
 
     Attributes:
-        damping: of the Hessians in rounding, share of the mean diagonal.
-        target_damping: of the Hessians in the targets.
+        damping: of the Hessians, share of the mean diagonal; None for what tokens held out like best.
         fisher: whether errors are fed across rows, by output Fisher matrices.
         fisher_rows: most rows of a matrix whose Fisher matrix is kept whole.
         fisher_block: rows of the blocks that are kept of a larger one.
     """
 
-    damping: float = hessian.DAMPING
-    target_damping: float = target.DAMPING
+    damping: float | None = None
     fisher: bool = False
     fisher_rows: int = 8192
     fisher_block: int = 1024
@@ -78,12 +82,14 @@ class Finished:
         errors: matrix -> squared error and energy of its weights, not of its target.
         files: matrix -> the file that holds it.
         unseen: the experts that no token came to.
+        dampings: kind of matrix -> the damping that the last layer took.
     """
 
     folder: Path
     errors: dict[str, SquaredError] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
+    dampings: dict[str, float] = field(default_factory=dict)
 
     def known(self, name: str) -> bool:
         """Whether a tensor is among them."""
@@ -142,6 +148,7 @@ class Sequential:
         self.folded, self.types, self.folding, self.encoder = folded, types, folding, encoder
         self.messages = messages
         self.folder = Path()
+        self._gain = gains(checkpoint.tensors, str(checkpoint.folder))
         self._fisher: OutputFisher | None = None
 
     def run(self, folder: Path, fingerprint: str) -> Finished:
@@ -164,8 +171,7 @@ class Sequential:
             self._check_room(model, inputs)
             if self.options.fisher:
                 self._fisher = self.collect_fisher(folder, model, inputs)
-            done = len(set(finished.files.values()))
-            self._layers(model, inputs, finished, done)
+            self._layers(model, inputs, finished, len(set(finished.files.values())))
         except UserError:
             if not finished.files:
                 finished.remove()
@@ -254,22 +260,29 @@ class Sequential:
                 finished.files[entry] = self.folder / line["file"]
                 finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
+            finished.dampings = line["dampings"]
         return finished
 
     def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int) -> None:
-        if done == model.layers:
-            return
-        batch = self.calibration.batch
-        batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+        batches = split(*inputs.shape, self.calibration.batch)
         shape = (*inputs.shape, model.hidden)
         original, quantized = (self.folder / stream for stream in _STREAMS)
-        keywords = model.start(original, inputs, batches, done)
+        keywords = model.start(original, inputs, batches.all, done)
         if not done:
-            shutil.copyfile(activation_path(original, 0), activation_path(quantized, 0))
+            model.start(quantized, inputs, batches.all, done, self._embedded(inputs))
         with tqdm(total=model.layers, initial=done, unit=" layers", file=self.messages, mininterval=0.5) as bar:
             for number in range(done, model.layers):
                 sources = (activations(original, number, shape, "r"), activations(quantized, number, shape, "r"))
-                streams = Streams(model, number, self.calibration, sources, batches, keywords[number])
+                streams = Streams(
+                    model,
+                    number,
+                    self.calibration,
+                    sources,
+                    batches,
+                    keywords[number],
+                    self._scale,
+                    (original, quantized),
+                )
                 matrices: dict[str, np.ndarray] = {}
                 for passage in streams.passages:
                     bar.set_postfix_str(passage[0].readers[0].name, refresh=True)
@@ -277,10 +290,14 @@ class Sequential:
                 targets = [
                     activations(folder, number + 1, shape, "w+", partial=True) for folder in (original, quantized)
                 ]
-                for part in batches:
-                    for array, values in zip(targets, streams.step(part), strict=True):
+                drift = Drift()
+                for part in batches.all:
+                    outputs = streams.step(part)
+                    drift.add(*outputs)
+                    for array, values in zip(targets, outputs, strict=True):
                         array[part] = values
                 streams.close()
+                self._check_drift(number, drift)
                 for array, folder in zip(targets, (original, quantized), strict=True):
                     array.flush()
                     activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
@@ -288,13 +305,87 @@ class Sequential:
                 file = f"layer-{number:04d}.safetensors"
                 save(matrices, self.folder / file)
                 errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
-                line = {"file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices))}
+                line = {
+                    "file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices)),
+                    "dampings": finished.dampings,
+                }  # fmt: skip
                 with (self.folder / _JOURNAL).open("a") as journal:
                     journal.write(json.dumps(line) + "\n")
                 finished.files |= dict.fromkeys(matrices, self.folder / file)
                 for folder in (original, quantized):
                     activation_path(folder, number).unlink()
                 bar.update()
+        self._say_result(model, inputs, batches)
+
+    def _scale(self, reader: Reader) -> np.ndarray | None:
+        """What the file multiplies the columns of a matrix by."""
+        norm = self.folding.norm_of(reader.name)
+        return None if norm is None else self._gain(norm)
+
+    def _check_drift(self, number: int, drift: Drift) -> None:
+        """Stop where the quantized layer has lost the original."""
+        if drift.mean <= 1:
+            return
+        what = (
+            f"is lost behind layer {number}: its outputs are {drift.mean**0.5:.2g} times as far off as they are large"
+        )
+        remedy = "give more --tokens, text that is more like the model's, or --calibration or --imatrix in its place"
+        raise UserError(self.calibration.model, what, remedy)
+
+    def _embedded(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokens of the text and their rows of the embedding in the file; None where it has them as they are."""
+        name = "token_embd.weight"
+        tensor = self.folded.get(name)
+        if tensor is None or self.types[name] in _KEPT:
+            return None
+        tokens = np.unique(inputs)
+        weights = whole(tensor)
+        return (tokens, self._stored(weights[tokens], self.types[name])) if tokens[-1] < len(weights) else None
+
+    def _stored(self, weights: np.ndarray, qtype: Type) -> np.ndarray:
+        """Weights as a file gives them back that has them in a type, float32 (rows, n)."""
+        if qtype in _KEPT:
+            return weights
+        result = np.empty_like(weights)
+        step = max(1, _PIECE // weights.shape[1])
+        for start in range(0, len(weights), step):
+            data = self.encoder.rows(weights[start : start + step], qtype)
+            result[start : start + step] = gguf.quants.dequantize(data, qtype)
+        return result
+
+    def _say_result(self, model: LayeredModel, inputs: np.ndarray, batches: Batches) -> None:
+        """Perplexity and KL divergence of the quantized model on windows that no sum has seen."""
+        import torch
+
+        behind_last = [activation_path(self.folder / stream, model.layers) for stream in _STREAMS]
+        if not batches.held or not all(path.exists() for path in behind_last):
+            return
+        numbers = np.concatenate(batches.held)
+        # The second half of a window has context, and its last token no successor.
+        context = inputs.shape[1]
+        count = min(context // 2 - 1, max(1, _MEASURED // len(numbers)))
+        places = np.linspace(context // 2, context - 2, count).astype(np.int64)
+        labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1))
+        name = "output.weight" if "output.weight" in self.folded else "token_embd.weight"
+        log_likely = []
+        for stream in _STREAMS:
+            behind = activations(self.folder / stream, model.layers, (*inputs.shape, model.hidden), "r")
+            hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
+            weights = None
+            if stream == "quantized" and self.types[name] not in _KEPT:
+                weights = self._stored(whole(self.folded[name]), self.types[name])
+            with torch.no_grad(), model.head(weights) as head:
+                parts = [head(part.to(model.device))[0].float().cpu() for part in hidden.split(_MEASURED // 8, 1)]
+            log_likely.append(torch.log_softmax(torch.cat(parts), -1))
+        original, quantized = log_likely
+        rows = torch.arange(len(labels))
+        before, now = (float(torch.exp(-each[rows, labels].mean())) for each in log_likely)
+        divergence = float((original.exp() * (original - quantized)).sum(-1).mean())
+        print(
+            f"on {len(labels)} tokens that were held out: perplexity {now:.4g}, of the original {before:.4g}; "
+            f"mean KL divergence {divergence:.4f}",
+            file=self.messages,
+        )
 
     def _passage(
         self,
@@ -312,33 +403,83 @@ class Sequential:
             readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
             if not readers:
                 continue
+            decomposition = self._decompose(group, of, finished)
             factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
-            hessian_of, cross = (_unrotated(moment.total) for moment in (of.hessian, of.cross))
             for reader in readers:
                 weights = self._weights(reader, self.folded, stacks)
-                residual = of.residual.get(reader.entry)
+                order = self._order(model, streams, reader, stacks)
                 wanted = weights
-                if hessian_of is not None and cross is not None:
-                    added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
-                    wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
+                if decomposition is not None:
+                    wanted = self._target(reader, weights, of, order, decomposition)
                 qtype = self.types[reader.name]
                 rotated = qtype == ITQ3_S
-                if of.hessian.tokens and qtype in CALIBRATED_TYPES and rotated not in factors:
-                    mean = of.hessian.mean()
-                    factors[rotated] = hessian.factorize(
-                        mean if rotated else hessian.rotate(mean), self.options.damping
-                    )
+                if decomposition is not None and qtype in CALIBRATED_TYPES and rotated not in factors:
+                    factors[rotated] = (decomposition if rotated else self._unrotated(group, of, finished)).factor()
                 factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
-                order = self._order(model, streams, reader, stacks)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
-                if not of.hessian.tokens:
+                if decomposition is None:
                     finished.unseen.add(reader.entry)
                 finished.errors[reader.entry] = SquaredError(
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
                     float(np.square(weights, dtype=np.float64).sum()),
                 )
                 self._put(model, streams, reader, order, decoded)
+
+    def _decompose(self, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
+        """The Hessian of a group; None where no token came to it."""
+        if of.hessian.total is None:
+            return None
+        kind = _kind(group)
+        try:
+            if self.options.damping is not None:
+                finished.dampings[kind] = self.options.damping
+                return Decomposition.of(of.hessian.total, self.options.damping)
+            held = None if of.held is None else of.held.inputs
+            start = finished.dampings.get(kind, target.DAMPING)
+            finished.dampings[kind], result = target.decompose(of.hessian.total, held, start)
+        except ValueError as problem:
+            raise UserError(
+                self.calibration.model, str(problem), "raise --damping", group.readers[0].entry
+            ) from problem
+        return result
+
+    def _unrotated(self, group: Group, of: Sums, finished: Finished) -> Decomposition:
+        """The same Hessian in the basis of types that do not rotate; the damping is the same in every basis."""
+        assert of.hessian.total is not None
+        return Decomposition.of(rotate_both(of.hessian.total), finished.dampings[_kind(group)])
+
+    def _target(
+        self, reader: Reader, weights: np.ndarray, of: Sums, order: np.ndarray, decomposition: Decomposition
+    ) -> np.ndarray:
+        """What a matrix is rounded to: itself, or more where tokens that were held out speak for it."""
+        import torch
+
+        if of.held is None or of.hessian.total is None:
+            return weights
+        plain = rotate(torch.from_numpy(weights).to(of.hessian.total))
+        missing = of.missing.get(reader.entry)
+        if missing is not None:
+            missing = missing[torch.from_numpy(order).to(missing.device)]
+        elif of.cross.total is None or not of.cross.total.any():
+            return weights
+        elif of.cross.full:
+            missing = plain @ of.cross.total
+        else:
+            blocks = plain.reshape(len(plain), *of.cross.total.shape[:2])
+            missing = torch.einsum("mbi,bij->mbj", blocks, of.cross.total).reshape(plain.shape)
+        correction = decomposition.solve(missing)
+        held = of.held
+        lacking = held.difference @ plain.float().T
+        if held.written is not None:
+            lacking = lacking + held.written[:, torch.from_numpy(order).to(held.written.device)]
+        step = target.line_search(lacking, held.inputs @ correction.float().T)
+        correction *= step
+        if float(correction.square().sum()) > float(plain.square().sum()):
+            what = "would be rounded to a target that is further from it than it is large"
+            remedy = "give more --tokens, or --calibration or --imatrix in place of --calibrate"
+            raise UserError(self.calibration.model, what, remedy, reader.entry)
+        return weights if step == 0 else weights + rotate(correction).float().cpu().numpy()
 
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
@@ -426,5 +567,6 @@ def whole(tensor: SourceTensor) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _unrotated(total: Any) -> np.ndarray | None:
-    return None if total is None else hessian.rotate(total.cpu().numpy())
+def _kind(group: Group) -> str:
+    """Matrices of all layers that are alike: what is known of one says what to try for the next."""
+    return group.readers[0].name.split(".")[2]
