@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
+#: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
+CHUNK: Final = 256
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
 #: other tokens, 4 to 64 leave the least.
 _PRIOR: Final = 16
@@ -169,16 +171,19 @@ class OutputFisher:
         with model.head() as head:
             handle = model.model.get_output_embeddings().register_forward_hook(watch)
             for part in batches:
-                hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
-                logits = head(hidden).flatten(0, 1).float()
-                with torch.no_grad():
-                    # Drawn on the CPU, so that a device does not decide the labels.
-                    likely = torch.softmax(logits, -1).cpu()
-                    labels = torch.multinomial(likely, 1, generator=generator)[:, 0].to(model.device)
-                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-                assert hidden.grad is not None
-                target[part] = hidden.grad.cpu().numpy()
-                squares[:] = [sum(squares[1:], squares[0])]
+                rows = torch.from_numpy(np.array(source[part])).flatten(0, 1)
+                chances = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+                gradients = []
+                # A vocabulary is wide: the logits of few tokens at a time, and what backpropagation keeps of them.
+                for hidden, chance in zip(rows.split(CHUNK), chances.split(CHUNK), strict=True):
+                    hidden = hidden[None].to(model.device).requires_grad_(True)
+                    logits = head(hidden)[0].float()
+                    labels = sampled(logits.detach(), chance)
+                    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+                    assert hidden.grad is not None
+                    gradients.append(hidden.grad[0].cpu())
+                    squares[:] = [sum(squares[1:], squares[0])]
+                target[part] = torch.cat(gradients).reshape(target[part].shape).numpy()
             handle.remove()
         save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, folder)
@@ -251,6 +256,24 @@ class OutputFisher:
         save(matrices, self.folder / _file(number))
         self._keep(number, target, folder)
         return few, experts
+
+
+def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Draw a label for each token from its own predictions: the inverse of their distribution function.
+
+    Args:
+        logits: (tokens, vocabulary).
+        chances: float64 (tokens,), uniform in [0, 1): with them, a token's label does not depend on its company.
+
+    Returns:
+        int64 (tokens,).
+    """
+    import torch
+
+    # On the CPU, so that a device does not decide the labels.
+    likely = torch.softmax(logits.float().cpu(), -1).cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(likely, (chances * likely[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=logits.shape[-1] - 1).to(logits.device)
 
 
 class _Sums:

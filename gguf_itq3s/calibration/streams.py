@@ -318,6 +318,10 @@ class Streams:
         original, quantized = (stream.run(batch, self._shortcuts) for stream in self._streams)
         return original, quantized
 
+    def _weighted(self, group: Group) -> bool:
+        """Whether the matrix of a group writes to the residual stream."""
+        return group.readers[0].entry in self._writers
+
     def _empty(self, group: Group) -> Sums:
         full = self._options.full(group.columns)
         return Sums(Moment(group.columns, full), Moment(group.columns, full))
@@ -337,7 +341,7 @@ class Streams:
             alone = group.expert is None and group.readers[0].expert is not None
             before = now if alone else first.rows(group, second.chosen, gain=True)
             written = None
-            if group.readers[0].entry in self._writers:
+            if self._weighted(group):
                 # One matrix alone reads the input of a writer.
                 behind = stream + self._streams[0].layer.get_submodule(group.path)(before)
                 root = behind.square().mean(-1, keepdim=True).rsqrt()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: What is tried for the damping: shares of the mean diagonal.
 DAMPINGS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+#: Columns from which on a full Hessian is decomposed in float32, in half the time and memory.
+WIDE: Final = 4096
 #: Where the search begins, and what is taken where nothing is held out.
 DAMPING: Final = 0.1
 
@@ -40,7 +42,8 @@ class Decomposition:
     """A damped Hessian as ``U U^T``, U upper triangular; of a Hessian in blocks, block by block.
 
     Attributes:
-        upper: float64 (blocks, s, s); one block for a full Hessian.
+        upper: (blocks, s, s), one block for a full Hessian; float64, or float32 of one that is wider than
+            :data:`WIDE` where that suffices.
         full: whether it is full.
     """
 
@@ -62,16 +65,19 @@ class Decomposition:
         import torch
 
         full = hessian.ndim == 2
-        # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
-        reverse = (hessian[None] if full else hessian).flip(-2, -1)
-        diagonal = reverse.diagonal(dim1=-2, dim2=-1)
-        mean = float(diagonal.mean())
+        mean = float(hessian.diagonal(dim1=-2, dim2=-1).mean())
         if not np.isfinite(mean):
             raise ValueError("a value of the Hessian is NaN or infinite")
-        diagonal += damping * (mean or 1.0)
-        lower, failed = torch.linalg.cholesky_ex(reverse)
-        if failed.any():
+        for dtype in (torch.float32, torch.float64) if full and len(hessian) > WIDE else (torch.float64,):
+            # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
+            reverse = (hessian[None] if full else hessian).to(dtype).flip(-2, -1)
+            reverse.diagonal(dim1=-2, dim2=-1).add_(damping * (mean or 1.0))
+            lower, failed = torch.linalg.cholesky_ex(reverse)
+            if not failed.any():
+                break
+        else:
             raise ValueError("the Hessian is not positive semidefinite; more damping may help")
+        del reverse
         return cls(lower.flip(-2, -1), full)
 
     def factor(self) -> Factor:
@@ -107,16 +113,16 @@ class Decomposition:
         """``right (U U^T)^-1``.
 
         Args:
-            right: float64 (m, n).
+            right: (m, n).
         """
         import torch
 
         blocks, size = self.upper.shape[:2]
-        columns = right.reshape(len(right), blocks, size).permute(1, 2, 0)
+        columns = right.to(self.upper).reshape(len(right), blocks, size).permute(1, 2, 0)
         # U U^T X^T = right^T: U first, its transpose then.
         half = torch.linalg.solve_triangular(self.upper, columns, upper=True)
         whole = torch.linalg.solve_triangular(self.upper.mT, half, upper=False)
-        return whole.permute(2, 0, 1).reshape(right.shape)
+        return whole.permute(2, 0, 1).reshape(right.shape).to(right)
 
 
 def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) -> tuple[float, Decomposition]:
