@@ -13,8 +13,8 @@ from ..convert.options import TERNARY_MODES
 from .lora import OUTTYPES, LoraOptions, convert_lora
 
 DESCRIPTION: Final = (
-    "Convert a LoRA adapter of PEFT to GGUF: by default for a model that was converted to ITQ3_S, whose norms are "
-    "folded into its matrices; with --no-fold-norms for any other file, as llama.cpp's own converter writes it."
+    "Convert a LoRA adapter of PEFT to GGUF, as llama.cpp's own converter writes it, or with --model for a file whose "
+    "channels are rescaled (converted with statistics, --equalize or --fold-norms)."
 )
 
 
@@ -27,14 +27,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--base", required=True, metavar="model_dir",
         help="the model that the adapter was trained on: a Hugging Face folder, or hf:organisation/name to download; "
-        "with --no-fold-norms, config.json is enough",
+        "for a file that is not rescaled, config.json is enough",
     )  # fmt: skip
     parser.add_argument(
         "--outtype", choices=OUTTYPES, default=defaults.outtype, help="type of the matrices (default: %(default)s)"
     )
     parser.add_argument(
+        "--model", type=Path, metavar="FILE.gguf",
+        help="the converted model, which says how it is rescaled; llama.cpp refuses an adapter that does not fit",
+    )  # fmt: skip
+    parser.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
-        help="as the model was converted; llama.cpp refuses an adapter that does not fit (default: yes, as for ITQ3_S)",
+        help="without --model: the model was converted with --fold-norms",
     )  # fmt: skip
     parser.add_argument(
         "--ternary", choices=TERNARY_MODES, default=defaults.ternary,
@@ -42,8 +46,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--trained-folded", action=argparse.BooleanOptionalAction, default=defaults.trained_folded,
-        help="it was trained beside a model whose norms are folded, as gguf_itq3s.transformers loads it (default: as "
-        "the adapter's model card and the config.json of --base say)",
+        help="it was trained beside a model whose norms are folded, as gguf_itq3s.transformers can load it (default: "
+        "as the adapter's model card and the config.json of --base say)",
     )  # fmt: skip
     trust.add_argument(parser)
     parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
     done = convert_lora(LoraOptions(**values))
     scaled = f"{len(done.scaled)} scaled" if done.scaled else "trained beside one"
-    how = f"for a model with folded norms, {scaled}" if done.folded else "for a model as it was"
+    kind = "with folded norms" if done.folded else "that is rescaled"
+    how = f"for a model {kind}, {scaled}" if done.marks else "for a model as it was"
     print(f"wrote {values['out']}: {len(done.matrices)} matrices, {how}, {report.size(values['out'].stat().st_size)}")
     return 0

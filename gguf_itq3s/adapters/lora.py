@@ -1,8 +1,9 @@
-"""A LoRA adapter to GGUF by llama.cpp's ``convert_lora_to_gguf.py``, scaled for a model whose norms are folded.
+"""A LoRA adapter to GGUF by llama.cpp's ``convert_lora_to_gguf.py``, scaled for a model whose channels are rescaled.
 
-A folded model has ``W diag(g)`` where the adapter was trained beside ``W`` on inputs with the gain ``g``: the update
-``B A`` has to become ``B A diag(g)``, the columns of ``lora_a`` times the gain, exactly as the matrix itself. An
-adapter that was trained beside a folded model, as PyTorch holds it packed, is for one already: it is only marked.
+A rescaled model has ``diag(r) W diag(c)`` where the adapter was trained beside ``W``: the update ``B A`` has to become
+``diag(r) B A diag(c)``, the columns of ``lora_a`` times c and the rows of ``lora_b`` times r, exactly as the matrix
+itself. What c and r are the model's file says. An adapter that was trained beside a rescaled model, as PyTorch holds it
+packed, is for one already: it is only marked.
 
 Upstream's script runs as it is, from the pinned source, on a copy of the adapter's folder that holds what was checked.
 Between it and the model's class of the ``conversion`` package stands a class that scales what the latter has mapped,
@@ -16,7 +17,7 @@ import logging
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -25,12 +26,13 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .. import upstream
-from ..checkpoint import fold, trust
+from ..checkpoint import rescaling, trust
 from ..checkpoint.files import check_output
-from ..checkpoint.fold import NORMS_FOLDED, Folding
 from ..checkpoint.reader import check_counts, open_checkpoint, read_json
+from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..convert import ternary
 from ..errors import UserError, output_error
+from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
 from ..programs import as_program
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
 
@@ -49,10 +51,13 @@ class LoraOptions:
         out: the GGUF file to write.
         base: Hugging Face folder of the model it was trained on.
         outtype: one of :data:`OUTTYPES`.
-        fold_norms: for a model whose norms are folded.
+        model: the GGUF file that it is for, which says how it is rescaled; None for one whose channels are as they
+            were, or, with ``fold_norms``, folded.
+        fold_norms: for a model whose norms are folded; without ``model``.
         ternary: as in the conversion of the model: norms that ternary matrices read are not folded.
         trained_folded: whether it was trained beside a model whose norms are folded; None to take it from the adapter's
-            model card and the ``config.json`` of ``base``, which say so where :mod:`gguf_itq3s.transformers` folded.
+            model card and the ``config.json`` of ``base``, which say so where :mod:`gguf_itq3s.transformers` folded,
+            and likewise which equalized file was loaded.
         verbose: show what llama.cpp's converter logs.
         trust_remote_code: Python code of the model folder may run.
     """
@@ -61,7 +66,8 @@ class LoraOptions:
     out: Path
     base: Path
     outtype: str = "f32"
-    fold_norms: bool = True
+    model: Path | None = None
+    fold_norms: bool = False
     ternary: str = "auto"
     trained_folded: bool | None = None
     verbose: bool = False
@@ -74,13 +80,18 @@ class Converted:
 
     Attributes:
         matrices: GGUF names of the matrices that the adapter changes.
-        scaled: those of them whose ``lora_a`` has the gain of a norm.
-        folded: whether the file is marked as one for folded norms.
+        scaled: those of them that are multiplied by something.
+        marks: what the file says of the model that it is for.
     """
 
     matrices: list[str] = field(default_factory=list)
     scaled: list[str] = field(default_factory=list)
-    folded: bool = False
+    marks: Mapping[str, bool | str] = field(default_factory=dict)
+
+    @property
+    def folded(self) -> bool:
+        """Whether the file is marked as one for folded norms."""
+        return self.marks.get(NORMS_FOLDED) is True
 
 
 def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Converted:
@@ -97,43 +108,73 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
         UserError: adapter or model cannot be read, do not fit, or the file cannot be written; nothing is left then.
     """
     messages = messages or sys.stderr
-    check_output(options.out, (options.adapter, options.base))
+    check_output(options.out, (options.adapter, options.base, options.model))
     adapter = read_adapter(options.adapter)
     config = options.base / "config.json"
     if not config.is_file():
         raise UserError(config, "no such file", "give the Hugging Face folder of the adapter's model")
     fields = read_json(config)
     check_counts(config, fields)
-    trained_folded = options.trained_folded
-    if trained_folded is None:
-        trained_folded = adapter.beside_folded or fold.is_folded_packed(fields)
-    if trained_folded and not options.fold_norms:
-        what = "was trained beside a model whose norms are folded, and fits no file whose norms are not"
-        raise UserError(options.adapter, what, "leave out --no-fold-norms")
-    folding, gain = _folding(options, messages, trained_folded)
-    done = Converted(folded=trained_folded or bool(folding.norms))
+    found, marks = _rescaling(options, adapter, fields, messages)
+    done = Converted(marks=marks)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{options.out.name}.", dir=options.out.parent) as scratch:
             written = Path(scratch) / "adapter.gguf"
-            _run(options, _stage(adapter, Path(scratch)), written, _subclass(options, folding, gain, done))
+            _run(options, _stage(adapter, Path(scratch)), written, _subclass(options, found, done))
             written.replace(options.out)
     except OSError as error:
         raise output_error(options.out, error) from error
     return done
 
 
-def _folding(
-    options: LoraOptions, messages: TextIO, trained_folded: bool
-) -> tuple[Folding, Callable[[str], np.ndarray]]:
-    """The norms whose gains have to be multiplied into the adapter, and the gains."""
-    if trained_folded or not options.fold_norms:
-        return Folding(), lambda _: np.empty(0, np.float32)
+def _rescaling(
+    options: LoraOptions, adapter: Adapter, config: Mapping[str, Any], messages: TextIO
+) -> tuple[Rescaling, Mapping[str, bool | str]]:
+    """What the adapter has to be multiplied by, and what it then says of the model that it is for."""
+    remedy = "give as --model the file that it was trained beside"
+    beside = adapter.beside or rescaling.id_packed(config)
+    folded = options.trained_folded
+    if folded is None:
+        folded = adapter.beside_folded or rescaling.is_folded_packed(config)
+    elif not folded:
+        beside = ""
+    if options.model is not None:
+        if options.fold_norms:
+            raise UserError(options.model, "says itself how it is rescaled", "leave out --fold-norms")
+        file = open_gguf(options.model)
+        is_folded, own = contents_of(file, NORMS_FOLDED) is True, contents_of(file, ID)
+        if (folded and not is_folded) or (beside and beside != own):
+            raise UserError(options.adapter, f"was trained beside a model that is not {options.model.name}", remedy)
+        if folded or beside:
+            return Rescaling(), {ID: beside} if beside else {NORMS_FOLDED: True}
+        return _of_model(options, file, own is not None or is_folded)
+    if beside:
+        return Rescaling(), {ID: beside}
+    if folded:
+        return Rescaling(), {NORMS_FOLDED: True}
+    if not options.fold_norms:
+        return Rescaling(), {}
     base = open_checkpoint(options.base, verbose=options.verbose, trust_remote_code=options.trust_remote_code)
-    kept = ternary.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).norms
-    folding = fold.plan_tensors(base.model.arch, base.tensors, kept)
-    if folding.note:
-        print(folding.note, file=messages)
-    return folding, fold.gains(base.tensors, str(base.folder))
+    kept = ternary.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).kept
+    folding = rescaling.fold(base, kept)
+    if folding.norms.note:
+        print(folding.norms.note, file=messages)
+    return folding, folding.marks()
+
+
+def _of_model(options: LoraOptions, file: GGUFFile, rescaled: bool) -> tuple[Rescaling, Mapping[str, bool | str]]:
+    """What a GGUF file says of itself."""
+    assert options.model is not None
+    if not rescaled:  # then config.json is enough of the base
+        return Rescaling(), {}
+    base = open_checkpoint(options.base, verbose=options.verbose, trust_remote_code=options.trust_remote_code)
+    gain = rescaling.gains(base.tensors, base.folder)
+    names = {tensor.name for tensor in base.tensors}
+    norms = [tensor.name for tensor in file.tensors if tensor.name.endswith("_norm.weight")]
+    if missing := [norm for norm in norms if norm not in names]:
+        raise UserError(options.model, "is of another model than --base", "give the checkpoint of the file", missing[0])
+    found = rescaling_of(file, gain)
+    return found, found.marks()
 
 
 def _stage(adapter: Adapter, scratch: Path) -> Path:
@@ -150,11 +191,23 @@ def _stage(adapter: Adapter, scratch: Path) -> Path:
     return folder
 
 
-def _subclass(
-    options: LoraOptions, folding: Folding, gain: Callable[[str], np.ndarray], done: Converted
-) -> Callable[[Any], Any]:
-    """Makes of a class of the ``conversion`` package one that scales LoRA matrices by the gains and marks the file."""
+def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callable[[Any], Any]:
+    """Makes of a class of the ``conversion`` package one that rescales LoRA matrices and marks the file."""
     import torch
+
+    def times(name: str, matrix: Any, factors: Sequence[np.ndarray | None], axis: int, what: str) -> Any:
+        """A matrix, or each of a stack, times a factor for each of its columns (axis -1) or rows (-2)."""
+        wide = matrix.to(torch.float32).clone()
+        for part, factor in zip(wide if matrix.ndim == 3 else [wide], factors, strict=True):
+            if factor is None:
+                continue
+            if factor.size != part.shape[axis]:
+                problem = f"has {part.shape[axis]} {what}, and the model {factor.size}"
+                remedy = "give the model that the adapter was trained on"
+                raise UserError(options.adapter / WEIGHTS, problem, remedy, name)
+            by = torch.from_numpy(factor)
+            part.mul_(by if axis == -1 else by[:, None])
+        return wide
 
     def scaled(self: Any, name: str, value: Any) -> Any:
         if not hasattr(value, "get_lora_A_B"):
@@ -165,15 +218,14 @@ def _subclass(
                 what = f"has weights in {half} that are NaN or infinite"
                 raise UserError(options.adapter / WEIGHTS, what, "download the adapter again", name)
         done.matrices.append(name)
-        norm = folding.norm_of(name)
-        if norm is None:
+        if not found.touches(name):
             return value
-        factor = gain(norm)
-        if factor.size != a.shape[-1]:
-            what = f"has {a.shape[-1]} columns, but the norm {norm} has {factor.size} gains"
-            raise UserError(options.adapter / WEIGHTS, what, "give the model that the adapter was trained on", name)
+        experts = [*range(a.shape[0])] if a.ndim == 3 else [None]
         done.scaled.append(name)
-        return type(value)(a.to(torch.float32) * torch.from_numpy(factor), b.to(torch.float32))
+        return type(value)(
+            times(name, a, [found.columns(name, expert) for expert in experts], -1, "columns"),
+            times(name, b, [found.rows(name, expert) for expert in experts], -2, "rows"),
+        )
 
     def subclass(model_class: Any) -> Any:
         def modify_tensors(self: Any, data: Any, name: str, bid: int | None) -> Iterator[tuple[str, Any]]:
@@ -182,8 +234,11 @@ def _subclass(
 
         def prepare_metadata(self: Any, vocab_only: bool) -> None:
             model_class.prepare_metadata(self, vocab_only)
-            if done.folded:
-                self.gguf_writer.add_bool(NORMS_FOLDED, True)
+            for key, value in done.marks.items():
+                if isinstance(value, bool):
+                    self.gguf_writer.add_bool(key, value)
+                else:
+                    self.gguf_writer.add_string(key, value)
 
         members = {
             "model_arch": model_class.model_arch,

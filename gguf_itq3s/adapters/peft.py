@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..checkpoint.fold import FOLDED_TAG
 from ..checkpoint.reader import read_json, stored_tensors
+from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG, is_id
 from ..errors import UserError
 
 CONFIG: Final = "adapter_config.json"
@@ -49,6 +49,7 @@ class Adapter:
         alpha: what the product of its matrices is scaled with, times the rank.
         invocation: tokens that switch an activated LoRA on; empty for an ordinary one.
         beside_folded: whether its model card says that it was trained beside a packed model with folded norms.
+        beside: the id of the equalization of the packed model that it was trained beside, by its card; else empty.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Adapter:
     alpha: float
     invocation: tuple[int, ...] = ()
     beside_folded: bool = False
+    beside: str = ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def read_adapter(folder: Path) -> Adapter:
     _check_kind(config, options)
     ranks = _ranks(weights)
     alpha, invocation = _alpha(config, options, ranks), _invocation(config, options)
-    return Adapter(folder, weights, alpha, invocation, _beside_folded(folder))
+    return Adapter(folder, weights, alpha, invocation, *_beside(_tags(folder)))
 
 
 def small_file(folder: Path, name: str) -> Path | None:
@@ -151,12 +153,17 @@ def _alpha(path: Path, options: Mapping[str, Any], ranks: set[int]) -> float:
     return float(alpha) * math.sqrt(next(iter(ranks)))
 
 
-def _beside_folded(folder: Path) -> bool:
-    """PEFT writes the tags of the model into the head of the card, a line for each."""
+def _tags(folder: Path) -> list[str]:
+    """The tags of the model, which PEFT writes into the head of the card, a line for each."""
     card = small_file(folder, "README.md")
     text = card.read_text(encoding="utf-8", errors="replace") if card else ""
     head = text.split("\n---", 1)[0] if text.startswith("---") else ""
-    return f"- {FOLDED_TAG}" in head.splitlines()
+    return [line.removeprefix("- ") for line in head.splitlines() if line.startswith("- ")]
+
+
+def _beside(tags: Sequence[str]) -> tuple[bool, str]:
+    ids = [tag.removeprefix(EQUALIZED_TAG) for tag in tags if tag.startswith(EQUALIZED_TAG)]
+    return FOLDED_TAG in tags, next((found for found in ids if is_id(found)), "")
 
 
 def _invocation(path: Path, options: Mapping[str, Any]) -> tuple[int, ...]:

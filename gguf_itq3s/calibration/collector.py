@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Collector:
     """Adds up the inputs of the matrices of one layer.
 
-    Matrices that read one of the two norms share its statistics, and where the norm can be folded, those are of the
-    normalised input without the gain. Experts have their own.
+    Matrices that read one of the two norms share its statistics, and where all its readers are known, those are of
+    the normalised input without the gain. Experts have their own.
     """
 
     def __init__(self, model: LayeredModel, number: int, layer: torch.nn.Module, options: CalibrationOptions) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from ..checkpoint import fold
-from ..checkpoint.fold import Folding
+from ..checkpoint.channels import Norms, plan_norms
 from ..codec.transform import BLOCK
 from ..rounding.factors import tensor_entry
 
@@ -56,7 +55,8 @@ class Group:
     Attributes:
         key: its name in statistics.
         columns: length of the input, a multiple of 256.
-        norm: the foldable norm that the input comes from, by GGUF name: statistics leave its gain out; else None.
+        norm: the norm that the input comes from, by GGUF name, if its readers are known: statistics leave its gain out;
+            else None.
         path: of the module whose input it is.
         expert: of stacked experts, which one; else None.
         inner: whether the input is what gate and up make within stacked experts, not what the module is called with.
@@ -86,7 +86,7 @@ class Layout:
         known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
         self._names = gguf.get_tensor_name_map(known, layers)
         self._prefix, self._tensors = prefix, frozenset(tensors)
-        self.folding: Folding = fold.plan(arch, self._tensors)
+        self.norms: Norms = plan_norms(arch, self._tensors)
 
     def name(self, number: int, path: str) -> str:
         """GGUF name of a module's weight, empty where it has none."""
@@ -116,16 +116,16 @@ class Layout:
             name = self.name(number, path)
             if isinstance(module, torch.nn.Linear) and (expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", path)):
                 name = _expert_name(number, expert[3])
-                add(Reader(name, int(expert[2]), path), module.in_features, self.folding.norm_of(name))
+                add(Reader(name, int(expert[2]), path), module.in_features, self.norms.norm_of(name))
             elif isinstance(module, torch.nn.Linear):
-                add(Reader(name, None, path), module.in_features, self.folding.norm_of(name))
+                add(Reader(name, None, path), module.in_features, self.norms.norm_of(name))
             elif isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
                 experts: Any = module
                 gate, up, down = (_expert_name(number, part) for part in ("gate_proj", "up_proj", "down_proj"))
                 for number_of_expert in range(experts.down_proj.shape[0]):
                     for half, part in enumerate((gate, up)):
                         reader = Reader(part, number_of_expert, path, "gate_up_proj", half)
-                        add(reader, experts.gate_up_proj.shape[2], self.folding.norm_of(gate), stacked=True)
+                        add(reader, experts.gate_up_proj.shape[2], self.norms.norm_of(gate), stacked=True)
                     reader = Reader(down, number_of_expert, path, "down_proj")
                     add(reader, experts.down_proj.shape[2], None, inner=True, stacked=True)
         return list(found.values())

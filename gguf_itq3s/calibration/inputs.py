@@ -22,7 +22,7 @@ class Seen:
         module: the module.
         groups: whose input it is.
         raw: (tokens, n) as it came.
-        plain: without the gain of a norm that can be folded.
+        plain: without the gain of a norm whose readers are known.
         chosen: of stacked experts, (tokens, k) the experts of each token; else None.
     """
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from ..checkpoint import fold
+from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
@@ -46,7 +46,7 @@ def calibrate(options: CalibrationOptions) -> Manifest:
     """
     check_output(options.out, (options.model, *options.text), folder=True)
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
-    if checkpoint.model.arch not in fold.ARCHITECTURES:
+    if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
     model = LayeredModel(options, checkpoint)

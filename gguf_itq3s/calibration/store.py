@@ -1,9 +1,9 @@
 """A folder of calibration statistics: rotated Hessians of every layer's inputs, and the manifest that says of what.
 
 ``manifest.json`` names the model (a hash), the text, the options and, for every matrix, the file and the key of its
-statistics; matrices that read the same input share one. Where a norm can be folded
-(:mod:`gguf_itq3s.checkpoint.fold`), the statistics are those of the folded model, the normalised input without the
-gain; an unfolded model's follow from them.
+statistics; matrices that read the same input share one. Where all readers of a norm are known
+(:mod:`gguf_itq3s.checkpoint.channels`), the statistics are of the normalised input without the gain; what a model's
+matrices read, as it is or rescaled, follows from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoint.files import listed_file
 from ..errors import UserError
 from ..rounding import hessian
-from ..rounding.factors import GainOf, tensor_entry
+from ..rounding.factors import tensor_entry
 
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 1
@@ -193,8 +193,13 @@ class Calibration:
         entry = self.entries.get(tensor_entry(name, expert))
         return f"{entry.file}:{entry.key}" if entry else tensor_entry(name, expert)
 
+    def left_out(self, name: str, expert: int | None) -> str | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`."""
+        entry = self.entries.get(tensor_entry(name, expert))
+        return entry.norm if entry else None
+
     def rotated(
-        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+        self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
         found = self.hessian(name, expert)
@@ -202,13 +207,16 @@ class Calibration:
             return None
         if hessian.columns_of(found) != columns:
             raise ValueError(f"the statistics have {hessian.columns_of(found)} columns, the matrix {columns}")
-        left_out = self.entries[tensor_entry(name, expert)].norm
-        if left_out is not None and folded is None:
-            return hessian.scale_columns(found, gain(left_out))
-        if left_out is None and folded is not None:
-            factor = gain(folded).astype(np.float64)
-            return hessian.scale_columns(found, np.divide(1.0, factor, out=np.zeros_like(factor), where=factor != 0))
-        return found
+        return found if factor is None else hessian.scale_columns(found, factor)
+
+    def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
+        found = self.hessian(name, expert)
+        if found is None:
+            return None
+        if hessian.columns_of(found) != columns:
+            raise ValueError(f"the statistics have {hessian.columns_of(found)} columns, the matrix {columns}")
+        return np.maximum(hessian.diagonal(found), 0)  # of float32 sums
 
     def hessian(self, name: str, expert: int | None = None) -> npt.NDArray[np.float32] | None:
         """The rotated Hessian of a matrix's inputs, without the gain of :attr:`Entry.norm`.

@@ -26,7 +26,7 @@ from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 from ..codec import native
 from ..errors import UserError
 from . import loader
-from .fold import ARCHITECTURES
+from .channels import ARCHITECTURES
 from .reader import read_json
 
 #: Which check was made.

@@ -43,6 +43,7 @@ from ..calibration.streams import check_rows, row_order
 from ..calibration.text import windows
 from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..rounding import allocation, fisher, hessian
@@ -114,11 +115,14 @@ class RowWeights:
     Args:
         model: for the layers.
         source: the Fisher matrices.
-        plain: tensors of the checkpoint, nothing folded: by their rows the order of the conversion is found.
+        plain: tensors of the checkpoint, nothing rescaled: by their rows the order of the conversion is found.
+        rescaling: of the file.
     """
 
-    def __init__(self, model: LayeredModel, source: OutputFisher, plain: Mapping[str, SourceTensor]) -> None:
-        self.source, self._model, self._plain = source, model, plain
+    def __init__(
+        self, model: LayeredModel, source: OutputFisher, plain: Mapping[str, SourceTensor], rescaling: Rescaling
+    ) -> None:
+        self.source, self._model, self._plain, self._rescaling = source, model, plain, rescaling
         self._number, self._weights = -1, dict[str, Vector]()
 
     def of(self, name: str, expert: int | None) -> Vector | None:
@@ -148,7 +152,9 @@ class RowWeights:
                 except ValueError as problem:
                     raise check_rows(self._model, reader, problem) from problem
                 weights = np.concatenate([fisher.factorize(block).weight for block in blocks])
-                yield reader.entry, weights[order]
+                rows = self._rescaling.rows(reader.name, reader.expert)
+                # Outputs times rows: gradients over rows, and these are squares.
+                yield reader.entry, weights[order] / (1.0 if rows is None else np.square(rows, dtype=np.float64))
         self._model.unload(self._number)
 
 
@@ -156,7 +162,7 @@ class Scores:
     """Scores of a model's tensors.
 
     Args:
-        checkpoint: tensors as they are written, norms folded.
+        checkpoint: tensors as they are written, rescaled.
         factors: statistics of their inputs.
         encoder: weights to bytes.
         statistics_of_ends: of the embedding and the output matrix, if they are known.
@@ -260,9 +266,8 @@ class Scores:
         factors = self._factors
         if not factors.source.known(tensor.name):
             return None
-        folded = factors.norm_of(tensor.name)
         try:
-            return factors.source.rotated(tensor.name, tensor.shape[-1], expert, folded, factors.gain)
+            return factors.rotated(tensor.name, tensor.shape[-1], expert)
         except ValueError as error:
             raise UserError(factors.source.path, str(error), "collect the statistics again", tensor.name) from error
 
@@ -527,7 +532,9 @@ def choose(
         if sequential.options.fisher:
             model = LayeredModel(sequential.calibration, sequential.checkpoint)
             inputs = windows(sequential.calibration, model.context)
-            rows = RowWeights(model, sequential.collect_fisher(work, model, inputs), sequential.plain)
+            rows = RowWeights(
+                model, sequential.collect_fisher(work, model, inputs), sequential.plain, sequential.rescaling
+            )
         scores = Scores(checkpoint, factors, encoder, ends.read(folder), rows)
         with journal.open("a") as file:
 

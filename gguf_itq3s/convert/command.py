@@ -118,7 +118,12 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
-        help="multiply norm gains into the matrices that read them, exact (default: for ITQ3_S)",
+        help="multiply norm gains into the matrices that read them, exact (default: no)",
+    )  # fmt: skip
+    group.add_argument(
+        "--equalize", action=argparse.BooleanOptionalAction, default=defaults.equalize,
+        help="rescale channels so that rounding costs least, exact; without statistics, a short run of the model takes "
+        "them (default: for ITQ3_S where statistics are given)",
     )  # fmt: skip
     group.add_argument(
         "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"

@@ -17,9 +17,9 @@ from gguf import Keys, LlamaFileType
 from gguf.gguf_writer import WriterState
 
 from .. import __version__
-from ..checkpoint.fold import NORMS_FOLDED, PLAN_VERSION, Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..rounding.imatrix import ImportanceMatrix
@@ -53,7 +53,7 @@ def header(
     checkpoint: Checkpoint,
     choices: Sequence[Choice],
     options: ConvertOptions,
-    folding: Folding,
+    rescaling: Rescaling,
     ternaries: Ternaries,
     calibrated: float = 0.0,
     statistics: object = None,
@@ -64,7 +64,7 @@ def header(
         checkpoint: its writer gets the metadata.
         choices: the type of each tensor.
         options: what was asked for.
-        folding: which norms are folded.
+        rescaling: of the tensors; :func:`describe` has given it to the writer.
         ternaries: which matrices are ternary.
         calibrated: the share of weights rounded with statistics.
         statistics: of these, an importance matrix is recorded.
@@ -82,13 +82,24 @@ def header(
         writer.add_string("itq3s.effort", options.effort)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
-    if folding.norms or any(choice.type == ITQ3_S for choice in choices):
-        writer.add_bool(NORMS_FOLDED, bool(folding.norms))
+        if NORMS_FOLDED not in rescaling.metadata():
+            writer.add_bool(NORMS_FOLDED, False)
     if ternaries.mode:
         writer.add_string("itq3s.ternary", ternaries.mode)
     if isinstance(statistics, ImportanceMatrix):
         _add_importance(writer, statistics, options)
     return render(checkpoint, choices, options)
+
+
+def describe(checkpoint: Checkpoint, rescaling: Rescaling) -> None:
+    """Give the writer of a checkpoint what the file says of its rescaling."""
+    for key, value in rescaling.metadata().items():
+        if isinstance(value, bool):
+            checkpoint.writer.add_bool(key, value)
+        elif isinstance(value, str):
+            checkpoint.writer.add_string(key, value)
+        else:
+            checkpoint.writer.add_array(key, value)
 
 
 def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
@@ -184,7 +195,7 @@ def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> 
     """Equal for two runs that would write the same bytes."""
     how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
     how["version"] = __version__
-    how["folds"] = str(PLAN_VERSION if options.folds else 0)
+    how["rescales"] = str(PLAN_VERSION if options.fold_norms or options.equalizes else 0)
     files = [*checkpoint.files]
     if options.sentence_transformers_dense_modules:
         files += sorted(options.model.glob("*/model.safetensors"))

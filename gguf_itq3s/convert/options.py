@@ -58,7 +58,8 @@ class ConvertOptions:
         dry_run: find out everything and write nothing.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
-        fold_norms: multiply norm gains into the matrices that read them; None: yes for ITQ3_S, else no.
+        fold_norms: multiply norm gains into the matrices that read them.
+        equalize: rescale channels so that rounding costs least; None: where statistics are given, for ITQ3_S.
         calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
         imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
         calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
@@ -106,7 +107,8 @@ class ConvertOptions:
     dry_run: bool = False
     model_name: str | None = None
     verbose: bool = False
-    fold_norms: bool | None = None
+    fold_norms: bool = False
+    equalize: bool | None = None
     calibration: Path | None = None
     imatrix: Path | None = None
     calibrate: tuple[Path, ...] | None = None
@@ -161,14 +163,16 @@ class ConvertOptions:
         return self.statistics is not None or self.calibrate is not None
 
     @property
+    def equalizes(self) -> bool:
+        """Whether channels are rescaled by statistics."""
+        if self.equalize is not None:
+            return self.equalize
+        return self.calibrated and self.outtype == "itq3_s" and self.codec == "trellis" and not self.fold_norms
+
+    @property
     def stock(self) -> LlamaFileType | None:
         """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
         return STOCK_TYPES[self.outtype][1] if self.outtype in STOCK_TYPES and not self.plain else None
-
-    @property
-    def folds(self) -> bool:
-        """Whether norms are folded."""
-        return self.outtype == "itq3_s" if self.fold_norms is None else self.fold_norms
 
     @property
     def codec_effort(self) -> str:

@@ -1,4 +1,4 @@
-"""The way of a checkpoint to a GGUF file: read, choose types, fold, write tensor by tensor."""
+"""The way of a checkpoint to a GGUF file: read, choose types, rescale, write tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from ..calibration import store
+from ..calibration import energies, store
 from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions
 from ..calibration.text import BUNDLED
-from ..checkpoint import fold, loadable, policy
+from ..checkpoint import loadable, policy, rescaling
+from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
-from ..checkpoint.fold import Folding
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
+from ..checkpoint.rescaling import Rescaling
 from ..codec import native
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
-from ..errors import UserError
+from ..errors import UserError, output_error
 from ..report import TensorRow
 from ..rounding import hessian, imatrix, ldlq
-from ..rounding.factors import HessianFactors, Statistics
+from ..rounding.factors import HessianFactors, Inputs, Statistics
 from ..rounding.hessian import Factor
-from . import bits, overrides, prune, ternary
+from . import bits, equalize, overrides, prune, ternary
 from .bits import Budget, Plan
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
-from .header import file_type, fingerprint, header, render, set_share
+from .header import describe, file_type, fingerprint, header, render, set_share
 from .metadata import check_metadata
 from .naming import is_template, output_path, part_paths
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
 from .output import Output, Part, check_place, padded
-from .sequential import Finished, Sequential, SequentialOptions
+from .sequential import ENERGIES, Finished, Sequential, SequentialOptions
 from .ternary import Ternaries
 
 _CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
@@ -88,26 +89,27 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         trust_remote_code=options.trust_remote_code, request=options.request,
     )  # fmt: skip
     checkpoint = overrides.apply(checkpoint, options.override_kv)
+    whole = checkpoint
     checkpoint, names = prune.prune(checkpoint, options.prune_layers)
     ternaries = _find_ternaries(checkpoint, options, messages)
     plain = checkpoint
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
-    folding = _folding(checkpoint, options, ternaries, messages)
-    statistics = _statistics(checkpoint, options, names)
-    factors = _factors(checkpoint, options, folding, statistics, names)
-    unfolded = checkpoint
-    checkpoint = replace(checkpoint, tensors=fold.apply(checkpoint.tensors, folding, str(checkpoint.folder)))
     choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
-    plan = work = None
+    statistics = _statistics(checkpoint, options, names)
+    # Of types for a size, not named after one that is not known yet.
+    work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
+    kept = work.exists()
+    rescaled = _rescaling(whole, checkpoint, options, ternaries, statistics, names, work, messages)
+    factors = _factors(whole, checkpoint, options, rescaled, statistics)
+    checkpoint = replace(checkpoint, tensors=rescaled.apply(checkpoint.tensors, checkpoint.folder))
+    describe(checkpoint, rescaled)
+    plan = None
     if options.budgeted:
-        # Not named after a type that is not known yet.
-        work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
-        kept = work.exists()
 
         def factors_of(found: Statistics | None) -> HessianFactors | None:
-            return factors if found is None else _factors(unfolded, options, folding, found, names)
+            return factors if found is None else _factors(whole, checkpoint, options, rescaled, found)
 
-        sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+        sequential = _sequential(plain, checkpoint, choices, options, rescaled, encoder, messages)
         plan = _plan(checkpoint, choices, options, encoder, factors_of, sequential, work, messages)
         choices = plan.choices
         if options.dry_run and not kept:
@@ -116,9 +118,9 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     if factors is not None:
         _warn_unknown(checkpoint, choices, factors, messages)
     out = output_path(options, checkpoint.described, file_type(checkpoint, choices, options))
-    sequential = _sequential(plain, checkpoint, choices, options, folding, encoder, messages)
+    sequential = _sequential(plain, checkpoint, choices, options, rescaled, encoder, messages)
     share = _calibrated_share(checkpoint, choices, factors) if sequential is None else 1.0
-    head = header(checkpoint, choices, options, folding, ternaries, share, statistics)
+    head = header(checkpoint, choices, options, rescaled, ternaries, share, statistics)
     sizes = [tensor.bytes_in(choice.type) for tensor, choice in zip(checkpoint.tensors, choices, strict=True)]
     rows = [
         TensorRow(tensor.name, choice.type.name, tensor.size, size)
@@ -134,7 +136,7 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     check = _check_loadable(checkpoint, head.whole, Part(out, head.whole, tuple(sizes)).size, options)
     finished = None
     if sequential is not None and not options.dry_run:
-        finished = sequential.run(work or _work(out), fingerprint(head, options, checkpoint))
+        finished = sequential.run(work if options.budgeted else _work(out), fingerprint(head, options, checkpoint))
         set_share(checkpoint, _finished_share(checkpoint, choices, finished))
         head = render(checkpoint, choices, options)
         parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
@@ -177,14 +179,14 @@ def _sequential(
     checkpoint: Checkpoint,
     choices: list[Choice],
     options: ConvertOptions,
-    folding: Folding,
+    rescaled: Rescaling,
     encoder: Encoder,
     messages: TextIO,
 ) -> Sequential | None:
-    """What quantizes layer by layer, if that is asked for; ``plain`` is not folded."""
+    """What quantizes layer by layer, if that is asked for; ``plain`` is not rescaled."""
     if options.calibrate is None:
         return None
-    if checkpoint.model.arch not in fold.ARCHITECTURES:
+    if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
     calibration = CalibrationOptions(
@@ -198,9 +200,9 @@ def _sequential(
     )
     if options.fisher_block:
         rounding = replace(rounding, fisher_rows=options.fisher_block, fisher_block=options.fisher_block)
-    folded = {tensor.name: tensor for tensor in checkpoint.tensors}
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     types = {tensor.name: choice.type for tensor, choice in zip(checkpoint.tensors, choices, strict=True)}
-    return Sequential(calibration, rounding, plain, folded, types, folding, encoder, messages)
+    return Sequential(calibration, rounding, plain, tensors, types, rescaled, encoder, messages)
 
 
 def _finished_share(checkpoint: Checkpoint, choices: list[Choice], finished: Finished) -> float:
@@ -261,11 +263,15 @@ def _check(options: ConvertOptions) -> None:
     _check_budget(options)
     if options.calibration and options.imatrix:
         raise UserError(options.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
-    if options.statistics and not _can_calibrate(options):
+    if options.statistics and not _can_calibrate(options) and not options.equalize:
         raise UserError(options.statistics, f"is for {_CALIBRATED}", "leave it out, or change --outtype or --codec")
-    if options.folds and options.outtype in TERNARY_TYPES:
-        what = "would not stay ternary with its norms folded"
-        raise UserError(options.model, what, "leave --fold-norms out")
+    rescales = {"--fold-norms": options.fold_norms, "--equalize": options.equalize}
+    if given := [name for name, value in rescales.items() if value]:
+        if len(given) > 1:
+            what = "cannot be folded and equalized: folding is another choice of the same factors"
+            raise UserError(options.model, what, "give --fold-norms or --equalize")
+        if options.outtype in TERNARY_TYPES:
+            raise UserError(options.model, "would not stay ternary with its channels rescaled", f"leave {given[0]} out")
 
 
 def _check_calibrate(options: ConvertOptions) -> None:
@@ -358,50 +364,108 @@ def _is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOpti
     )
 
 
-def _folding(checkpoint: Checkpoint, options: ConvertOptions, ternaries: Ternaries, messages: TextIO) -> Folding:
-    """Which norms are folded; those that are left alone are said."""
-    if not options.folds:
-        return Folding()
-    folding = fold.plan_tensors(checkpoint.model.arch, checkpoint.tensors, ternaries.norms)
-    if folding.note:
-        print(folding.note, file=messages)
-    return folding
+def _rescaling(
+    whole: Checkpoint,
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    ternaries: Ternaries,
+    statistics: Statistics | None,
+    names: Mapping[str, str],
+    work: Path,
+    messages: TextIO,
+) -> Rescaling:
+    """What tensors are multiplied by; what is left alone is said.
+
+    Args:
+        whole: the checkpoint as it was read.
+        checkpoint: the same with its layers pruned.
+        options: of the conversion.
+        ternaries: matrices that are not rescaled.
+        statistics: given ones.
+        names: name of a tensor -> its name in ``whole``.
+        work: where ``--calibrate`` keeps what it must find again.
+        messages: where it is said.
+    """
+    if options.fold_norms:
+        folding = rescaling.fold(checkpoint, ternaries.kept)
+        if folding.norms.note:
+            print(folding.norms.note, file=messages)
+        return folding
+    if not options.equalizes:
+        return Rescaling()
+    plan = rescaling.plan_tensors(checkpoint, ternaries.kept)
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+    if statistics is None and options.dry_run and not options.budgeted:
+        return equalize.neutral(plan)  # as long as the one to come
+    source: Any = statistics
+    if source is None and plan.channels:
+        source = _measured(whole, options, names, work, messages)
+    if source is None:
+        source = energies.MeasuredEnergies(options.model, {})
+    return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), messages)
+
+
+def _measured(
+    whole: Checkpoint, options: ConvertOptions, names: Mapping[str, str], work: Path, messages: TextIO
+) -> energies.MeasuredEnergies:
+    """The statistics of a short run, on the text of the calibration if there is one."""
+    try:
+        kept = None
+        if options.calibrate is not None:
+            work.mkdir(parents=True, exist_ok=True)
+            kept = work / ENERGIES
+        run = CalibrationOptions(
+            options.model, options.calibrate or [BUNDLED], work.parent, tokens=min(options.tokens, equalize.TOKENS),
+            context=min(options.context or equalize.CONTEXT, equalize.CONTEXT), device=options.device,
+            batch=options.batch, trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+        return energies.measure(run, whole, messages, kept).renamed(names)
+    except OSError as error:
+        raise output_error(work.parent, error) from error
+
+
+def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
+    """The gain of a norm that statistics leave out, by the name that it had when they were taken."""
+    gain = rescaling.gains(whole.tensors, whole.folder)
+    norms = {tensor.name for tensor in whole.tensors}
+
+    def of(norm: str) -> np.ndarray:
+        if norm not in norms:
+            what = f"leaves out the norm {norm!r:.80}, which the model does not have"
+            raise UserError(path, what, "take statistics of this model")
+        return gain(norm)
+
+    return of
 
 
 def _statistics(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
-    """What is known of the inputs of the matrices, by the names that the checkpoint had before ``names``."""
+    """What is known of the inputs of the matrices; ``names``: of a tensor -> the one it had before."""
+    found: Statistics
     if options.calibration:
-        return store.open_calibration(options.calibration, checkpoint.files)
-    if options.imatrix:
+        found = store.open_calibration(options.calibration, checkpoint.files)
+    elif options.imatrix:
         shapes = {names.get(tensor.name, tensor.name): tensor.shape for tensor in checkpoint.tensors}
-        return imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
-    return None
+        found = imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
+    else:
+        return None
+    source = prune.RenamedStatistics(found, names) if names else found
+    if not any(source.known(tensor.name) for tensor in checkpoint.tensors):
+        raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
+    return source
 
 
 def _factors(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    folding: Folding,
+    whole: Checkpoint, checkpoint: Checkpoint, options: ConvertOptions, rescaled: Rescaling,
     statistics: Statistics | None,
-    names: Mapping[str, str],
-) -> HessianFactors | None:
-    """The factors of the Hessians, where statistics are given; ``checkpoint`` is not folded yet."""
+) -> HessianFactors | None:  # fmt: skip
+    """The factors of the Hessians, where statistics are given."""
     if statistics is None:
         return None
-    source = prune.RenamedStatistics(statistics, names) if names else statistics
-    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
-    if not any(source.known(name) for name in by_name):
-        raise UserError(source.path, "has nothing on the matrices of this model", "take statistics of this model")
-
+    if not any(statistics.known(tensor.name) for tensor in checkpoint.tensors):
+        raise UserError(statistics.path, "has nothing on the matrices of this model", "take statistics of this model")
     damping = hessian.DAMPING if options.damping is None else options.damping
-
-    def gain(norm: str) -> np.ndarray:
-        if norm not in by_name:
-            what = f"leaves out the norm {norm!r:.80}, which the model does not have"
-            raise UserError(source.path, what, "take statistics of this model")
-        return by_name[norm].vector()
-
-    return HessianFactors(source, folding.norm_of, gain, damping)
+    inputs = Inputs(statistics, _gain_of(whole, statistics.path), rescaled.columns)
+    return HessianFactors(statistics, inputs, damping)
 
 
 def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors | None) -> float:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from ..rounding.factors import GainOf, Statistics
+from ..rounding.factors import Statistics
 
 _LAYER: Final = re.compile(r"(?<=blk\.)\d+(?=\.)")
 #: A list that has nothing to do with layers, however many it has.
@@ -52,13 +52,19 @@ class RenamedStatistics:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
         return self.source.key(self._then(name), expert)
 
+    def left_out(self, name: str, expert: int | None) -> str | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`; the norm has the name that it had then."""
+        return self.source.left_out(self._then(name), expert)
+
+    def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.floating] | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
+        return self.source.diagonal(self._then(name), columns, expert)
+
     def rotated(
-        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+        self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
-        now = {then: name for name, then in self.names.items()}
-        norm = None if folded is None else self._then(folded)
-        return self.source.rotated(self._then(name), columns, expert, norm, lambda then: gain(now.get(then, then)))
+        return self.source.rotated(self._then(name), columns, expert, factor)
 
 
 def prune(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[Checkpoint, dict[str, str]]:

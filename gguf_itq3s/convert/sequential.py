@@ -33,8 +33,8 @@ from ..calibration.pipeline import save
 from ..calibration.store import model_hash
 from ..calibration.streams import Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
-from ..checkpoint.fold import Folding, gains
 from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..rounding import fisher, target
@@ -44,9 +44,10 @@ from ..rounding.target import Decomposition
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
-#: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
-FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
-_SHARED: Final = (FISHER, STATISTICS, SCORES)
+#: In the folder of work: output Fisher matrices, what chose the types, and what the channels are rescaled by, which
+#: outlast a change of types.
+FISHER, STATISTICS, SCORES, ENERGIES = "fisher", "statistics", "scores.jsonl", "energies.safetensors"
+_SHARED: Final = (FISHER, STATISTICS, SCORES, ENERGIES)
 _STREAMS: Final = ("original", "quantized")
 #: Weights that are encoded and decoded at a time.
 _PIECE: Final = 1 << 22
@@ -124,10 +125,10 @@ class Sequential:
     Args:
         calibration: model and text; its ``out`` does not count.
         options: of the rounding.
-        checkpoint: as it was read, nothing folded.
-        folded: the tensors as they are written, norms folded.
+        checkpoint: as it was read, nothing rescaled.
+        rescaled: the tensors as they are written.
         types: tensor -> the type it is written in.
-        folding: which norms are folded.
+        rescaling: from the one to the other.
         encoder: weights to bytes.
         messages: where progress goes.
     """
@@ -137,18 +138,17 @@ class Sequential:
         calibration: CalibrationOptions,
         options: SequentialOptions,
         checkpoint: Checkpoint,
-        folded: Mapping[str, SourceTensor],
+        rescaled: Mapping[str, SourceTensor],
         types: Mapping[str, Type],
-        folding: Folding,
+        rescaling: Rescaling,
         encoder: Encoder,
         messages: TextIO,
     ) -> None:
         self.calibration, self.options, self.checkpoint = calibration, options, checkpoint
         self.plain = {tensor.name: tensor for tensor in checkpoint.tensors}
-        self.folded, self.types, self.folding, self.encoder = folded, types, folding, encoder
+        self.rescaled, self.types, self.rescaling, self.encoder = rescaled, types, rescaling, encoder
         self.messages = messages
         self.folder = Path()
-        self._gain = gains(checkpoint.tensors, str(checkpoint.folder))
         self._fisher: OutputFisher | None = None
 
     def run(self, folder: Path, fingerprint: str) -> Finished:
@@ -189,7 +189,7 @@ class Sequential:
         by_layer: dict[str, int] = {}
         gradients: dict[str, int] = {}  # numbers in the output Fisher matrices of a layer
         widest = most_rows = encoded = 0
-        for name, tensor in self.folded.items():
+        for name, tensor in self.rescaled.items():
             if len(tensor.shape) < 2 or not name.startswith("blk."):
                 continue
             rows, columns = tensor.shape[-2:]
@@ -319,8 +319,7 @@ class Sequential:
 
     def _scale(self, reader: Reader) -> np.ndarray | None:
         """What the file multiplies the columns of a matrix by."""
-        norm = self.folding.norm_of(reader.name)
-        return None if norm is None else self._gain(norm)
+        return self.rescaling.columns(reader.name, reader.expert)
 
     def _check_drift(self, number: int, drift: Drift) -> None:
         """Stop where the quantized layer has lost the original."""
@@ -335,7 +334,7 @@ class Sequential:
     def _embedded(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Tokens of the text and their rows of the embedding in the file; None where it has them as they are."""
         name = "token_embd.weight"
-        tensor = self.folded.get(name)
+        tensor = self.rescaled.get(name)
         if tensor is None or self.types[name] in _KEPT:
             return None
         tokens = np.unique(inputs)
@@ -366,14 +365,14 @@ class Sequential:
         count = min(context // 2 - 1, max(1, _MEASURED // len(numbers)))
         places = np.linspace(context // 2, context - 2, count).astype(np.int64)
         labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1))
-        name = "output.weight" if "output.weight" in self.folded else "token_embd.weight"
+        name = "output.weight" if "output.weight" in self.rescaled else "token_embd.weight"
         log_likely = []
         for stream in _STREAMS:
             behind = activations(self.folder / stream, model.layers, (*inputs.shape, model.hidden), "r")
             hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
             weights = None
             if stream == "quantized" and self.types[name] not in _KEPT:
-                weights = self._stored(whole(self.folded[name]), self.types[name])
+                weights = self._stored(whole(self.rescaled[name]), self.types[name])
             with torch.no_grad(), model.head(weights) as head:
                 parts = [head(part.to(model.device))[0].float().cpu() for part in hidden.split(_MEASURED // 8, 1)]
             log_likely.append(torch.log_softmax(torch.cat(parts), -1))
@@ -406,7 +405,7 @@ class Sequential:
             decomposition = self._decompose(group, of, finished)
             factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
             for reader in readers:
-                weights = self._weights(reader, self.folded, stacks)
+                weights = self._weights(reader, self.rescaled, stacks)
                 order = self._order(model, streams, reader, stacks)
                 wanted = weights
                 if decomposition is not None:
@@ -424,7 +423,7 @@ class Sequential:
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
                     float(np.square(weights, dtype=np.float64).sum()),
                 )
-                self._put(model, streams, reader, order, decoded)
+                self._put(streams, reader, order, decoded)
 
     def _decompose(self, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
@@ -487,7 +486,7 @@ class Sequential:
         """The weights of a matrix in GGUF's order, float32; stacks of experts are kept in ``stacks``."""
         if reader.expert is None:
             return whole(tensors[reader.name])
-        key = f"{reader.name} {tensors is self.folded}"
+        key = f"{reader.name} {tensors is self.rescaled}"
         if key not in stacks:
             stacks[key] = whole(tensors[reader.name])
         return stacks[key][reader.expert]
@@ -522,8 +521,12 @@ class Sequential:
         place = np.empty_like(order)  # row of the model -> row of the tensor
         place[order] = np.arange(len(order))
         found, start = [], 0
+        rows = self.rescaling.rows(reader.name, reader.expert)
         for block in self._fisher.blocks(reader, number):
-            found.append((place[start : start + len(block)], fisher.factorize(block)))
+            here = place[start : start + len(block)]
+            if rows is not None:  # outputs times rows: gradients over rows
+                block = block / rows[here, None] / rows[here]
+            found.append((here, fisher.factorize(block)))
             start += len(block)
         return found
 
@@ -536,14 +539,9 @@ class Sequential:
         except ValueError as problem:
             raise check_rows(model, reader, problem) from problem
 
-    def _put(
-        self, model: LayeredModel, streams: Streams, reader: Reader, order: np.ndarray, decoded: np.ndarray
-    ) -> None:
-        """Give the quantized layer what the file will hold; there a norm keeps its gain."""
-        if norm := self.folding.norm_of(reader.name):
-            gain = model.gain(norm)
-            # Nothing comes through a channel with gain 0, here or in the file.
-            decoded = np.divide(decoded, gain, out=np.zeros_like(decoded), where=gain != 0)
+    def _put(self, streams: Streams, reader: Reader, order: np.ndarray, decoded: np.ndarray) -> None:
+        """Give the quantized layer what the file will hold, in the basis of the model."""
+        decoded = self.rescaling.unscale(reader.name, decoded, reader.expert)
         put = np.empty_like(decoded)
         put[order] = decoded
         streams.put(reader, put)

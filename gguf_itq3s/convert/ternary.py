@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from ..checkpoint.fold import norm_read_by
 from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec import ternary
@@ -23,16 +22,19 @@ class Ternaries:
     Attributes:
         found: names of those that are ternary already.
         forced: names of those that are to be ternarized.
-        norms: the norms that a ternary matrix reads; folding them would add values to it.
         qtype: TQ1_0 or TQ2_0.
         scale: how ``forced`` ones are ternarized, a key of ``ternary.SCALES``.
     """
 
     found: frozenset[str]
     forced: frozenset[str]
-    norms: frozenset[str]
     qtype: Type
     scale: str
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """All of them; rescaled, they would have more than three values."""
+        return self.found | self.forced
 
     @property
     def mode(self) -> str | None:
@@ -44,7 +46,7 @@ class Ternaries:
         chosen = []
         for tensor, choice in zip(tensors, choices, strict=True):
             fitting = self.qtype if tensor.shape[-1] % BLOCK == 0 else Type.F16
-            chosen.append(Choice(fitting, fitting) if tensor.name in self.found | self.forced else choice)
+            chosen.append(Choice(fitting, fitting) if tensor.name in self.kept else choice)
         return chosen
 
     def load(self, tensors: Sequence[SourceTensor]) -> list[SourceTensor]:
@@ -65,7 +67,7 @@ def find(
     Ordinary matrices are told apart by their first row, where it can be read alone.
 
     Args:
-        checkpoint: not folded.
+        checkpoint: not rescaled.
         mode: ``auto``, ``force`` or ``off``.
         qtype: TQ1_0 or TQ2_0.
         scale: of ``force``, a key of ``ternary.SCALES``.
@@ -90,11 +92,7 @@ def find(
     if unfit:
         names = ", ".join(unfit)
         print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=messages)
-    return Ternaries(frozenset(found), frozenset(forced), _norms_read_by(found | forced), qtype, scale)
-
-
-def _norms_read_by(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(norm for name in names if (norm := norm_read_by(name)))
+    return Ternaries(frozenset(found), frozenset(forced), qtype, scale)
 
 
 def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

@@ -97,5 +97,5 @@ def run(args: argparse.Namespace) -> int:
     done = distill(DistillOptions(**values))
     print(f"KL divergence on windows that were not trained on: {done.before:.5f} before, {done.after:.5f} after")
     print(f"wrote {args.out}: {done.matrices} matrices in {args.type.upper()} codes, {report.size(done.size)}")
-    print(f"convert it with: convert-hf-to-itq3s {args.out} OUT.gguf --no-fold-norms")
+    print(f"convert it with: convert-hf-to-itq3s {args.out} OUT.gguf")
     return 0

@@ -15,12 +15,13 @@ from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
 from ..calibration.streams import row_order
-from ..checkpoint import fold, policy, trust
+from ..checkpoint import policy, rescaling, trust
 from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..convert.sequential import whole
 from ..errors import UserError
-from ..inspect.reader import open_gguf, shape_of
+from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
 from .codes import CodedMatrix, Encode, codes_of, scaled
 from .optimizer import Group
 from .options import DistillOptions
@@ -89,7 +90,8 @@ class Student:
     Attributes:
         model: of Transformers.
         matrices: those that are coded, by GGUF name.
-        norms: the norm modules of the layers whose gains are folded, by GGUF name.
+        norms: the norm modules of the layers, by GGUF name.
+        rescaling: of the file that it starts from, so that its weights are those of the codes.
         left: GGUF names of the layers' matrices that are not coded, with the reason.
         count: how many matrices are coded, each expert's for itself.
     """
@@ -98,7 +100,6 @@ class Student:
         self.model = copy.deepcopy(teacher)
         self.checkpoint, self.options = checkpoint, options
         self.matrices: dict[str, CodedMatrix] = {}
-        self.norms: dict[str, torch.nn.Module] = {}
         self.left: dict[str, str] = {}
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
@@ -124,8 +125,12 @@ class Student:
                 self.left[reader.entry] = problem
             else:
                 found[place.name] = place
-        self._fold()
-        codes = self._codes(found) if options.start else {}
+        file = open_gguf(options.start) if options.start else None
+        self.rescaling = Rescaling()
+        if file:
+            self.rescaling = self._rescale(file)
+        self.norms = {norm: self._places[norm].module for norm in self.layout.norms.readers if norm in self._places}
+        codes = self._codes(file, found) if file else {}
         self.count = sum(place.matrices for place in found.values())
         for name, place in found.items():
             if name in codes:
@@ -181,29 +186,44 @@ class Student:
             found: dict[str, torch.Tensor] = revert(self.model, {place.path: weights})
         return found if known >= found.keys() else {}
 
-    def _fold(self) -> None:
-        """Multiply norm gains into the matrices that read them, where all of these are parameters."""
-        gain_of = fold.gains(self.checkpoint.tensors, str(self.options.model))
-        for norm, readers in self.layout.folding.norms.items():
-            places = [self._places[name] for name in readers if name in self._places]
-            if norm not in self._places or len(places) < len(readers):
-                continue
-            gain = torch.from_numpy(gain_of(norm)).to(self.model.device)
-            for place in {place.path: place for place in places}.values():
-                place.weight.data.mul_(gain)
-            self.norms[norm] = self._places[norm].module
-            self._places[norm].weight.data.add_(1 - gain)  # also where the model adds one to what is stored
+    def _rescale(self, file: GGUFFile) -> Rescaling:
+        """Multiply the weights by what a file says that its tensors are multiplied by.
 
-    def _codes(self, found: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+        Raises:
+            UserError: the file's description is damaged, or a tensor is none of this model's parameters.
+        """
+        path = file.paths[0]
+        found = rescaling_of(file, rescaling.gains(self.checkpoint.tensors, self.options.model))
+        for name in [name for name in self._tensors if found.touches(name)]:
+            place = self._places.get(name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name)
+            if place is None:
+                remedy = "convert the model anew, with --no-equalize --no-fold-norms"
+                raise UserError(path, "is rescaled in a tensor that is no parameter here", remedy, name)
+            if len(self._tensors[name].shape) == 1:
+                self._rescale_vector(found, name, place)
+                continue
+            rows = next(rows for part, rows in self._parts(place) if part == name)
+            orders = self._orders(name, self._tensors[name], rows) if found.rows(name, 0) is not None else None
+            for number, matrix in enumerate(rows if rows.ndim == 3 else [rows]):
+                expert = number if rows.ndim == 3 else None
+                columns, factors = found.columns(name, expert), found.rows(name, expert)
+                order = next(orders) if orders is not None else None
+                if columns is not None:
+                    matrix.mul_(torch.from_numpy(columns).to(matrix.device))
+                if factors is not None and order is not None:
+                    matrix[torch.from_numpy(order)] *= torch.from_numpy(factors).to(matrix.device)[:, None]
+        return found
+
+    def _rescale_vector(self, found: Rescaling, name: str, place: Place) -> None:
+        """The same of a norm, also where the model adds one to what is stored, or of a bias."""
+        was = self._tensors[name].vector()
+        by = torch.from_numpy(found.scale(name, was) - was).to(self.model.device)
+        vector: torch.Tensor = place.weight if place.weight.ndim == 1 else place.module.bias
+        vector.data.add_(by)
+
+    def _codes(self, file: GGUFFile, found: Mapping[str, Place]) -> dict[str, torch.Tensor]:
         """The weights in the file to start from, in the order of the model's rows."""
-        path = self.options.start
-        assert path is not None
-        file = open_gguf(path)
-        field = file.fields.get(fold.NORMS_FOLDED)
-        folds = bool(field is not None and field.contents())
-        if folds != bool(self.norms) or set(self.norms) != set(self.layout.folding.norms if folds else ()):
-            what = "has its norms folded otherwise than they are here"
-            raise UserError(path, what, "convert the model anew, with --fold-norms where it is ternary")
+        path = file.paths[0]
         here = {tensor.name: tensor for tensor in file.tensors}
         return {
             name: torch.cat([self._start(path, here, part, place, rows) for part, rows in self._parts(place)], dim=-2)
@@ -235,11 +255,8 @@ class Student:
         return codes
 
     def _orders(self, name: str, source: SourceTensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-        """Which row of the model each row of the tensor is, matrix by matrix, found on the weights before folding."""
-        weights = whole(source)
-        norm = self.layout.folding.norm_of(name)
-        if norm in self.norms:
-            weights = weights * fold.gains(self.checkpoint.tensors, str(self.options.model))(norm)
+        """Which row of the model each row of the tensor is, matrix by matrix, by the weights before the codes."""
+        weights = self.rescaling.scale(name, whole(source))
         try:
             for ours, theirs in zip(_matrices(rows.cpu().numpy()), _matrices(weights), strict=True):
                 yield row_order(ours, theirs)
@@ -302,14 +319,18 @@ class Student:
             weights = scaled(code, factor)
             half = weights.half()
             tensors |= self._sources(self._coded[name], half if half.isfinite().all() else weights)
-        folded = {
+        trained = set(self.norms) if self.options.norm_lr else set()
+        changed = {
             place.path: place
-            for norm in self.norms
-            for name in (norm, *self.layout.folding.norms[norm])
-            if (place := self._places[name]).name not in self._coded
+            for name, place in self._places.items()
+            if place.name not in self._coded and (name in trained or self.rescaling.touches(name))
         }
-        for place in folded.values():
+        for place in changed.values():
             tensors |= self._sources(place, place.weight.detach().float().cpu().clone())
+        for name, bias in self._tensors.items():
+            if name.endswith(".bias") and self.rescaling.touches(name):
+                module = self._places[f"{name.removesuffix('.bias')}.weight"].module
+                tensors[bias.sources[0]] = module.bias.detach().float().cpu().clone()
         ends = [
             ("token_embd.weight", self.model.get_input_embeddings()),
             ("output.weight", self.model.get_output_embeddings()),

@@ -22,7 +22,7 @@ from .. import report
 from ..calibration.layers import torch_device
 from ..calibration.store import model_hash
 from ..calibration.text import windows
-from ..checkpoint import fold
+from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError, output_error
@@ -81,9 +81,9 @@ def distill(options: DistillOptions, messages: TextIO | None = None) -> Distilla
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(options.out, "is there already", "remove it, or choose another folder")
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
-    if checkpoint.model.arch not in fold.ARCHITECTURES:
+    if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be distilled"
-        raise UserError(options.model, what, f"distil one of {', '.join(sorted(fold.ARCHITECTURES))}")
+        raise UserError(options.model, what, f"distil one of {', '.join(sorted(ARCHITECTURES))}")
     work = options.out.with_name(f"{options.out.name}.distilling")
     try:
         work.mkdir(parents=True, exist_ok=True)

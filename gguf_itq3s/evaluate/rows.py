@@ -90,11 +90,11 @@ _BEST: Final = 3.85
 
 
 def _package_rows() -> list[Row]:
-    """Rows of the converter, which folds norms into the matrices unless told otherwise."""
+    """Rows of the converter; norms are folded where a row says so."""
     rows = []
     for pure in (False, True):
         key, how = "convert" + "-pure" * pure, ("pure" if pure else "mix") + ", folded"
-        options = (("pure", True),) * pure
+        options = (*(("pure", True),) * pure, ("fold_norms", True))
         rows.append(Row(key, "ITQ3_S", how, "package", options=options))
         calibrated = f"{how}, calibrated"
         rows.append(Row(f"{key}-calibrated", "ITQ3_S", calibrated, "package", calibrated=True, options=options))
@@ -115,17 +115,27 @@ def _package_rows() -> list[Row]:
     for bits in _FRONT:
         how = f"types for {bits:g} bits, calibrated"
         rows.append(
-            Row(f"convert-bpw-{bits:g}", "mix", how, "package", calibrated=True, options=(("target_bpw", bits),))
+            Row(
+                f"convert-bpw-{bits:g}",
+                "mix",
+                how,
+                "package",
+                calibrated=True,
+                options=(("target_bpw", bits), ("fold_norms", True)),
+            )
         )
     how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
-    best = (("target_bpw", _BEST), ("fisher", True))
+    best = (("target_bpw", _BEST), ("fisher", True), ("fold_norms", True))
     rows.append(Row(f"convert-bpw-{_BEST:g}-fisher", "mix", how, "package", sequential=True, options=best))
-    for key, how, option in (
-        ("unfolded", "pure, by the package", ("fold_norms", False)),
-        ("fast", "pure, folded, fast", ("effort", "fast")),
-        ("ternary", "pure, folded, literal ternary", ("codec", "ternary")),
-    ):
-        rows.append(Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), option)))
+    others: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = (
+        ("unfolded", "pure, by the package", ()),
+        ("fast", "pure, folded, fast", (("effort", "fast"), ("fold_norms", True))),
+        ("ternary", "pure, folded, literal ternary", (("codec", "ternary"), ("fold_norms", True))),
+    )
+    rows += [
+        Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), *options))
+        for key, how, options in others
+    ]
     return rows
 
 

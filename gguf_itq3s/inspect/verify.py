@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from .. import report
 from ..checkpoint import loadable, trust
-from ..checkpoint.fold import norm_read_by
 from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.rescaling import Rescaling
 from ..errors import UserError
-from .reader import open_gguf, shape_of
+from .reader import GGUFFile, open_gguf, rescaling_of, shape_of
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22
@@ -53,20 +53,31 @@ def _values(tensor: gguf.ReaderTensor, rows: slice) -> np.ndarray:
         return gguf.quants.dequantize(data, tensor.tensor_type)
 
 
-def _lost_gain(norm: str, reference: Reference, file: dict[str, gguf.ReaderTensor]) -> np.ndarray | None:
-    """The gain that norm folding multiplied into the matrices that read the norm, or None: what the file has lost."""
-    was = np.concatenate([np.asarray(p, dtype=np.float32).ravel() for p in reference[norm][1]()])
-    now = _values(file[norm], slice(None)).ravel()
-    if np.array_equal(was, now) or not (now == 1).all():
-        return None
-    return was
+def _rescaling(file: GGUFFile, source: Path, reference: Reference) -> Rescaling:
+    """What the reference has to be multiplied by to be what the file rounds.
+
+    Raises:
+        UserError: the two are rescaled, each in its own way.
+    """
+
+    def gain(norm: str) -> np.ndarray:
+        if norm not in reference:
+            return np.ones(0, dtype=np.float32)
+        return np.concatenate([np.asarray(part, dtype=np.float32).ravel() for part in reference[norm][1]()])
+
+    found = rescaling_of(file, gain)
+    if source.is_file() and (theirs := rescaling_of(open_gguf(source), gain)):
+        if theirs.key != found.key:
+            what = f"is rescaled otherwise than {file.paths[0].name}"
+            raise UserError(source, what, "compare with the checkpoint, or with a file as it was")
+        return Rescaling()
+    return found
 
 
 def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
     """Relative squared error of every tensor of a file: first those with NaN or infinite values, then the worst.
 
-    A file whose norms were folded (gains of one, the old gains multiplied into the matrices that read them) is compared
-    with the folded checkpoint.
+    A file whose channels are rescaled, norms folded or not, is compared with the checkpoint rescaled alike.
 
     Args:
         path: GGUF file, or any part of a split one.
@@ -81,10 +92,10 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
     Raises:
         UserError: a file cannot be read, or a tensor has another shape.
     """
-    file = {t.name: t for t in open_gguf(path).tensors}
+    opened = open_gguf(path)
+    file = {t.name: t for t in opened.tensors}
     reference = reference_of(source, trust_remote_code=trust_remote_code)
-    read = {norm for name in file if (norm := norm_read_by(name)) and norm in reference and norm in file}
-    folded = {norm: gain for norm in read if (gain := _lost_gain(norm, reference, file)) is not None}
+    rescaling = _rescaling(opened, source, reference)
     results = []
     for name, tensor in tqdm(file.items(), desc="verify", unit="tensor", disable=not sys.stderr.isatty()):
         if name not in reference:
@@ -95,11 +106,11 @@ def compare(path: Path, source: Path, *, trust_remote_code: bool = False) -> lis
             raise UserError(
                 path, f"has shape {shape_of(tensor)}, the checkpoint {shape}", "compare with its own checkpoint", name
             )
-        if name in folded:
+        if name in rescaling.neutral:
             results.append({**_alone(name, tensor.tensor_type.name, "folded"), "error": 0.0, "max_error": 0.0})
             continue
         try:
-            result = _compare_tensor(tensor, load(), folded.get(norm_read_by(name) or ""))
+            result = _compare_tensor(tensor, load(), rescaling)
         except NotImplementedError:
             result = {"note": "gguf-py cannot decode this type"}
         results.append({**_alone(name, tensor.tensor_type.name, ""), **result})
@@ -130,16 +141,19 @@ def _alone(name: str, qtype: str, note: str) -> dict[str, Any]:
     return {"name": name, "type": qtype, "error": None, "max_error": None, "not_finite": 0, "note": note}
 
 
-def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain: np.ndarray | None) -> dict[str, Any]:
+def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], rescaling: Rescaling) -> dict[str, Any]:
     error = energy = largest = 0.0
     row = count = bad = missed = 0
+    rescaled = rescaling.touches(tensor.name)
+    rows_of_one = shape_of(tensor)[-2] if len(shape_of(tensor)) > 1 else 1
     for part in parts:
         matrix = np.asarray(part).reshape(-1, part.shape[-1]) if part.ndim > 1 else np.asarray(part).reshape(1, -1)
+        if rescaled:
+            start = row // rows_of_one if part.ndim == 3 else row
+            matrix = rescaling.scale(tensor.name, part, start if part.ndim > 1 else 0).reshape(matrix.shape)
         step = max(1, _PART // max(1, matrix.shape[1]))
         for start in range(0, matrix.shape[0], step):
             expected = matrix[start : start + step].astype(np.float32)
-            if gain is not None:
-                expected = expected * gain
             found = _values(tensor, slice(row, row + expected.shape[0])).reshape(expected.shape)
             bad += expected.size - int(np.isfinite(found).sum())
             missed += expected.size - int(np.isfinite(expected).sum())
@@ -157,7 +171,7 @@ def _compare_tensor(tensor: gguf.ReaderTensor, parts: Iterator[np.ndarray], gain
         return {"not_finite": bad + missed, "note": note}
     rms = np.sqrt(energy / max(count, 1))
     relative = error / energy if energy else (0.0 if error == 0 else float("inf"))
-    note = "norm folded" if gain is not None else ""
+    note = "rescaled" if rescaled else ""
     return {"error": relative, "max_error": largest / rms if rms else largest, "note": note}
 
 

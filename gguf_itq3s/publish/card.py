@@ -8,6 +8,7 @@ from typing import Any, Final
 from huggingface_hub import ModelCardData
 
 from .. import report
+from ..checkpoint.rescaling import ID, NORMS_FOLDED
 from ..errors import UserError
 from ..evaluate.command import results_table
 from .folder import CARD, Content, Model
@@ -92,10 +93,11 @@ def _needs(content: Content) -> str:
             "gguf-itq3s; without it, llama.cpp refuses them with an error. This builds one, and says where its tools "
             "are:\n\n```\npip install gguf-itq3s\ngguf-itq3s build\n```\n"
         )
-        if any(model.metadata.get("itq3s.norms_folded") for model in own):
+        if any(model.metadata.get(NORMS_FOLDED) or model.metadata.get(ID) for model in own):
             lines.append(
-                "Their norm gains are multiplied into the matrices. A LoRA adapter for them is made with "
-                "`gguf-itq3s convert-lora`; llama.cpp refuses one that was made otherwise.\n"
+                "Channels of their matrices are rescaled, which does not change the model. A LoRA adapter for one of "
+                "them is made with `gguf-itq3s convert-lora --model FILE.gguf`; llama.cpp refuses one that was made "
+                "otherwise.\n"
             )
     if others:
         lines.append(f"Any llama.cpp of the same age reads {', '.join(f'`{model.name}`' for model in others)}.\n")

@@ -20,10 +20,16 @@ _KEPT: Final = 2
 
 #: The gain of a norm by its GGUF name: float32 (n,).
 GainOf = Callable[[str], npt.NDArray[np.float32]]
+#: What the columns of a matrix, or of one expert's, are multiplied by in the file: float32 (n,), None for ones.
+ColumnsOf = Callable[[str, int | None], npt.NDArray[np.float32] | None]
 
 
-class Statistics(Protocol):
-    """What is known of the inputs of a model's matrices: a calibration, or an importance matrix."""
+class Energies(Protocol):
+    """What is known of the sizes of the inputs of a model's matrices.
+
+    Statistics may have been taken with or without a norm's gain; :class:`Inputs` brings them to the model's basis or
+    the file's.
+    """
 
     @property
     def path(self) -> Path:
@@ -32,6 +38,16 @@ class Statistics(Protocol):
     def known(self, name: str) -> bool:
         """Whether there are statistics of a tensor, or of its first expert."""
 
+    def left_out(self, name: str, expert: int | None) -> str | None:
+        """The norm whose gain the statistics of a matrix leave out, by its GGUF name."""
+
+    def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.floating] | None:
+        """Mean squares of a matrix's inputs as they were taken, arguments as for :meth:`Statistics.rotated`: (n,)."""
+
+
+class Statistics(Energies, Protocol):
+    """What is known of the inputs of a model's matrices: a calibration, or an importance matrix."""
+
     def share(self, name: str) -> float:
         """The share of a tensor's matrices that are rounded with them, 0 to 1: an expert may have seen no token."""
 
@@ -39,19 +55,15 @@ class Statistics(Protocol):
         """Equal for matrices that share statistics."""
 
     def rotated(
-        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+        self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
-        """The rotated Hessian of a matrix's inputs as the file has them.
-
-        Statistics may have been taken with or without a norm's gain, and the model may be written with the norm folded
-        or not; one follows from the other.
+        """The rotated Hessian of a matrix's inputs, as they were taken or times a factor.
 
         Args:
             name: GGUF name of the tensor.
             columns: its row length.
             expert: which matrix of a stack.
-            folded: the norm that the matrix reads, if it is folded in the file: its gain is then not in the inputs.
-            gain: of a norm.
+            factor: (n,), of the inputs before the rotation; None for ones.
 
         Returns:
             (n, n) or (n / 256, 256, 256); None where nothing is known, as of an expert that saw no token.
@@ -62,6 +74,60 @@ class Statistics(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Between the basis that statistics were taken in, the model's, and the file's.
+
+    Attributes:
+        source: the statistics.
+        gain: gain of a norm.
+        columns: of the file; the inputs of a matrix are divided by what its columns are multiplied by.
+    """
+
+    source: Energies
+    gain: GainOf
+    columns: ColumnsOf = lambda name, expert: None
+
+    def factor(self, name: str, expert: int | None) -> npt.NDArray[np.float64] | None:
+        """What inputs as they were taken are multiplied by to be those that the file's matrix reads.
+
+        Returns:
+            float64 (n,), 0 where nothing comes through; None for ones.
+        """
+        norm = self.source.left_out(name, expert)
+        return file_factor(None if norm is None else self.gain(norm), self.columns(name, expert))
+
+    def energies(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
+        """Mean squares of the inputs that the file's matrix reads, float64 (n,); None where they are not known."""
+        found = self.source.diagonal(name, columns, expert)
+        if found is None:
+            return None
+        factor = self.factor(name, expert)
+        wide = found.astype(np.float64)
+        return wide if factor is None else wide * factor**2
+
+
+def file_factor(
+    gain: npt.NDArray[np.float32] | None, columns: npt.NDArray[np.float32] | None
+) -> npt.NDArray[np.float64] | None:
+    """What inputs as statistics have them are multiplied by to be those that a file's matrix reads.
+
+    Args:
+        gain: float32 (n,), of the norm whose gain the statistics leave out, if they do.
+        columns: float32 (n,), what the matrix's columns are multiplied by in the file; None for ones.
+
+    Returns:
+        float64 (n,), 0 where nothing comes through; None for ones.
+    """
+    if columns is None:
+        return None if gain is None else gain.astype(np.float64)
+    if gain is not None and np.array_equal(gain, columns):
+        return None
+    wide = columns.astype(np.float64)
+    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
+    return inverse if gain is None else inverse * gain
+
+
 def tensor_entry(name: str, expert: int | None = None) -> str:
     """The name of a matrix in statistics: the tensor's, or ``tensor[expert]`` for one expert of a stack."""
     return name if expert is None else f"{name}[{expert}]"
@@ -69,20 +135,22 @@ def tensor_entry(name: str, expert: int | None = None) -> str:
 
 @dataclass
 class HessianFactors:
-    """Factors of the Hessians of a model's matrices.
+    """Factors of the Hessians of a file's matrices.
 
     Attributes:
         source: the statistics.
-        norm_of: the folded norm that a matrix reads, or None, by GGUF names.
-        gain: gain of a norm.
+        inputs: the same, as the file's matrices read them.
         damping: share of the mean diagonal.
     """
 
     source: Statistics
-    norm_of: Callable[[str], str | None]
-    gain: GainOf
+    inputs: Inputs
     damping: float = hessian.DAMPING
-    _recent: OrderedDict[tuple[str, str | None, bool], Factor] = field(default_factory=OrderedDict, repr=False)
+    _recent: OrderedDict[tuple[str, bytes, bool], Factor] = field(default_factory=OrderedDict, repr=False)
+
+    def rotated(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.floating] | None:
+        """The rotated Hessian of what the file's matrix reads; arguments and errors as :meth:`Statistics.rotated`."""
+        return self.source.rotated(name, columns, expert, self.inputs.factor(name, expert))
 
     def factor(self, name: str, shape: tuple[int, ...], number: int, *, rotated: bool = True) -> Factor | None:
         """The factor for one matrix.
@@ -100,11 +168,11 @@ class HessianFactors:
             UserError: the statistics are of another shape, damaged, or too far from positive semidefinite.
         """
         expert = number if len(shape) > 2 else None
-        folded = self.norm_of(name)
-        key = (self.source.key(name, expert), folded, rotated)
+        factor = self.inputs.factor(name, expert)
+        key = (self.source.key(name, expert), b"" if factor is None else factor.tobytes(), rotated)
         if key not in self._recent:
             try:
-                found = self.source.rotated(name, shape[-1], expert, folded, self.gain)
+                found = self.source.rotated(name, shape[-1], expert, factor)
                 if found is None:
                     return None
                 self._recent[key] = hessian.factorize(found if rotated else hessian.rotate(found), self.damping)

@@ -154,6 +154,18 @@ def rotate(hessian: Hessian) -> npt.NDArray[np.float64]:
     return np.ascontiguousarray(result)
 
 
+def diagonal(hessian: Hessian) -> npt.NDArray[np.float64]:
+    """Mean squares of the inputs before the rotation: float64 (n,).
+
+    Args:
+        hessian: rotated, (n, n) or (n / 256, 256, 256).
+    """
+    count = columns_of(hessian) // BLOCK
+    if hessian.ndim == 2:
+        hessian = np.stack([hessian[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)])
+    return np.ascontiguousarray(np.diagonal(rotate(hessian), axis1=1, axis2=2)).reshape(-1)
+
+
 def scale_columns(hessian: Hessian, factor: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """The rotated Hessian of inputs whose columns are multiplied by ``factor`` before the rotation.
 

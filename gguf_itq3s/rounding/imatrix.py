@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from . import hessian
-from .factors import GainOf, tensor_entry
+from .factors import tensor_entry
 
 _SUMS: Final = ".in_sum2"
 _COUNTS: Final = ".counts"
@@ -73,14 +73,19 @@ class ImportanceMatrix:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
         return tensor_entry(name, expert)
 
+    def left_out(self, name: str, expert: int | None) -> str | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`: llama-imatrix sees the inputs as they are."""
+        del name, expert
+        return None
+
     def rotated(
-        self, name: str, columns: int, expert: int | None, folded: str | None, gain: GainOf
+        self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.float64] | None:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
         moments = self.diagonal(name, columns, expert)
         if moments is None:
             return None
-        return hessian.from_diagonal(moments if folded is None else _without_gain(moments, gain(folded)))
+        return hessian.from_diagonal(moments if factor is None else moments * np.square(factor))
 
     def diagonal(self, name: str, columns: int, expert: int | None = None) -> npt.NDArray[np.float64] | None:
         """Mean squares of the inputs of a matrix.
@@ -109,13 +114,6 @@ class ImportanceMatrix:
 def _uneven(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Which rows tell columns apart: not all zero, not all the same, not without data (NaN)."""
     return np.isfinite(rows).all(axis=1) & (rows.max(axis=1) > rows.min(axis=1))
-
-
-def _without_gain(moments: npt.NDArray[np.float64], gain: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Mean squares before the gain; a column whose gain is 0 counts as the mean of the others."""
-    square = gain.astype(np.float64) ** 2
-    result = np.divide(moments, square, out=np.full_like(moments, np.nan), where=square > 0)
-    return np.where(np.isnan(result), np.nanmean(result) if (square > 0).any() else 1.0, result)
 
 
 def read(path: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> ImportanceMatrix:

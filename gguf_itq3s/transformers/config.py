@@ -9,7 +9,7 @@ import gguf
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.fold import PACKED_METHOD
+from ..checkpoint.rescaling import PACKED_METHOD, is_id
 from ..codec.blocks import EFFORTS
 from ..codec.ternary import TQ1_0, TQ2_0
 from ..codec.types import ITQ3_S
@@ -33,21 +33,22 @@ class ITQ3SConfig(QuantizationConfigMixin):
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
             class calls it. Tied matrices, routers and matrices whose columns are no multiple of 256 stay anyway. Once
             the model is loaded: the names of all that stayed.
-        fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s`` does;
-            see :mod:`.folding`.
+        fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s
+            --fold-norms`` does; see :mod:`.folding`.
         effort: of the ITQ3_S encoder, ``fast`` or ``default``.
         ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
             it they are an error for ``tq2_0`` and ``tq1_0``.
         threads: of the C library, None for one a processor; not saved.
         other_types: of a loaded model, layers and parameters of experts of another type than ``qtype``: type -> names.
         norms_folded: of a loaded model, whether its norms are folded.
+        rescaling: of a model loaded from a GGUF file that is equalized, the id of that; None for another.
     """
 
     def __init__(
         self, qtype: str = "itq3_s", residual: str | None = None,
-        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = True, effort: str = "default",
+        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = False, effort: str = "default",
         ternarize: bool = False, threads: int | None = None, other_types: Mapping[str, Sequence[str]] | None = None,
-        norms_folded: bool = False, **_: Any,
+        norms_folded: bool = False, rescaling: str | None = None, **_: Any,
     ) -> None:  # fmt: skip
         """As the attributes; what else a ``config.json`` may hold is passed over.
 
@@ -59,7 +60,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.fold_norms, self.effort, self.ternarize, self.threads = fold_norms, effort, ternarize, threads
         self.other_types = dict(other_types) if isinstance(other_types, Mapping) else other_types
-        self.norms_folded = norms_folded
+        self.norms_folded, self.rescaling = norms_folded, rescaling
         self.check()
 
     def check(self) -> None:
@@ -84,6 +85,8 @@ class ITQ3SConfig(QuantizationConfigMixin):
         for name in ("fold_norms", "ternarize", "norms_folded"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"quantization_config: {name} {getattr(self, name)!r:.60} is not true or false")
+        if self.rescaling is not None and not is_id(self.rescaling):
+            raise ValueError(f"quantization_config: rescaling {self.rescaling!r:.60} is not the id of one")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"quantization_config: threads {self.threads!r:.60} is not a positive number")
         if self.other_types is not None:

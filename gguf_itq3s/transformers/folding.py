@@ -1,6 +1,6 @@
 """Norm folding of a Transformers model by the converter's rule, so that both give the same bytes.
 
-:mod:`gguf_itq3s.checkpoint.fold` decides by the names that tensors have in a GGUF file; here they are those of a
+:mod:`gguf_itq3s.checkpoint.channels` decides by the names that tensors have in a GGUF file; here they are those of a
 model's parameters. Either every norm that the converter would fold is folded, or none: an adapter trained on the model
 then fits either the folded file or, by ``convert-lora``, both.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
-from ..checkpoint import fold
+from ..checkpoint.channels import plan_norms
 
 #: ``model_type`` of a config -> ``general.architecture``, of models whose parameters are the matrices of the file.
 ARCHITECTURES: Final = {
@@ -77,6 +77,6 @@ def plan(config: Any, names: Iterable[str]) -> Folding:
         if gguf_name is None:
             return Folding(note=f"norms are not folded: {name} is not known, it may read one")
         parameters[gguf_name] = name
-    found = fold.plan(arch, parameters)
-    norms = {parameters[norm]: tuple(parameters[name] for name in found.norms[norm]) for norm in found.norms}
+    found = plan_norms(arch, parameters)
+    norms = {parameters[norm]: tuple(parameters[name] for name in readers) for norm, readers in found.readers.items()}
     return Folding(norms, arch in _ONE_MORE, found.note)

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeli
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint import trust
-from ..checkpoint.fold import NORMS_FOLDED
 from ..checkpoint.reader import check_counts, check_counts_by_shapes
+from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, shape_of
@@ -133,7 +133,7 @@ def _load(
     except Exception as error:  # a file can say anything, and Transformers takes its word for it
         raise UserError(path, f"cannot be read by Transformers ({error})", _REMEDY) from error
     state, types = _state(file, path, model, processor, names)
-    config.quantization_config = _config(model, types, _flag(file, NORMS_FOLDED)).to_dict()
+    config.quantization_config = _config(model, types, file).to_dict()
     loaded = type(model).from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
     loaded.config.name_or_path = str(path)
     return loaded
@@ -273,7 +273,7 @@ def _floats(tensor: Any, processor: Any, shape: tuple[int, ...]) -> _Lazy:
     return _Lazy(load, torch.float32, shape)
 
 
-def _config(model: nn.Module, types: Mapping[str, str], folded: bool) -> ITQ3SConfig:
+def _config(model: nn.Module, types: Mapping[str, str], file: GGUFFile) -> ITQ3SConfig:
     """What says which matrices are packed: the commonest type, and those that are not of it by name."""
     counts = [types[name] for name in types]
     common = max(QTYPES, key=counts.count)
@@ -284,7 +284,11 @@ def _config(model: nn.Module, types: Mapping[str, str], folded: bool) -> ITQ3SCo
     kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in types]
     for name, module in model.named_modules():
         kept += [stack for part in stacked.stacks(module) if (stack := f"{name}.{part}") not in types]
-    return ITQ3SConfig(common, modules_to_not_convert=kept, other_types=others or None, norms_folded=folded)
+    found = _contents(file, ID)
+    return ITQ3SConfig(
+        common, modules_to_not_convert=kept, other_types=others or None, norms_folded=_flag(file, NORMS_FOLDED),
+        rescaling=str(found) if is_id(found) else None,
+    )  # fmt: skip
 
 
 def _text(file: GGUFFile, key: str, path: Path) -> str:

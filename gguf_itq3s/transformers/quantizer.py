@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
-from ..checkpoint.fold import FOLDED_TAG
+from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
@@ -581,6 +581,8 @@ class ITQ3SQuantizer(HfQuantizer):
         self.actions.clear()
         if self.quantization_config.norms_folded:
             model.add_model_tags(FOLDED_TAG)
+        if self.quantization_config.rescaling is not None:
+            model.add_model_tags(EQUALIZED_TAG + self.quantization_config.rescaling)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import channels
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Reference:
     def norm_gains(self) -> dict[str, npt.NDArray[np.float32]]:
         """The RMSNorm gain in front of each matrix that reads a norm, by module name (models with Llama's names)."""
         weights = dict(self.model.named_parameters())
-        readers = fold.readers_in_checkpoint(weights, self.model.config.num_hidden_layers)
+        readers = channels.readers_in_checkpoint(weights, self.model.config.num_hidden_layers)
         head = "lm_head.weight"  # not a matrix of the blocks
         return {
             matrix.removesuffix(".weight"): weights[norm].detach().numpy().copy()

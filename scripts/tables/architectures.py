@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from gguf_itq3s import report, upstream
-from gguf_itq3s.checkpoint import fold, loadable, trust
+from gguf_itq3s.checkpoint import channels, loadable, trust
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError, report_errors
@@ -127,7 +127,7 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     weights = sum(row.weights for row in done.rows)
     share = sum(row.weights for row in done.rows if row.type == "ITQ3_S") / weights
     same = not said and filecmp.cmp(theirs, ours, shallow=False)
-    return Row(name, arch, said, "", same, share, arch in fold.ARCHITECTURES, done.check == loadable.BY_LOADER)
+    return Row(name, arch, said, "", same, share, arch in channels.ARCHITECTURES, done.check == loadable.BY_LOADER)
 
 
 def table(rows: Sequence[Row]) -> str:

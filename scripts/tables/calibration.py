@@ -106,7 +106,7 @@ STOCK_ROWS = (
     Row("q4_k-all-imatrix", "Q4_K", "Q4_K, all, importance matrix", "llama-quantize", ("--pure", "Q4_K_S"),
         imatrix=True),
     Row("bpw", "mix", "**`--target-bpw 3.85 --calibrate --fisher`, all**", "package", sequential=True,
-        options=(("target_bpw", 3.85), ("fisher", True))),
+        options=(("target_bpw", 3.85), ("fisher", True), ("fold_norms", True))),
 )  # fmt: skip
 RATIOS: tuple[ratio.Ratio, ...] = (
     ("default / better of IQ3_S and Q3_K", "default", ("iq3_s", "q3_k")),

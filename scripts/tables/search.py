@@ -25,7 +25,7 @@ from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.pipeline import calibrate  # noqa: E402
 from gguf_itq3s.calibration.store import open_calibration  # noqa: E402
-from gguf_itq3s.checkpoint import fold  # noqa: E402
+from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.reader import open_checkpoint  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK, fwht  # noqa: E402
@@ -62,10 +62,9 @@ def main() -> int:
     calibrate(CalibrationOptions(args.model, args.text, statistics, tokens=args.tokens))
     checkpoint = open_checkpoint(args.model)
     opened = open_calibration(statistics, checkpoint.files)
-    folding = fold.plan(checkpoint.model.arch, [tensor.name for tensor in checkpoint.tensors])
     errors: dict[str, list[float]] = defaultdict(list)
     seconds: dict[str, float] = defaultdict(float)
-    for tensor in fold.apply(checkpoint.tensors, folding, str(args.model)):
+    for tensor in rescaling.fold(checkpoint).apply(checkpoint.tensors, args.model):
         h = opened.hessian(tensor.name)
         if h is None or tensor.shape[-1] % BLOCK:
             continue

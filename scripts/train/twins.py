@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import channels
 from gguf_itq3s.errors import UserError, report_errors
 
 TWINS = ("weight-twin", "activation-twin")
@@ -50,7 +50,7 @@ def norm_readers(tensors: Tensors, tied: bool) -> dict[str, list[str]]:
         TwinError: a reader is missing, or no norm was found.
     """
     layers = {int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    readers = fold.readers_in_checkpoint(sorted(tensors), max(layers, default=-1) + 1)
+    readers = channels.readers_in_checkpoint(sorted(tensors), max(layers, default=-1) + 1)
     if not any("input_layernorm" in norm for norm in readers):
         raise TwinError("no model.layers.N.input_layernorm.weight: not a model with Llama's names")
     if tied:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import llama
 from checkpoints import DATA
 from gguf_itq3s.calibration.store import Entry, Manifest, model_hash
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import channels
 from gguf_itq3s.codec import native
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -79,7 +79,7 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     # With the gain left out of the statistics, and with it in: neither has to be turned into the other.
-    for kind, norm_of in (("hessians", fold.norm_read_by), ("plain", lambda _: None)):
+    for kind, norm_of in (("hessians", channels.norm_read_by), ("plain", lambda _: None)):
         (folder / kind).mkdir()
         save_file(tensors, folder / kind / "layer-0000.safetensors")
         entries = {name: Entry("layer-0000.safetensors", name, 100, norm_of(name)) for name in tensors}

@@ -16,7 +16,7 @@ from divergence import log_probabilities, mean_kld
 from gguf_files import arrays, metadata
 from gguf_itq3s import cli
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
-from gguf_itq3s.checkpoint.fold import NORMS_FOLDED
+from gguf_itq3s.checkpoint.rescaling import NORMS_FOLDED
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 

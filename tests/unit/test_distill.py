@@ -237,7 +237,7 @@ def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: 
 def test_a_start_from_a_file_begins_with_its_codes(uneven: Make, tmp_path: Path) -> None:
     """Rows that the conversion permutes go back to where they were; without steps the codes stay as they are."""
     model, start = uneven("llama"), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, effort="default"), io.StringIO())
+    convert(ConvertOptions(model, start, effort="default", fold_norms=True), io.StringIO())
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     latent = {name: matrix.latent.detach().clone() for name, matrix in made.student.matrices.items()}
     made.student.encode(made.encode)
@@ -318,7 +318,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
 
 def test_experts_start_from_a_file(uneven: Make, tmp_path: Path) -> None:
     model, start = uneven("mixtral-few"), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, pure=True, effort="fast"), io.StringIO())
+    convert(ConvertOptions(model, start, pure=True, effort="fast", fold_norms=True), io.StringIO())
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     stack = made.student.matrices["blk.0.ffn_gate_up_exps.weight"]
     parts = [tensors_of(start)[f"blk.0.ffn_{part}_exps.weight"].data for part in ("gate", "up")]
@@ -389,7 +389,7 @@ def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp
     ):
         start = tmp_path / f"{name}.gguf"
         model = checkpoint("llama") if name == "other" else uneven("llama")
-        convert(ConvertOptions(model, start, effort="fast", **changes), io.StringIO())  # type: ignore[arg-type]
+        convert(ConvertOptions(model, start, **{"effort": "fast", "fold_norms": True, **changes}), io.StringIO())  # type: ignore[arg-type]
         with pytest.raises(UserError, match=said):
             run(uneven("llama"), tmp_path / "out", start=start)
 

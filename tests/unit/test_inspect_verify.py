@@ -119,7 +119,7 @@ def test_verify_undoes_norm_folding(model: Path, tmp_path: Path) -> None:
         writer.close()
     results = {r["name"]: r for r in verify.compare(folded, source)}
     assert all(r["error"] == 0 for r in results.values())
-    assert results["blk.0.attn_q.weight"]["note"] == "norm folded"
+    assert results["blk.0.attn_q.weight"]["note"] == "rescaled"
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify", "--against", "x"]])

@@ -20,7 +20,8 @@ from gguf_files import arrays, metadata, types, values
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import cli, upstream
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import rescaling
+from gguf_itq3s.checkpoint.channels import plan_norms
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
@@ -68,18 +69,18 @@ def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     adapter = save_adapter(base, tmp_path / "adapter")
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
     convert_lora(LoraOptions(adapter, plain, base, fold_norms=False))
-    done = convert_lora(LoraOptions(adapter, folded, base))
+    done = convert_lora(LoraOptions(adapter, folded, base, fold_norms=True))
     convert(ConvertOptions(base, tmp_path / "model.gguf", outtype="f16"))
     weights = arrays(tmp_path / "model.gguf")
-    plan = fold.plan(str(metadata(folded)["general.architecture"]), weights)
+    norms = plan_norms(str(metadata(folded)["general.architecture"]), weights)
     before, after = arrays(plain), arrays(folded)
     assert list(before) == list(after) and len(before) == 28 and len(done.scaled) == 10 and done.folded
     for tensor, value in before.items():
-        norm = plan.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
+        norm = norms.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
         gain = weights[norm] if norm else np.float32(1)
         np.testing.assert_array_equal(after[tensor], value * gain, err_msg=tensor)
     marks = metadata(folded)
-    assert marks.pop(fold.NORMS_FOLDED) is True and marks == metadata(plain)
+    assert marks.pop(rescaling.NORMS_FOLDED) is True and marks == metadata(plain)
 
 
 def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_pa
                 tensors[f"{stem}.lora_A.weight"] = torch.randn(4, shape[1])
                 tensors[f"{stem}.lora_B.weight"] = torch.randn(shape[0], 4)
     save_file(tensors, folder / "adapter_model.safetensors")
-    done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base))
+    done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base, fold_norms=True))
     assert {name for name in done.scaled if name.startswith("blk.1.")} == {
         "blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight",
     }  # fmt: skip
@@ -129,7 +130,7 @@ def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
     base = save_model(model.half(), tmp_path / "phi3", tokenizer)
     targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     adapter = save_adapter(base, tmp_path / "adapter", targets)
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
     assert sorted(done.scaled) == sorted(f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_qkv", "ffn_up"))
     gain = load_file(base / "model.safetensors")["model.layers.1.input_layernorm.weight"].float().numpy()
     a = load_file(adapter / "adapter_model.safetensors")
@@ -140,7 +141,7 @@ def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
 def test_output_matrix_and_embedding_stay(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "adapter", ("lm_head", "q_proj"))
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
     assert "output.weight" in done.matrices and sorted(done.scaled) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
 
 
@@ -148,7 +149,7 @@ def test_scaled_before_it_is_rounded(uneven: Callable[[str], Path], tmp_path: Pa
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "adapter", rank=32)
     for outtype, kind in (("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")):
-        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype))
+        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype, fold_norms=True))
         assert types(tmp_path / f"{outtype}.gguf")["blk.0.attn_q.weight.lora_a"].name == kind
     exact, rounded = (tensors_of(tmp_path / f"{name}.gguf") for name in ("f32", "f16"))
     for name, tensor in exact.items():
@@ -161,13 +162,13 @@ def test_architectures_and_matrices_that_are_not_folded(
     """The plan is the conversion's: nothing is scaled, nothing marked, where that folds nothing."""
     base = checkpoint("ernie-moe")
     adapter = save_adapter(base, tmp_path / "adapter", ("q_proj",))
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base))
-    assert not done.folded and not done.scaled and fold.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
+    assert not done.folded and not done.scaled and rescaling.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
     assert "norms of the architecture ernie4_5-moe" in capsys.readouterr().err
     # A model that is made ternary keeps its norms.
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "other")
-    done = convert_lora(LoraOptions(adapter, tmp_path / "forced.gguf", base, ternary="force"))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "forced.gguf", base, ternary="force", fold_norms=True))
     assert not done.folded and len(done.matrices) == 14
 
 
@@ -177,20 +178,20 @@ def test_without_folding_the_config_is_enough(adapter: Path, uneven: Callable[[s
     shutil.copyfile(uneven("llama") / "config.json", base / "config.json")
     assert len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=False)).matrices) == 14
     with pytest.raises(UserError, match=r"config-only: holds no model\*\.safetensors"):
-        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base))
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base, fold_norms=True))
     assert "out2.gguf" not in entries(tmp_path)
 
 
 def test_rank_stabilised_alpha(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """llama.cpp divides by the rank, PEFT by its root."""
     change(adapter, use_rslora=True, lora_alpha=3)
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert metadata(tmp_path / "out.gguf")["adapter.lora.alpha"] == 6
 
 
 def test_invocation_tokens_are_carried(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     change(adapter, alora_invocation_tokens=[5, 6], invocation_string="hello")
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert metadata(tmp_path / "out.gguf")["adapter.alora.invocation_tokens"] == [5, 6]
 
 
@@ -221,7 +222,7 @@ def test_what_llama_cpp_cannot_run_is_refused(
 ) -> None:
     change(adapter, **fields)
     with pytest.raises(UserError, match=message) as raised:
-        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert str(raised.value).startswith(str(adapter / "adapter_config.json")) and "\n" not in str(raised.value)
     assert entries(tmp_path) == {"adapter"}
 
@@ -273,7 +274,7 @@ def _nothing(tensors: dict[str, torch.Tensor]) -> None:
         (_without, "has no lora_B"),
         (_magnitude, "lora_magnitude_vector: is no matrix of a LoRA"),
         (_rank, "no pair of matrices"),
-        (_columns, "blk.0.attn_q.weight: has 128 columns, but the norm blk.0.attn_norm.weight has 256 gains"),
+        (_columns, "blk.0.attn_q.weight: has 128 columns, and the model 256"),
         (_vector, "no pair of matrices"),
         (_nan, "lora_A that are NaN or infinite"),
         (_unknown, "cannot be converted: Can not map tensor"),
@@ -289,7 +290,7 @@ def test_weights_that_are_no_lora_are_refused(
     damage(tensors)
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError) as raised:
-        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert message in str(raised.value) and "\n" not in str(raised.value)
     assert entries(tmp_path) == {"adapter"}
 
@@ -300,11 +301,11 @@ def test_ranks_that_differ(adapter: Path, uneven: Callable[[str], Path], tmp_pat
     tensors |= {f"{Q}.lora_A.weight": torch.ones(2, 256), f"{Q}.lora_B.weight": torch.ones(256, 2)}
     save_file(tensors, adapter / "adapter_model.safetensors")
     change(adapter, rank_pattern={"q_proj": 2})
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert tensors_of(tmp_path / "out.gguf")["blk.0.attn_q.weight.lora_b"].data.shape == (256, 2)
     change(adapter, use_rslora=True)
     with pytest.raises(UserError, match="matrices of several ranks"):
-        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", uneven("llama")))
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", uneven("llama"), fold_norms=True))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_command(
     adapter: Path, uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x-{ftype}.gguf"
-    arguments = ["convert-lora", str(adapter), str(out), "--base", str(uneven("llama")), "--outtype", "f16"]
+    arguments = ["convert-lora", str(adapter), str(out), "--base", str(uneven("llama")), "--outtype", "f16", "--fold-norms"]
     before = sys.argv, list(sys.path)
     assert cli.main(arguments) == 0
     assert (sys.argv, sys.path) == before

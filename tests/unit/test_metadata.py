@@ -43,7 +43,7 @@ def test_dump(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "blk." not in printed(capsys, "dump", "--no-tensors", model)
     facts = json.loads(printed(capsys, "dump", "--json", model))
     assert facts["tensors"]["blk.0.attn_q.weight"]["type"] == "ITQ3_S"
-    assert facts["metadata"]["itq3s.norms_folded"]["value"] is True
+    assert facts["metadata"]["itq3s.norms_folded"]["value"] is False
     assert "ITQ3_S" in printed(capsys, "dump", "--markdown", model)
     assert "--data-alignment" in subprocess.run(
         [sys.executable, "-m", "gguf_itq3s.cli", "dump", "--help"], capture_output=True, text=True, check=True

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from gguf_files import arrays, metadata
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.transformers import ITQ3SConfig
 from training import train, windows, with_adapter
 
 
 def load(folder: Path, **options: Any) -> Any:
-    config = ITQ3SConfig(effort="fast", threads=1, **options)
+    config = ITQ3SConfig(**{"effort": "fast", "threads": 1, "fold_norms": True, **options})
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
@@ -84,9 +84,9 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
     """Trained beside folded matrices it fits them: nothing is scaled, and it is marked. The card tells."""
     _, folder, _ = trained
     model_dir = uneven("llama") if base == "original" else folder / "packed"
-    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir))
+    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir, fold_norms=True))
     assert done.folded and not done.scaled and len(done.matrices) == 14
-    assert metadata(tmp_path / "out.gguf")[fold.NORMS_FOLDED] is True
+    assert metadata(tmp_path / "out.gguf")[rescaling.NORMS_FOLDED] is True
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     a = weights["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"].numpy()
     np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.ffn_up.weight.lora_a"], a)
@@ -101,7 +101,7 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
         (adapter / name).write_bytes((folder / "adapter" / name).read_bytes())
 
     def scaled(base: Path, **options: Any) -> int:
-        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **options)).scaled)
+        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **{"fold_norms": True, **options})).scaled)
 
     assert scaled(uneven("llama")) == 10  # taken for one of the checkpoint
     assert scaled(uneven("llama"), trained_folded=True) == 0
@@ -109,8 +109,10 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
     (adapter / "README.md").write_bytes((folder / "adapter" / "README.md").read_bytes())
     assert scaled(uneven("llama")) == 0
     assert scaled(uneven("llama"), trained_folded=False) == 10
-    with pytest.raises(UserError, match="fits no file whose norms are not; leave out --no-fold-norms"):
-        scaled(uneven("llama"), fold_norms=False)
+    plain = tmp_path / "plain.gguf"
+    convert(ConvertOptions(uneven("llama"), plain, outtype="f16"), io.StringIO())
+    with pytest.raises(UserError, match=r"was trained beside a model that is not plain\.gguf; give as --model the file"):
+        scaled(uneven("llama"), model=plain, fold_norms=False)
 
 
 def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> None:
@@ -118,8 +120,8 @@ def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> 
     model = with_adapter(load(uneven("llama"), fold_norms=False))
     train(model, windows(uneven("llama"), 1, 16), 1)
     model.save_pretrained(tmp_path / "adapter")
-    assert fold.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
-    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama")))
+    assert rescaling.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
+    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
     assert done.folded and len(done.scaled) == 10
 
 

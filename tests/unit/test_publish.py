@@ -31,7 +31,7 @@ def folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     """A folder with a model, what was measured of it, and a file that is nobody's business."""
     place = tmp_path / "out"
     place.mkdir()
-    convert(ConvertOptions(checkpoint("llama"), place / "m-ITQ3_S.gguf", effort="fast"))
+    convert(ConvertOptions(checkpoint("llama"), place / "m-ITQ3_S.gguf", effort="fast", fold_norms=True))
     facts = describe(place / "m-ITQ3_S.gguf")
     figures = dict.fromkeys(
         ("perplexity", "perplexity_error", "mean_kld", "mean_kld_error", "kld_99", "kld_99_error", "same_top",
@@ -74,7 +74,7 @@ def test_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_figures_are_those_of_the_very_tensors(folder: Path, checkpoint: Callable[[str], Path]) -> None:
-    convert(ConvertOptions(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast"))
+    convert(ConvertOptions(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast", fold_norms=True))
     assert main(["publish", str(folder)]) == 0
     rows = [line for line in (folder / "README.md").read_text().splitlines() if ".gguf " in line and "|" in line]
     measured = {row.split("|")[1].strip(): "0.12500" in row for row in rows}

@@ -117,7 +117,7 @@ def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None
             if "norm" in parameter_name and parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.4)
     folder = save_model(built, tmp_path / "model", tokenizer)
-    convert(ConvertOptions(folder, tmp_path / "model.gguf", pure=True, effort="fast"), io.StringIO())
+    convert(ConvertOptions(folder, tmp_path / "model.gguf", pure=True, effort="fast", fold_norms=True), io.StringIO())
     file = gguf.GGUFReader(tmp_path / "model.gguf")
     model = load(folder, ITQ3SConfig(**FAST))
     assert model.config.quantization_config.norms_folded
@@ -135,7 +135,7 @@ def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None
         read = packed(load_gguf(tmp_path / "model.gguf"))
         assert all(torch.equal(read[layer_name].weight, layer.weight) for layer_name, layer in layers.items())
     with pytest.warns(UserWarning, match="no linear layer can be packed"):
-        folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"]), dtype=torch.float32)
+        folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32)
     assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
 
 
@@ -151,7 +151,7 @@ def test_folding_changes_nothing_that_is_computed(name: str, uneven: Callable[[s
     assert not torch.equal(before, after) and after.unique().tolist() == [0.0 if name == "gemma" else 1.0]
     # The converter adds the one of Gemma's gains in the checkpoint's float16.
     assert difference(logits(folded), logits(plain)) < (1e-3 if name == "gemma" else 1e-5)
-    unfolded = load(uneven(name), ITQ3SConfig(fold_norms=False, **FAST), dtype=torch.float32)
+    unfolded = load(uneven(name), ITQ3SConfig(**{**FAST, "fold_norms": False}), dtype=torch.float32)
     assert torch.equal(unfolded.model.layers[0].input_layernorm.weight, before)
     assert not unfolded.config.quantization_config.norms_folded
 
@@ -191,7 +191,7 @@ def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_
     shutil.copyfile(uneven("llama") / "config.json", tmp_path / "config.json")
     with pytest.raises(ValueError, match="read from safetensors files: save it so, or give fold_norms=False"):
         load(tmp_path, ITQ3SConfig(**FAST))
-    assert len(packed(load(tmp_path, ITQ3SConfig(fold_norms=False, **FAST)))) == 14
+    assert len(packed(load(tmp_path, ITQ3SConfig(**{**FAST, "fold_norms": False})))) == 14
 
 
 def test_columns_that_are_no_multiple_of_256_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
 
 def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "split.gguf"
-    convert(ConvertOptions(uneven("llama"), out, pure=True, effort="fast", split_max_tensors=8), io.StringIO())
+    convert(ConvertOptions(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8), io.StringIO())
     first = sorted(tmp_path.glob("*.gguf"))[0]
     assert first.name.endswith("-00001-of-00003.gguf")
     whole = load_gguf(converted("llama")).state_dict()

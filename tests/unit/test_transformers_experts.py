@@ -105,7 +105,7 @@ def test_folding_and_packing_change_nothing_else(
     """Unpacked again, the model computes what the packed one does; folded alone, what the checkpoint does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folded = load(uneven(name), ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"]), dtype=torch.float32)
+        folded = load(uneven(name), ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32)
     model = copy.deepcopy(quantized(name))
     assert not packed(folded)
     assert difference(logits(folded), logits(load(uneven(name), dtype=torch.float32))) < 1e-5
@@ -235,8 +235,8 @@ def test_weights_that_are_no_numbers(uneven: Callable[[str], Path], tmp_path: Pa
 def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     torch.save(load_file(uneven("qwen3-moe") / "model.safetensors"), tmp_path / "pytorch_model.bin")
     shutil.copyfile(uneven("qwen3-moe") / "config.json", tmp_path / "config.json")
-    model = load(tmp_path, ITQ3SConfig(fold_norms=False, **FAST))
-    other = load(uneven("qwen3-moe"), ITQ3SConfig(fold_norms=False, **FAST))
+    model = load(tmp_path, ITQ3SConfig(**{**FAST, "fold_norms": False}))
+    other = load(uneven("qwen3-moe"), ITQ3SConfig(**{**FAST, "fold_norms": False}))
     assert len(packed(model)) == 2 and torch.equal(logits(model), logits(other))
 
 

@@ -1,4 +1,4 @@
-"""Norm folding: the plan, the folded tensors, and the folded model's predictions."""
+"""Rescaling of channels: who reads them, folding, equalization, and what a file says of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gguf_files import arrays, metadata
-from gguf_itq3s.checkpoint import fold
+from gguf_itq3s.checkpoint import rescaling
+from gguf_itq3s.checkpoint.channels import plan_norms
 from gguf_itq3s.checkpoint.reader import open_checkpoint
 from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
@@ -22,16 +23,16 @@ def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str],
     convert(ConvertOptions(uneven("mixtral"), plain, outtype="f16"))
     convert(ConvertOptions(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
     before, after = arrays(plain), arrays(folded)
-    plan = fold.plan("llama", before)
-    assert set(plan.norms) == {f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")}
+    plan = plan_norms("llama", before)
+    assert set(plan.readers) == {f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")}
     assert "output.weight" in before and np.abs(before["output_norm.weight"] - 1).max() > 0.5
-    assert set(plan.norms["blk.0.ffn_norm.weight"]) == {
+    assert set(plan.readers["blk.0.ffn_norm.weight"]) == {
         f"blk.0.ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps")
     }
-    assert set(plan.norms["blk.1.attn_norm.weight"]) == {f"blk.1.attn_{part}.weight" for part in "qkv"}
+    assert set(plan.readers["blk.1.attn_norm.weight"]) == {f"blk.1.attn_{part}.weight" for part in "qkv"}
     for name, value in before.items():
         norm = plan.norm_of(name)
-        if name in plan.norms:
+        if name in plan.readers:
             np.testing.assert_array_equal(after[name], 1)
         elif norm:
             expected = (value.astype(np.float32) * before[norm]).astype(value.dtype)
@@ -47,41 +48,40 @@ NAMES = ["token_embd.weight", "output_norm.weight", *(f"blk.0.{part}.weight" for
 def test_shared_experts_and_router_are_readers() -> None:
     parts = ["ffn_norm", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_inp_shexp"]
     parts += ["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"]
-    plan = fold.plan("qwen2moe", [f"blk.3.{part}.weight" for part in parts])
+    plan = plan_norms("qwen2moe", [f"blk.3.{part}.weight" for part in parts])
     down = {"blk.3.ffn_down_exps.weight", "blk.3.ffn_down_shexp.weight", "blk.3.ffn_norm.weight"}
-    assert set(plan.norms["blk.3.ffn_norm.weight"]) == {f"blk.3.{part}.weight" for part in parts} - down
+    assert set(plan.readers["blk.3.ffn_norm.weight"]) == {f"blk.3.{part}.weight" for part in parts} - down
 
 
 def test_what_is_not_proven_is_left_alone() -> None:
     for names in (NAMES, [*NAMES, "output.weight"]):
-        plan = fold.plan("llama", names)
-        assert set(plan.norms) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"} and not plan.note
+        plan = plan_norms("llama", names)
+        assert set(plan.readers) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"} and not plan.note
     for extra, phrase in (("blk.0.attn_gate.weight", "not known"), ("blk.0.attn_norm.bias", "bias")):
-        plan = fold.plan("llama", [*NAMES, extra])
-        assert "blk.0.attn_norm.weight" not in plan.norms
+        plan = plan_norms("llama", [*NAMES, extra])
+        assert "blk.0.attn_norm.weight" not in plan.readers
         assert any(line.startswith("blk.0.attn_norm") and phrase in line for line in plan.left_alone)
-    unknown = fold.plan("falcon", NAMES)
-    assert not unknown.norms and "falcon" in unknown.left_alone[0]
+    unknown = plan_norms("falcon", NAMES)
+    assert not unknown.readers and "falcon" in unknown.left_alone[0]
     assert unknown.note == f"note: norms that are not folded:\n  {unknown.left_alone[0]}"
-    quantized = fold.plan("llama", NAMES, lambda name: name != "blk.0.attn_k.weight")
-    assert set(quantized.norms) == {"blk.0.ffn_norm.weight"}
+    quantized = plan_norms("llama", NAMES, lambda name: name == "blk.0.attn_k.weight")
+    assert set(quantized.readers) == {"blk.0.ffn_norm.weight"}
 
 
 def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="ternary"):
+    with pytest.raises(UserError, match="would not stay ternary with its channels rescaled; leave --fold-norms out"):
         convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
 
 
 @pytest.mark.parametrize("outtype", ["f16", "itq3_s", "tq2_0"])
 def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """The key stands in every folded file, whatever its types, and in every ITQ3_S file; F16 is else upstream's."""
-    for folds in (None, False, True):
+    for folds in (False, True):
         if folds and outtype == "tq2_0":
             continue
         out = tmp_path / f"{folds}.gguf"
         convert(ConvertOptions(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
-        expected = outtype == "itq3_s" if folds is None else folds
-        assert metadata(out).get(fold.NORMS_FOLDED) == (expected if expected or outtype == "itq3_s" else None)
+        assert metadata(out).get(rescaling.NORMS_FOLDED) == (folds if folds or outtype == "itq3_s" else None)
 
 
 def test_what_another_plan_began_is_not_continued(
@@ -92,6 +92,6 @@ def test_what_another_plan_began_is_not_continued(
     marks = []
     for version in (1, 2):
         monkeypatch.setattr(header, "PLAN_VERSION", version)
-        options = [ConvertOptions(uneven("llama"), tmp_path, outtype=outtype) for outtype in ("itq3_s", "f16")]
+        options = [ConvertOptions(uneven("llama"), tmp_path, fold_norms=folds) for folds in (True, False)]
         marks += [header.fingerprint(header.Head(b"", (b"",), (0,)), option, checkpoint) for option in options]
-    assert marks[0] != marks[2] and marks[1] == marks[3]  # F16 files are not folded
+    assert marks[0] != marks[2] and marks[1] == marks[3]  # nothing is folded

@@ -1,0 +1,154 @@
+"""Mean squares of the inputs of a model's matrices, from a short run: what equalization asks, and no more.
+
+A layer at a time, like a calibration, but without Hessians: some thousand tokens tell the size of every column, and
+cost a forward pass of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from ..checkpoint.reader import Checkpoint
+from ..rounding.factors import tensor_entry
+from .inputs import Seen, Watch
+from .layers import LayeredModel
+from .options import CalibrationOptions
+from .pipeline import save
+from .store import model_hash
+from .text import windows
+
+#: Of the metadata of the file.
+_KEY = "run"
+
+
+@dataclass(frozen=True)
+class MeasuredEnergies:
+    """Mean squares of inputs, as :class:`gguf_itq3s.rounding.factors.Energies`.
+
+    Attributes:
+        path: of the model, for messages.
+        means: matrix -> float64 (n,), without the gain of ``norms``.
+        norms: matrix -> the norm whose gain is left out.
+    """
+
+    path: Path
+    means: Mapping[str, npt.NDArray[np.float64]]
+    norms: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> MeasuredEnergies:
+        """The same under other names of the tensors: ``names`` of a tensor -> the one it has here."""
+        if not names:
+            return self
+        then = {tensor: name for name, tensor in names.items()}
+
+        def now(matrix: str) -> str | None:
+            tensor, bracket, expert = matrix.partition("[")
+            return f"{then[tensor]}{bracket}{expert}" if tensor in then else None
+
+        means = {name: mean for matrix, mean in self.means.items() if (name := now(matrix)) is not None}
+        norms = {name: norm for matrix, norm in self.norms.items() if (name := now(matrix)) is not None}
+        return MeasuredEnergies(self.path, means, norms)
+
+    def known(self, name: str) -> bool:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.known`."""
+        return name in self.means or tensor_entry(name, 0) in self.means
+
+    def left_out(self, name: str, expert: int | None) -> str | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`."""
+        return self.norms.get(tensor_entry(name, expert))
+
+    def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
+        found = self.means.get(tensor_entry(name, expert))
+        if found is not None and found.size != columns:
+            raise ValueError(f"the statistics have {found.size} columns, the matrix {columns}")
+        return found
+
+
+def measure(
+    options: CalibrationOptions, checkpoint: Checkpoint, messages: TextIO, kept: Path | None = None
+) -> MeasuredEnergies:
+    """Run a model and measure its inputs.
+
+    Args:
+        options: model, text and tokens; ``out`` is a folder on whose disk there is room for activations.
+        checkpoint: the model as it was read.
+        messages: where progress goes.
+        kept: a file that an earlier call has written of the same, or that this one writes. What is in it must be the
+            same however often it is asked, so that an interrupted conversion goes on.
+
+    Raises:
+        UserError: the model or the text cannot be used.
+        OSError: there is no room.
+    """
+    model = LayeredModel(options, checkpoint)
+    inputs = windows(options, model.context)
+    key = hashlib.sha256(f"{model_hash(checkpoint.files)} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
+    if kept is not None and (found := _read(kept, key, options.model)):
+        return found
+    with tempfile.TemporaryDirectory(prefix="activations-", dir=options.out) as scratch:
+        measured = _run(options, model, inputs, Path(scratch), messages)
+    if kept is not None:
+        arrays = {f"{measured.norms.get(name, '')}/{name}": mean for name, mean in measured.means.items()}
+        save(arrays, kept, metadata={_KEY: key})
+    return measured
+
+
+def _read(path: Path, key: str, model: Path) -> MeasuredEnergies | None:
+    """What is in a file, None where it is not of the same run, or none."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if (file.metadata() or {}).get(_KEY) != key:
+                return None
+            arrays = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return None
+    names = {name: name.partition("/") for name in arrays}
+    means = {matrix: arrays[name] for name, (_, _, matrix) in names.items()}
+    return MeasuredEnergies(model, means, {matrix: norm for norm, _, matrix in names.values() if norm})
+
+
+def _run(
+    options: CalibrationOptions, model: LayeredModel, inputs: npt.NDArray[np.int64], folder: Path, messages: TextIO
+) -> MeasuredEnergies:
+    batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
+    keywords = model.start(folder, inputs, batches, 0)
+    hidden = np.array(np.memmap(next(folder.iterdir()), np.float32, "r", shape=(*inputs.shape, model.hidden)))
+    means: dict[str, npt.NDArray[np.float64]] = {}
+    norms: dict[str, str] = {}
+    progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")
+    with progress as bar:
+        for number in range(model.layers):
+            layer = model.load(number)
+            groups = model.layout.groups(number, layer)
+            sums = {group.key: np.zeros(group.columns) for group in groups}
+            tokens = dict.fromkeys(sums, 0)
+
+            def add(seen: Seen, sums: dict[str, np.ndarray] = sums, tokens: dict[str, int] = tokens) -> None:
+                for group in seen.groups:
+                    rows = seen.rows(group)
+                    sums[group.key] += rows.double().square().sum(dim=0).cpu().numpy()
+                    tokens[group.key] += rows.shape[0]
+
+            with Watch(model, number, layer, groups, add):
+                for batch in batches:
+                    hidden[batch] = model.step(layer, hidden[batch], keywords[number][len(hidden[batch])])
+            model.unload(number)
+            for group in groups:
+                # Of what saw no token nothing is known.
+                for reader in group.readers if tokens[group.key] and sums[group.key].any() else ():
+                    means[reader.entry] = sums[group.key] / tokens[group.key]
+                    if group.norm is not None:
+                        norms[reader.entry] = group.norm
+            bar.update()
+    return MeasuredEnergies(options.model, means, norms)
