@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 #: What a matrix that writes to the residual stream is called.
-_WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
+WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
 #: Tokens that are held out at most: what they decide is known well by then, and they are kept in memory.
 HELD_TOKENS: Final = 4096
 
@@ -425,7 +425,7 @@ class Streams:
 
             return hook
 
-        names = [f"blk.{self._number}.{part}" for part in (*_WRITERS, "ffn_norm.weight")]
+        names = [f"blk.{self._number}.{part}" for part in (*WRITERS, "ffn_norm.weight")]
         parents = {}
         for name in names:
             if name in self._modules:
@@ -449,7 +449,7 @@ class Streams:
             if name in out and before is not None and after is not None
             and torch.allclose(before.cpu() + out[name].cpu(), after.cpu(), rtol=1e-4, atol=1e-5)
         )  # fmt: skip
-        shortcuts = {}
+        shortcuts: dict[str, _Shortcut] = {}
         for name in (attention, feed_forward):
             if name in out and (path := self._modules[name]) in parents:
                 found = _shortcut(parents[path], out.get(parents[path]), out[name])

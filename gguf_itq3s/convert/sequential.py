@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -24,23 +24,24 @@ from tqdm import tqdm
 
 from .. import report
 from ..calibration.activations import activation_path, activations
-from ..calibration.backward import OutputFisher
+from ..calibration.backward import CHUNK, OutputFisher
 from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.moments import rotate, rotate_both
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
 from ..calibration.store import model_hash
-from ..calibration.streams import Batches, Drift, Streams, Sums, check_rows, row_order, split
+from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
+from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..rounding import fisher, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
-from ..rounding.target import Decomposition
+from ..rounding.target import WIDE, Decomposition
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
@@ -49,6 +50,8 @@ _JOURNAL: Final = "journal.json"
 FISHER, STATISTICS, SCORES, ENERGIES = "fisher", "statistics", "scores.jsonl", "energies.safetensors"
 _SHARED: Final = (FISHER, STATISTICS, SCORES, ENERGIES)
 _STREAMS: Final = ("original", "quantized")
+#: Memory of Python and its libraries, torch and transformers among them, in bytes.
+_LIBRARIES: Final = 600 << 20
 #: Weights that are encoded and decoded at a time.
 _PIECE: Final = 1 << 22
 #: Tokens that the result is measured on at most: their logits are held twice.
@@ -119,6 +122,41 @@ class Finished:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@dataclass
+class _Layer:
+    """Sizes of a layer, or the largest of several.
+
+    Attributes:
+        weights: all of them.
+        columns: of the widest input.
+        kept: columns of the inputs that are kept while a layer is at work.
+        solving: bytes of the sums of one passage, their decompositions and its targets.
+        gradients: numbers in the output Fisher matrices.
+    """
+
+    weights: int = 0
+    columns: int = 0
+    kept: int = 0
+    solving: int = 0
+    gradients: int = 0
+
+    def add(self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, options: SequentialOptions) -> None:
+        """Count a matrix, or a stack of them."""
+        rows, columns = tensor.shape[-2:]
+        self.weights += tensor.size
+        self.columns = max(self.columns, columns)
+        self.kept += columns if name.endswith(WRITERS) else 0
+        n = columns if calibration.full(columns) else BLOCK
+        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
+        square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
+        self.solving = max(self.solving, square + 8 * 7 * rows * columns)
+        self.gradients += tensor.size // columns * (rows if rows <= options.fisher_rows else options.fisher_block)
+
+    def or_larger(self, other: _Layer) -> _Layer:
+        """The larger of each."""
+        return _Layer(*(max(getattr(self, key.name), getattr(other, key.name)) for key in fields(self)))
+
+
 class Sequential:
     """One such run.
 
@@ -186,28 +224,30 @@ class Sequential:
 
     def _check_room(self, model: LayeredModel, inputs: np.ndarray) -> None:
         """Say what memory and disk it takes, and find a disk that is too small before the work."""
-        by_layer: dict[str, int] = {}
-        gradients: dict[str, int] = {}  # numbers in the output Fisher matrices of a layer
-        widest = most_rows = encoded = 0
+        layers: dict[str, _Layer] = {}
         for name, tensor in self.rescaled.items():
-            if len(tensor.shape) < 2 or not name.startswith("blk."):
-                continue
-            rows, columns = tensor.shape[-2:]
-            layer = name.split(".")[1]
-            by_layer[layer] = by_layer.get(layer, 0) + tensor.size
-            widest = max(widest, columns if self.calibration.full(columns) else 0)
-            most_rows = max(most_rows, rows * columns)
-            block = rows if rows <= self.options.fisher_rows else self.options.fisher_block
-            gradients[layer] = gradients.get(layer, 0) + tensor.size // columns * block
-            encoded += tensor.bytes_in(self.types[name])
-        # Two copies of a layer in float32; sums, their damped copy and the solver's in float64; a matrix in float64.
-        memory = 8 * max(by_layer.values(), default=0) + 8 * 5 * widest**2 + 8 * 3 * most_rows
-        stream = 4 * inputs.size * model.hidden
-        disk = 4 * stream + encoded
+            if len(tensor.shape) >= 2 and name.startswith("blk."):
+                size = layers.setdefault(name.split(".")[1], _Layer())
+                size.add(name, tensor, self.calibration, self.options)
+        largest = _Layer()
+        for size in layers.values():
+            largest = largest.or_larger(size)
+        vocabulary, hidden = self.rescaled["token_embd.weight"].shape[-2:]
+        batch = min(self.calibration.batch, len(inputs)) * inputs.shape[1]
+        held = sum(len(part) for part in self._split(inputs).held) * inputs.shape[1]
+        rounding = 8 * largest.weights + largest.solving + 4 * (8 * batch + 3 * held) * largest.columns
+        # The output matrix as it was and as it is, and logits of both.
+        ends = 12 * vocabulary * hidden + 4 * 6 * _MEASURED * vocabulary
+        stream = 4 * inputs.size * hidden
+        encoded = sum(tensor.bytes_in(self.types[name]) for name, tensor in self.rescaled.items())
+        disk = 4 * stream + 2 * 4 * inputs.size * largest.kept + encoded
+        backward = 0
         if self.options.fisher:
-            disk += (model.layers + 3) * stream + 4 * sum(gradients.values())
-            # Before that: a layer in float32, sums in float64 and what is written of them.
-            memory = max(memory, 4 * max(by_layer.values(), default=0) + 12 * max(gradients.values(), default=0))
+            disk += (model.layers + 3) * stream + 4 * sum(size.gradients for size in layers.values())
+            # A layer in float32, sums in float64 and what is written of them; before that the logits of a few tokens.
+            backward = 4 * largest.weights + 12 * largest.gradients + 16 * batch * largest.columns
+            ends = max(ends, 6 * vocabulary * hidden + 32 * CHUNK * vocabulary)
+        memory = _LIBRARIES + max(rounding, ends, backward)
         text = f"{inputs.size} tokens through {model.layers} layers"
         print(
             f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk",
@@ -264,7 +304,7 @@ class Sequential:
         return finished
 
     def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int) -> None:
-        batches = split(*inputs.shape, self.calibration.batch)
+        batches = self._split(inputs)
         shape = (*inputs.shape, model.hidden)
         original, quantized = (self.folder / stream for stream in _STREAMS)
         keywords = model.start(original, inputs, batches.all, done)
@@ -316,6 +356,9 @@ class Sequential:
                     activation_path(folder, number).unlink()
                 bar.update()
         self._say_result(model, inputs, batches)
+
+    def _split(self, inputs: np.ndarray) -> Batches:
+        return split(len(inputs), inputs.shape[1], self.calibration.batch)
 
     def _scale(self, reader: Reader) -> np.ndarray | None:
         """What the file multiplies the columns of a matrix by."""

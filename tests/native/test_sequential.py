@@ -31,7 +31,7 @@ from gguf_itq3s.convert import sequential
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
-from gguf_itq3s.rounding import hessian
+from gguf_itq3s.rounding import hessian, target
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo-llama"
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
@@ -89,7 +89,7 @@ def streams_of_layer_0(
     options = calibration(folder, place)
     model = LayeredModel(options, open_checkpoint(folder))
     ids = windows(options, model.context)
-    batches = split(*ids.shape, 4)
+    batches = split(len(ids), ids.shape[1], 4)
     place.mkdir()
     keywords = model.start(place, ids, batches.all, 0)
     inputs = activations(place, 0, (*ids.shape, model.hidden), "r")
@@ -120,7 +120,7 @@ def test_the_sums_are_those_of_two_whole_models(scaled: bool, uneven: Callable[[
     names = [[group.readers[0].name for group in passage] for passage in streams.passages]
     assert names == [[f"blk.0.{part}.weight"] for part in ("attn_q", "attn_output", "ffn_gate", "ffn_down")]
     before, after = Full(folder), Full(folder)
-    numbers = split(*ids.shape, 4)
+    numbers = split(len(ids), ids.shape[1], 4)
     train, held = (np.concatenate(part) for part in (numbers.train, numbers.held))
     assert len(train) == 9 and len(held) == 1
 
@@ -183,7 +183,7 @@ def test_layers_that_run_from_what_was_kept_give_what_whole_ones_give(
     for number, passage in enumerate(streams.passages):
         streams.sums(passage)
         disturb(streams, after, range(number, number + 1))
-    for batch in split(*ids.shape, 4).all:
+    for batch in split(len(ids), ids.shape[1], 4).all:
         original, quantized = streams.step(batch)
         wanted = [model.inputs(ids[batch], "model.layers.1").reshape(original.shape) for model in (Full(folder), after)]
         np.testing.assert_allclose(original, wanted[0], atol=1e-4)
@@ -238,7 +238,7 @@ def test_where_nothing_changes_the_result_is_that_of_a_calibration(
     monkeypatch.setattr(sequential, "split", lambda *_: everything)
     monkeypatch.setattr(Streams, "put", lambda *_: None)
     monkeypatch.setattr(Streams, "_weighted", lambda *_: False)
-    more = {"damping": 0.01, "token_embedding_type": "f16"}
+    more: dict[str, Any] = {"damping": 0.01, "token_embedding_type": "f16"}
     quiet(asked(uneven(name), tmp_path / "sequential.gguf", **more))
     calibrate(calibration(uneven(name), tmp_path / "hessians"))
     options = ConvertOptions(
@@ -309,7 +309,7 @@ def test_what_is_lost_stops_and_leaves_no_file(
 def test_a_target_too_far_away_is_refused(
     uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequential.target, "line_search", lambda *_: 1000.0)
+    monkeypatch.setattr(target, "line_search", lambda *_: 1000.0)
     with pytest.raises(UserError, match="further from it than it is large") as caught:
         quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
     assert "blk.0." in str(caught.value)
