@@ -264,7 +264,7 @@ class Sequential:
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
         blocks = (self.options.fisher_rows, self.options.fisher_block)
-        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "experts")
+        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "held out")
         key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
         found.collect(model, inputs, batch, key, self.messages)
         return found

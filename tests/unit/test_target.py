@@ -123,6 +123,30 @@ def test_hessians_that_cannot_be_decomposed_are_refused() -> None:
     assert Decomposition.of(torch.zeros(256, 256, dtype=torch.float64), 0.01).upper[0, 0, 0] == pytest.approx(0.1)
 
 
+def test_output_fisher_matrices_are_drawn_to_the_identity_as_far_as_other_tokens_like() -> None:
+    """80 tokens for 64 rows say too much; the trace stays, experts are left to :meth:`_Sums.shrink`."""
+    rng = np.random.default_rng(6)
+    mix = torch.from_numpy(rng.standard_normal((64, 64)) * np.linspace(0.1, 1, 64)).float()
+    few, held = (torch.from_numpy(rng.standard_normal((count, 64))).float() @ mix for count in (80, 400))
+    names = ("blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight[3]")
+    sums = _Sums(full=64, block=32)
+    for part, place in ((few, 0), (held, 1)):
+        if place:
+            sums.hold_out()
+        for name in names:
+            sums.add(name, part)
+    sums.draw_to_identity()
+    found = {name.rpartition("/")[0]: matrix for name, matrix in sums.means(1)}
+    whole = (few.T @ few + held.T @ held).double()
+    np.testing.assert_allclose(found[names[1]], whole, rtol=1e-4, atol=1e-3)
+    assert np.trace(found[names[0]]) == pytest.approx(float(whole.trace()), rel=1e-5)
+    errors = [Decomposition.of((few.T @ few).double(), damping).expected_error(held) for damping in target.DAMPINGS]
+    damping = target.DAMPINGS[int(np.argmin(errors))]
+    drawn = (whole + damping * whole.diagonal().mean() * torch.eye(64, dtype=torch.float64)) / (1 + damping)
+    np.testing.assert_allclose(found[names[0]], drawn, rtol=1e-4, atol=1e-3)
+    assert target.DAMPINGS[0] < damping < target.DAMPINGS[-1]
+
+
 def fisher_matrix(m: int, seed: int = 0) -> np.ndarray:
     a = np.random.default_rng(seed).standard_normal((m, 3 * m))
     a[: m // 2] += a[m // 2 : 2 * (m // 2)]
