@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -92,6 +92,7 @@ def measure(
         OSError: there is no room.
     """
     model = LayeredModel(options, checkpoint)
+    options = replace(options, context=min(options.context or model.context, model.context))
     inputs = windows(options, model.context)
     key = hashlib.sha256(f"{model_hash(checkpoint.files)} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
     if kept is not None and (found := _read(kept, key, options.model)):

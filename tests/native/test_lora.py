@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,7 +17,7 @@ from divergence import log_probabilities, mean_kld
 from gguf_files import arrays, metadata
 from gguf_itq3s import cli
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
-from gguf_itq3s.checkpoint.rescaling import NORMS_FOLDED
+from gguf_itq3s.checkpoint.rescaling import EXPONENTS, ID, NORMS_FOLDED, SOURCES
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 
@@ -24,9 +25,15 @@ from gguf_itq3s.convert.pipeline import convert
 MODELS = ("bundled", "llama", "gemma")
 
 
+#: How models are rescaled.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "folded": {"fold_norms": True}, "equalized": {"equalize": True, "context": 64, "tokens": 512},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def made(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``made(name)``: a folder with an adapter, the model in four files and the adapter in two, made once."""
+    """``made(name)``: a folder with an adapter, the model in six files and the adapter in three, made once."""
     folders: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -36,12 +43,12 @@ def made(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
             adapter = save_adapter(base, folder / "adapter", size=0.03)
             quiet = io.StringIO()
             for outtype in ("f16", "itq3_s"):
-                for folds in (False, True):
-                    out = folder / f"{outtype}-{'folded' if folds else 'plain'}.gguf"
-                    convert(ConvertOptions(base, out, outtype=outtype, pure=True, fold_norms=folds), quiet)
-            for folds in (False, True):
-                out = folder / f"adapter-{'folded' if folds else 'plain'}.gguf"
-                convert_lora(LoraOptions(adapter, out, base, fold_norms=folds), quiet)
+                for kind, how in KINDS.items():
+                    out = folder / f"{outtype}-{kind}.gguf"
+                    convert(ConvertOptions(base, out, outtype=outtype, pure=True, **how), quiet)
+            for kind in KINDS:
+                out, model = (folder / f"{part}-{kind}.gguf" for part in ("adapter", "f16"))
+                convert_lora(LoraOptions(adapter, out, base, model=model), quiet)
         return folders[name]
 
     return make
@@ -70,6 +77,22 @@ def test_adapters_act_as_on_the_unfolded_model(name: str, made: Callable[[str], 
     assert ours[1] < 1.25 * ours[0]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_act_on_the_equalized_model(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Rows of B are scaled too: what v and up put out has other sizes there."""
+    folder = made(name)
+    plain, equalized = (("--lora", folder / f"adapter-{kind}.gguf") for kind in ("plain", "equalized"))
+    model = folder / "f16-equalized.gguf"
+    base = log_probabilities(folder / "f16-plain.gguf", tmp_path / "base", *plain)
+    without, same = mean_kld(model, base), mean_kld(model, base, *equalized)
+    bare = tmp_path / "unmarked.gguf"
+    keys = [part for key in (SOURCES, EXPONENTS, ID) for part in ("--remove-metadata", key)]
+    assert cli.main(["new-metadata", "--force", *keys, str(model), str(bare)]) == 0
+    unscaled = mean_kld(bare, base, *plain)
+    print(f"{name}: without {without}, scaled {same}, not scaled {unscaled}")
+    assert abs(same) < 1e-5 and without > 0.05 and unscaled > 100 * abs(same) + 1e-4
+
+
 @pytest.mark.parametrize("rank_stabilised", [False, True])
 def test_an_adapter_is_what_peft_means_by_it(
     rank_stabilised: bool, uneven: Callable[[str], Path], tmp_path: Path
@@ -82,20 +105,16 @@ def test_an_adapter_is_what_peft_means_by_it(
     quiet = io.StringIO()
     convert(ConvertOptions(whole, tmp_path / "whole.gguf", outtype="f16"), quiet)
     convert(ConvertOptions(base, tmp_path / "folded.gguf", outtype="f16", fold_norms=True), quiet)
-    convert_lora(LoraOptions(adapter, tmp_path / "adapter.gguf", base), quiet)
+    convert_lora(LoraOptions(adapter, tmp_path / "adapter.gguf", base, fold_norms=True), quiet)
     base_file = log_probabilities(tmp_path / "whole.gguf", tmp_path / "base")
     assert mean_kld(tmp_path / "folded.gguf", base_file) > 0.05
     assert abs(mean_kld(tmp_path / "folded.gguf", base_file, "--lora", tmp_path / "adapter.gguf")) < 1e-5
 
 
-FOLDED_MODEL = (
-    "the model's norms are folded (itq3s.norms_folded) and the adapter is for one whose norms are not; convert the "
-    "adapter with: gguf-itq3s convert-lora ADAPTER out.gguf --base MODEL_DIR"
-)
-FOLDED_ADAPTER = (
-    "the adapter is for a model whose norms are folded (itq3s.norms_folded) and this model's are not; convert the "
-    "adapter with: gguf-itq3s convert-lora ADAPTER out.gguf --base MODEL_DIR --no-fold-norms"
-)
+CONVERT = "convert the adapter with: gguf-itq3s convert-lora ADAPTER out.gguf --base MODEL_DIR --model MODEL.gguf"
+RESCALED_MODEL = f"the model's channels are rescaled, and the adapter is for one whose channels are not; {CONVERT}"
+RESCALED_ADAPTER = f"the adapter is for a model whose channels are rescaled, and this model's are not; {CONVERT}"
+OTHERWISE = f"the adapter is for a model whose channels are rescaled otherwise; {CONVERT}"
 
 
 @pytest.mark.parametrize("outtype", ["f16", "itq3_s"])
@@ -107,7 +126,9 @@ def test_pairs_that_do_not_fit_are_refused(
         "llama-server": ["--port", "0"], "llama-export-lora": ["-o", tmp_path / "out.gguf"],
     }  # fmt: skip
     arguments = ways.get(tool, ["-p", "The", "-n", "1", "-st"])
-    for model, adapter, line in (("folded", "plain", FOLDED_MODEL), ("plain", "folded", FOLDED_ADAPTER)):
+    pairs = [("folded", "plain", RESCALED_MODEL), ("plain", "folded", RESCALED_ADAPTER)]
+    pairs += [("equalized", "plain", RESCALED_MODEL), ("plain", "equalized", RESCALED_ADAPTER)]
+    for model, adapter, line in (*pairs, ("equalized", "folded", OTHERWISE), ("folded", "equalized", OTHERWISE)):
         files = ("-m", made("llama") / f"{outtype}-{model}.gguf", "--lora", made("llama") / f"adapter-{adapter}.gguf")
         done = llama.run(tool, *files, *arguments, check=False)
         said = (done.stdout + done.stderr).splitlines()
@@ -146,7 +167,7 @@ def test_llama_quantize_carries_the_mark(made: Callable[[str], Path], tmp_path: 
     assert metadata(out)[NORMS_FOLDED] is True
     files = ("-m", out, "--lora", made("llama") / "adapter-plain.gguf")
     done = llama.run("llama-completion", *files, "-p", "The", "-n", "1", "-no-cnv", check=False)
-    assert done.returncode == 1 and FOLDED_MODEL in done.stdout + done.stderr
+    assert done.returncode == 1 and RESCALED_MODEL in done.stdout + done.stderr
 
 
 def test_a_mark_that_is_no_bool_is_none(made: Callable[[str], Path], tmp_path: Path) -> None:
@@ -168,4 +189,4 @@ def test_a_mark_that_is_no_bool_is_none(made: Callable[[str], Path], tmp_path: P
         writer.close()
         files = ("-m", folder / "f16-folded.gguf", "--lora", out)
         done = llama.run("llama-completion", *files, "-p", "The", "-n", "1", "-no-cnv", check=False)
-        assert done.returncode == 1 and FOLDED_MODEL in done.stdout + done.stderr
+        assert done.returncode == 1 and RESCALED_MODEL in done.stdout + done.stderr

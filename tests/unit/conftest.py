@@ -34,7 +34,10 @@ def converted(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         key = name, repr(options)
         if key not in made:
             out = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
-            convert(ConvertOptions(uneven(name), out, effort="fast", **{"pure": True, "fold_norms": True, **options}), io.StringIO())
+            convert(
+                ConvertOptions(uneven(name), out, effort="fast", **{"pure": True, "fold_norms": True, **options}),
+                io.StringIO(),
+            )
             made[key] = out
         return made[key]
 

@@ -29,6 +29,7 @@ from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.distill import pipeline
 from gguf_itq3s.distill.codes import Coded, CodedMatrix, encoder
 from gguf_itq3s.distill.losses import confidence_of, divergence
+from gguf_itq3s.distill.model import Student
 from gguf_itq3s.distill.optimizer import BETAS, Adam, Group, decode_moment, encode_moment
 from gguf_itq3s.distill.options import DistillOptions
 from gguf_itq3s.distill.pipeline import Run, distill, rate
@@ -185,10 +186,11 @@ def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, 
     assert found[name].dtype == torch.float16 and not torch.equal(found[name], before[name])
     assert torch.equal(found["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     gain = found["model.layers.0.input_layernorm.weight"]
-    assert gain.dtype == torch.float32 and 0 < float((gain - 1).abs().max()) < 0.05, "folded, then trained a little"
+    moved = gain - before["model.layers.0.input_layernorm.weight"].float()
+    assert gain.dtype == torch.float32 and 0 < float(moved.abs().max()) < 0.05, "trained a little"
 
     file = tmp_path / "out.gguf"
-    convert(ConvertOptions(out, file, fold_norms=False, effort="fast"), io.StringIO())
+    convert(ConvertOptions(out, file, effort="fast"), io.StringIO())
     written = tensors_of(file)["blk.1.ffn_down.weight"]
     decoded = gguf.quants.dequantize(written.data, written.tensor_type)
     difference = np.square(decoded - found[name].float().numpy()).sum() / np.square(decoded).sum()
@@ -196,15 +198,27 @@ def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, 
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2"])
-def test_folding_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_path: Path) -> None:
+def test_rescaling_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Before it is coded the student is the teacher, also where a norm adds one to its gain or a matrix has a bias."""
-    model = uneven(name)
+    model, start = uneven(name), tmp_path / "start.gguf"
     checkpoint = open_checkpoint(model)
-    made = Run(options(model, tmp_path / "out"), checkpoint, tmp_path, io.StringIO())
-    assert made.student.norms and len(made.student.matrices) == 14
-    assert made.measure() < 1e-6
-    made.student.encode(made.encode)
-    assert made.measure() > 1e-4
+    for how in ({"fold_norms": True}, {"equalize": True, "context": 64, "tokens": 512}):
+        convert(ConvertOptions(model, start, effort="fast", **how), io.StringIO())  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(Student, "_codes", lambda *_: {})
+            made = Run(options(model, tmp_path / "out", start=start), checkpoint, tmp_path, io.StringIO())
+        assert made.student.norms and len(made.student.matrices) == 14
+        assert made.student.rescaling.touches("blk.0.attn_q.weight")
+        moved = (
+            made.student.matrices["blk.0.attn_q.weight"].latent
+            - Run(options(model, tmp_path / "out"), checkpoint, tmp_path, io.StringIO())
+            .student.matrices["blk.0.attn_q.weight"]
+            .latent
+        )
+        assert float(moved.abs().max()) > 1e-3
+        assert made.measure() < 1e-6
+        made.student.encode(made.encode)
+        assert made.measure() > 1e-4
 
 
 def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -234,10 +248,18 @@ def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: 
     ).read_bytes()
 
 
-def test_a_start_from_a_file_begins_with_its_codes(uneven: Make, tmp_path: Path) -> None:
-    """Rows that the conversion permutes go back to where they were; without steps the codes stay as they are."""
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"fold_norms": True}, {"equalize": True, "context": 64, "tokens": 512}],
+    ids=["plain", "folded", "equal"],
+)
+def test_a_start_from_a_file_begins_with_its_codes(how: dict[str, Any], uneven: Make, tmp_path: Path) -> None:
+    """Rows that the conversion permutes go back to where they were; without steps the codes stay as they are.
+
+    A rescaled file makes a student that is rescaled alike, and writes a checkpoint that predicts the same.
+    """
     model, start = uneven("llama"), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, effort="default", fold_norms=True), io.StringIO())
+    convert(ConvertOptions(model, start, effort="default", **how), io.StringIO())
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     latent = {name: matrix.latent.detach().clone() for name, matrix in made.student.matrices.items()}
     made.student.encode(made.encode)
@@ -262,7 +284,7 @@ def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: P
     found = ternary.recognise(matrix)
     assert found is not None and found.granularity == "block"
     file = tmp_path / "out.gguf"
-    convert(ConvertOptions(out, file, fold_norms=False), io.StringIO())
+    convert(ConvertOptions(out, file), io.StringIO())
     assert {t.tensor_type.name for n, t in tensors_of(file).items() if "ffn" in n and "norm" not in n} == {"TQ2_0"}
 
 
@@ -275,10 +297,14 @@ def test_gradient_checkpointing_gives_the_same_model(uneven: Make, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["mixtral-few", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"])
-def test_folding_norms_that_experts_read(name: str, uneven: Make, tmp_path: Path, any_tokenizer: None) -> None:
+def test_folding_norms_that_experts_read(
+    name: str, uneven: Make, tmp_path: Path, any_tokenizer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And routers, and shared experts with a gate."""
-    model = uneven(name)
-    made = Run(options(model, tmp_path / "out"), open_checkpoint(model), tmp_path, io.StringIO())
+    model, start = uneven(name), tmp_path / "start.gguf"
+    convert(ConvertOptions(model, start, effort="fast", fold_norms=True), io.StringIO())
+    monkeypatch.setattr(Student, "_codes", lambda *_: {})
+    made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     shared = 3 if name == "qwen2-moe" else 0
     assert len(made.student.norms) == 4 and made.student.count == 2 * (4 + 3 * 4 + shared)
     assert all("ffn_gate_inp" in left for left in made.student.left)
@@ -303,7 +329,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
     assert done.matrices == made.student.count == 32 and 0 < done.after < 1.2 * done.before < 0.5
     found, before = load_file(out / "model.safetensors"), load_file(model / "model.safetensors")
     assert {key: tensor.shape for key, tensor in found.items()} == {key: tensor.shape for key, tensor in before.items()}
-    convert(ConvertOptions(out, tmp_path / "out.gguf", fold_norms=False, pure=True, effort="fast"), io.StringIO())
+    convert(ConvertOptions(out, tmp_path / "out.gguf", pure=True, effort="fast"), io.StringIO())
     written = tensors_of(tmp_path / "out.gguf")
     key = {
         "mixtral-few": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
@@ -318,7 +344,9 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
 
 def test_experts_start_from_a_file(uneven: Make, tmp_path: Path) -> None:
     model, start = uneven("mixtral-few"), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, pure=True, effort="fast", fold_norms=True), io.StringIO())
+    convert(
+        ConvertOptions(model, start, pure=True, effort="fast", equalize=True, context=64, tokens=512), io.StringIO()
+    )
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     stack = made.student.matrices["blk.0.ffn_gate_up_exps.weight"]
     parts = [tensors_of(start)[f"blk.0.ffn_{part}_exps.weight"].data for part in ("gate", "up")]
@@ -384,12 +412,11 @@ def test_a_tokenizer_of_another_model_is_found_before_it_is_run(checkpoint: Make
 def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
     for name, changes, said in (
         ("other", {}, "is of another model"),
-        ("unfolded", {"fold_norms": False}, "has its norms folded otherwise"),
         ("mixed", {"tensor_types": (("attn_q", "q8_0"),)}, "is not a ITQ3_S matrix of this model's shape"),
     ):
         start = tmp_path / f"{name}.gguf"
         model = checkpoint("llama") if name == "other" else uneven("llama")
-        convert(ConvertOptions(model, start, **{"effort": "fast", "fold_norms": True, **changes}), io.StringIO())  # type: ignore[arg-type]
+        convert(ConvertOptions(model, start, **{"effort": "fast", **changes}), io.StringIO())  # type: ignore[arg-type]
         with pytest.raises(UserError, match=said):
             run(uneven("llama"), tmp_path / "out", start=start)
 
@@ -441,7 +468,10 @@ def test_the_command(uneven: Make, tmp_path: Path, capsys: pytest.CaptureFixture
     arguments += ["--steps", 2, "--batch", 2, "--effort", "fast", "--threads", 1, "--optimizer-state", "cpu"]
     assert main([str(argument) for argument in arguments]) == 0
     said = capsys.readouterr()
-    assert "KL divergence on windows that were not trained on: 0." in said.out and "--no-fold-norms" in said.out
+    assert (
+        "KL divergence on windows that were not trained on: 0." in said.out
+        and "convert it with: convert-hf-to-itq3s" in said.out
+    )
     assert "of memory" in said.err and "of CPU memory for the optimizer" in said.err
     assert main([str(argument) for argument in arguments]) == 1
     assert "is there already" in capsys.readouterr().err

@@ -69,7 +69,9 @@ def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path
     normalised = np.exp(np.random.default_rng(1).standard_normal(256))
     matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": (normalised * gain**2)[None]})
     for statistics in (None, matrix):
-        convert(ConvertOptions(model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics, fold_norms=True))
+        convert(
+            ConvertOptions(model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics, fold_norms=True)
+        )
         data = next(t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.0.attn_q.weight").data
         error = fwht(blocks.dequantize(np.array(data)) - folded["blk.0.attn_q.weight"])
         cost = hessian.cost(error, hessian.from_diagonal(normalised))

@@ -352,7 +352,16 @@ def test_command(
     adapter: Path, uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x-{ftype}.gguf"
-    arguments = ["convert-lora", str(adapter), str(out), "--base", str(uneven("llama")), "--outtype", "f16", "--fold-norms"]
+    arguments = [
+        "convert-lora",
+        str(adapter),
+        str(out),
+        "--base",
+        str(uneven("llama")),
+        "--outtype",
+        "f16",
+        "--fold-norms",
+    ]
     before = sys.argv, list(sys.path)
     assert cli.main(arguments) == 0
     assert (sys.argv, sys.path) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from gguf_files import arrays, metadata
 from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
 from gguf_itq3s.checkpoint import rescaling
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.transformers import ITQ3SConfig
 from training import train, windows, with_adapter
@@ -101,7 +104,9 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
         (adapter / name).write_bytes((folder / "adapter" / name).read_bytes())
 
     def scaled(base: Path, **options: Any) -> int:
-        return len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **{"fold_norms": True, **options})).scaled)
+        return len(
+            convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **{"fold_norms": True, **options})).scaled
+        )
 
     assert scaled(uneven("llama")) == 10  # taken for one of the checkpoint
     assert scaled(uneven("llama"), trained_folded=True) == 0
@@ -111,7 +116,9 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
     assert scaled(uneven("llama"), trained_folded=False) == 10
     plain = tmp_path / "plain.gguf"
     convert(ConvertOptions(uneven("llama"), plain, outtype="f16"), io.StringIO())
-    with pytest.raises(UserError, match=r"was trained beside a model that is not plain\.gguf; give as --model the file"):
+    with pytest.raises(
+        UserError, match=r"was trained beside a model that is not plain\.gguf; give as --model the file"
+    ):
         scaled(uneven("llama"), model=plain, fold_norms=False)
 
 

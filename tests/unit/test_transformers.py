@@ -135,7 +135,9 @@ def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None
         read = packed(load_gguf(tmp_path / "model.gguf"))
         assert all(torch.equal(read[layer_name].weight, layer.weight) for layer_name, layer in layers.items())
     with pytest.warns(UserWarning, match="no linear layer can be packed"):
-        folded = load(folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32)
+        folded = load(
+            folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32
+        )
     assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
 
 
@@ -451,7 +453,10 @@ def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
 
 def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "split.gguf"
-    convert(ConvertOptions(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8), io.StringIO())
+    convert(
+        ConvertOptions(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8),
+        io.StringIO(),
+    )
     first = sorted(tmp_path.glob("*.gguf"))[0]
     assert first.name.endswith("-00001-of-00003.gguf")
     whole = load_gguf(converted("llama")).state_dict()

@@ -105,7 +105,11 @@ def test_folding_and_packing_change_nothing_else(
     """Unpacked again, the model computes what the packed one does; folded alone, what the checkpoint does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folded = load(uneven(name), ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32)
+        folded = load(
+            uneven(name),
+            ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True),
+            dtype=torch.float32,
+        )
     model = copy.deepcopy(quantized(name))
     assert not packed(folded)
     assert difference(logits(folded), logits(load(uneven(name), dtype=torch.float32))) < 1e-5
