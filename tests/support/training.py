@@ -27,7 +27,7 @@ def with_adapter(model: Any, *, rank: int = 8, seed: int = 0) -> Any:
 
 
 def with_random_adapter(model: Any, size: float, *, rank: int = 8) -> Any:
-    """The model with an adapter that no training made: B, which PEFT starts at zero, has random numbers of that size."""
+    """The model with an adapter that no training made: B, which PEFT starts at zero, has random numbers of a size."""
     adapted = with_adapter(model, rank=rank)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
