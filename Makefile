@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,11 +52,14 @@ demo: $(INSTALLED) ## convert models/demo-llama to ITQ3_S and let llama.cpp writ
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake --target demo
 	@$(PY) scripts/demo.py
 
-test: build ## run all tests
-	$(PY) -m pytest --slow -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+test: build ## run the tests
+	@$(PY) -m pytest --slow -n $(TEST_WORKERS) --dist loadfile --durations 15 $(PYTEST_ARGS)
+
+test-all: test ## run the tests, then those that repeat them over more architectures, types and sizes
+	@$(PY) -m pytest -m long -n $(TEST_WORKERS) --dist loadfile --durations 15 $(PYTEST_ARGS)
 
 test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow ones
-	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/unit --durations 10 $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
 	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)

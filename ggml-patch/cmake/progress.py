@@ -2,9 +2,9 @@
 
     progress.py LOG OURS COMMAND...
 
-Upstream's files and the compiler's own headers give hundreds of warnings; a reader of the screen is helped by none. The
-warnings of our files, whose names match the regular expression OURS, are printed, and are an error where the environment
-variable CI is set. Where the build fails, the end of its output is printed.
+Upstream's files and the compiler's own headers give hundreds of warnings; a reader of the screen is helped by none.
+The warnings of our files, whose names match the regular expression OURS, are printed, and are an error where the
+environment variable CI is set. Where the build fails, the end of its output is printed.
 """
 
 from __future__ import annotations

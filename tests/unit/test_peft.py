@@ -68,9 +68,7 @@ def test_gradients_are_those_of_the_decoded_model(trained: tuple[Any, Path, list
         assert (gradient - found[1][name]).norm() <= 1e-4 * found[1][name].norm(), name
 
 
-def test_a_step_lowers_the_loss_by_what_its_gradient_says(
-    trained: tuple[Any, Path, list[float]], uneven: Any
-) -> None:
+def test_a_step_lowers_the_loss_by_what_its_gradient_says(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
     promised, found = promised_and_found(trained[0], windows(uneven("llama"), 4, 64), 0.005)
     assert found == pytest.approx(promised, rel=0.1)
 
