@@ -57,13 +57,9 @@ def decode(source: Path, folder: Path) -> None:
     # Decoded, it is an ordinary model; Transformers would refuse to save what it holds for quantized.
     model.hf_quantizer = None
     model.config.name_or_path = ""
-    for holder, name in (
-        (model, "quantization_method"),
-        (model, "is_quantized"),
-        (model.config, "quantization_config"),
-    ):
-        if name in vars(holder):
-            delattr(holder, name)
+    for holder in (model, model.config):
+        for name in ("quantization_method", "is_quantized", "quantization_config"):
+            vars(holder).pop(name, None)
     model.config.architectures = [type(model).__name__]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:

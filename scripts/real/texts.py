@@ -45,6 +45,7 @@ _CODE_CHARACTERS: Final = 90_000
 #: Tokens of an answer, and seconds that it may take on a slow machine.
 _ANSWER: Final = 192
 _SECONDS: Final = 900.0
+_WITHOUT: Final = "score without the chat: --texts wiki code"
 
 
 def given(option: Path | None, variable: str) -> Path | None:
@@ -127,9 +128,7 @@ def chat(folder: Path, f16: Path, server: Path, kept: Path, threads: int) -> str
             for question in asked
         )
     except Exception as error:  # whatever the template raises
-        raise UserError(
-            folder, f"its chat template fails ({error})", "score without the chat: --texts wiki code"
-        ) from error
+        raise UserError(folder, f"its chat template fails ({error})", _WITHOUT) from error
 
 
 @contextmanager
@@ -204,7 +203,7 @@ def with_marks_read(f16: Path, path: Path) -> None:
     try:
         field = gguf.GGUFReader(partial, "r+").fields.get(gguf.Keys.Tokenizer.TOKEN_TYPE)
         if field is None:
-            raise UserError(f16, "has no types of tokens", "score without the chat: --texts wiki code")
+            raise UserError(f16, "has no types of tokens", _WITHOUT)
         for index in field.data:
             if field.parts[index][0] == gguf.TokenType.CONTROL:
                 field.parts[index][0] = gguf.TokenType.USER_DEFINED

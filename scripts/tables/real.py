@@ -293,9 +293,7 @@ def main() -> int:
             print(f"{row.key:24} {row.label:8} {row.how}")
         return 0
     if args.results and args.quick:
-        raise UserError(
-            args.results, "shows the whole measurement, not the quick one", "leave --quick or --results out"
-        )
+        raise UserError(args.results, "is not for the quick form", "leave --quick or --results out")
     report.require_matplotlib()
     wanted = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
     # The tools are asked for first: the model takes minutes to come.

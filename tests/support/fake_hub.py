@@ -63,7 +63,7 @@ class FakeHub:
         return (200, {"errors": [], "warnings": []}) if parts == ["api", "validate-yaml"] else (404, {"error": path})
 
     def file(self, method: str, path: str) -> bytes | None:
-        """Content of ``/name/resolve/revision/file``; None if the path is not of that form, or there is no such file."""
+        """Content of ``/name/resolve/revision/file``; None if the path has another form, or there is no such file."""
         parts = unquote(urlsplit(path).path).strip("/").split("/")
         name = "/".join(parts[:2])
         if method not in ("GET", "HEAD") or parts[2:3] != ["resolve"] or name not in self.repositories:
