@@ -206,7 +206,7 @@ def layer_rows() -> list[Row]:
 def mix_rows() -> list[Row]:
     """Of a real model: whole files as a user makes them, embedding and output quantized too."""
     sized = {"target_bpw": _BEST, "fisher": True}
-    ours: tuple[tuple[str, str, dict[str, bool], dict[str, Any]], ...] = (
+    ours: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         ("itq3_s", "mix, no data", {}, {}),
         ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}, {}),
         ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}, {}),

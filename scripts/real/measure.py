@@ -30,7 +30,7 @@ from gguf_itq3s.evaluate.runner import Result, describe, hash_of, write_json
 from gguf_itq3s.evaluate.tools import Tools, base_chunks
 from scripts.bench.large import TIMER
 
-from .texts import with_marks_read
+from .texts import renamed, with_marks_read
 
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split
@@ -332,15 +332,15 @@ class Measurement:
         path, record = self.work / f"base-{text.name}-{self.text_key(text)}.kld", self._base_record(text)
         if path.is_file() and record.is_file():
             return path
-        source = self.work / f"text-{text.name}.txt"
-        source.write_text(text.content, encoding="utf-8", newline="\n")
+        source, content = self.work / f"text-{text.name}.txt", text.content
         print(f"log-probabilities of the F16 file: {text.name} ...", file=sys.stderr, flush=True)
         log = self.work / "logs" / f"base-{text.name}.log"
         model = self.setup.f16
         try:
             if text.marked:
                 model = self.work / "files" / "marks-read.gguf"
-                with_marks_read(self.setup.f16, model)
+                content = renamed(content, with_marks_read(self.setup.f16, model))
+            source.write_text(content, encoding="utf-8", newline="\n")
             self.tools.log_probabilities(model, source, path, text.windows, self.setup.context, log)
         finally:
             if model != self.setup.f16:

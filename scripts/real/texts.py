@@ -16,11 +16,12 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,7 @@ from gguf_itq3s.evaluate.runner import write_json
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split
 import gguf
+import numpy as np
 
 CODE: Final = "REAL_CODE"
 TRAINING: Final = "REAL_TRAINING"
@@ -189,24 +191,46 @@ def _ask(port: int, question: str, log: Path) -> str:
         raise UserError(log, f"llama-server: {error}", "the file holds all it printed") from error
 
 
-def with_marks_read(f16: Path, path: Path) -> None:
+def with_marks_read(f16: Path, path: Path) -> dict[str, str]:
     """Copy an F16 file so that llama-perplexity reads the marks of a chat template as the tokens they are.
 
-    The tool takes ``<|im_start|>`` in a text for five characters and two words, because it does not parse control
-    tokens; those that a user has defined it does parse.
+    The tool takes ``<|im_start|>`` in a text for several words and signs, because it does not parse control tokens;
+    those that a user has defined it does parse. llama.cpp turns some back into control tokens by their names, so the
+    copy has them in the other case: ``<|IM_START|>``.
+
+    Returns:
+        Name of a mark -> its name in the copy, for the text to be scored.
 
     Raises:
-        UserError: the file has no list of token types.
+        UserError: the file has no list of tokens with their types.
     """
     partial = path.with_name(f"partial-{path.name}")
     shutil.copyfile(f16, partial)
+    names = {}
     try:
-        field = gguf.GGUFReader(partial, "r+").fields.get(gguf.Keys.Tokenizer.TOKEN_TYPE)
-        if field is None:
+        fields = gguf.GGUFReader(partial, "r+").fields
+        types, tokens = (fields.get(key) for key in (gguf.Keys.Tokenizer.TOKEN_TYPE, gguf.Keys.Tokenizer.LIST))
+        if types is None or tokens is None:
             raise UserError(f16, "has no types of tokens", _WITHOUT)
-        for index in field.data:
-            if field.parts[index][0] == gguf.TokenType.CONTROL:
-                field.parts[index][0] = gguf.TokenType.USER_DEFINED
+        known = {bytes(tokens.parts[index]) for index in tokens.data}
+        for token, kind in zip(tokens.data, types.data, strict=True):
+            if types.parts[kind][0] != gguf.TokenType.CONTROL:
+                continue
+            types.parts[kind][0] = gguf.TokenType.USER_DEFINED
+            name = bytes(tokens.parts[token])
+            other = name.swapcase()  # of ASCII alone: the bytes are as many
+            if name != other and other not in known:
+                tokens.parts[token][:] = np.frombuffer(other, dtype=np.uint8)
+                names[name.decode(errors="replace")] = other.decode(errors="replace")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+    return names
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with the marks of a template under other names."""
+    if not names:
+        return text
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(pattern, lambda found: names[found[0]], text)

@@ -142,7 +142,7 @@ def _child(*arguments: str | Path) -> None:
     Raises:
         UserError: it failed; it has said why.
     """
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, stdout=sys.stderr, check=False)
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, stdout=2, check=False)  # fd 2: as messages
     if done.returncode:
         raise UserError(str(arguments[-1]), "could not be made", "see the line above")
 

