@@ -249,12 +249,25 @@ def _introduction(facts: dict[str, Any]) -> str:
 
 def write_results(source: Source, facts: dict[str, Any], rows: Sequence[Result], docs: Path) -> None:
     """The sections of the pages; the README's and the picture are of the first model alone."""
-    report.replace_section(docs / "real.md", f"real {source.name}", page_of(facts))
     suffix = "" if source.name == models.FIRST else f"_{source.name}"
+    drawn = PICTURE.replace(".png", f"{suffix}.png")
+    pages.picture(rows, f"{source.title}, {report.count(facts['weights'])} weights", docs / "results" / drawn)
+    link = f"\n![KL divergence from F16 over bits per weight, {source.title}](results/{drawn})\n"
+    report.replace_section(docs / "real.md", f"real {source.name}", page_of(facts) + link)
     write_json(docs / "results" / RESULTS.replace(".json", f"{suffix}.json"), facts)
     if source.name == models.FIRST:
-        pages.picture(rows, f"{source.title}, {report.count(facts['weights'])} weights", docs / "results" / PICTURE)
-        report.replace_section(docs.parent / "README.md", "real", pages.summary(rows, SUMMARY))
+        report.replace_section(docs.parent / "README.md", "real", readme_section(source, rows))
+
+
+def readme_section(source: Source, rows: Sequence[Result]) -> str:
+    """The pictures and the short table that the README begins with."""
+    pictures = (
+        f"![KL divergence from F16 over bits per weight, {source.title}](docs/results/{PICTURE})",
+        "![tokens per second over the tokens evaluated together](docs/results/columns.png)",
+    )
+    head = report.markdown(["how much is lost (lower is better)", "how fast (higher is better)"], [pictures], left=2)
+    said = f"Mean KL divergence from F16 of {source.title}, the matrices of its layers in the type ([docs/real.md]"
+    return f"{head}\n{said}(docs/real.md)):\n\n{pages.summary(rows, SUMMARY)}"
 
 
 @report_errors
