@@ -12,6 +12,9 @@ PYTEST_ARGS ?=
 # Processes that run the test files; each takes about a core and two GiB.
 TEST_WORKERS ?= 2
 EVAL_ARGS ?=
+# The model of make real: a name that scripts/tables/real.py knows, a Hugging Face folder, or hf:organisation/name.
+REAL_MODEL ?= qwen2.5-coder-1.5b
+REAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
 SECONDS ?= 600
 ROUNDS ?= 60
@@ -28,7 +31,7 @@ MAKEFLAGS += --no-print-directory
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval real bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +66,9 @@ test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow on
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
 	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)
+
+real: build ## compare types on a real model, REAL_MODEL; REAL_ARGS=--quick takes six rows
+	$(PY) scripts/tables/real.py $(REAL_MODEL) $(REAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
 	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)

@@ -50,6 +50,13 @@ _CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
 # Added to a mean square before its root is taken.
 _EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _UNREADABLE: Final = "the file is damaged; download it again"
+# Of a repository of the hub: what the reader, the tokenizers and the model card are made from.
+_FETCHED: Final = (
+    "LICENSE", "*.json", "*.jinja", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors",
+)  # fmt: skip
+# The same weights once more, in a form of the publisher's own, for other programs or precisions: folders, but for the
+# dense layers that Sentence Transformers numbers (2_Dense), and Mistral's and Meta's one large file.
+_NOT_FETCHED: Final = ("consolidated*", "original/*", "[!0-9]*/*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -287,11 +294,13 @@ def download(repository: str, *, trust_remote_code: bool = False) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
-    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors"]
-    if trust_remote_code:
-        patterns.append("*.py")
+    patterns = [*_FETCHED, *(("*.py",) if trust_remote_code else ())]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=list(_NOT_FETCHED)
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         remedy = "check the name, the network, and HF_TOKEN for a gated model"
         raise UserError(f"hf:{repository}", str(error), remedy) from error
