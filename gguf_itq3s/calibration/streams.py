@@ -277,6 +277,7 @@ class Streams:
             for layer, stream, folder in zip((first, copy.deepcopy(first)), inputs, folders, strict=True)
         )
         self._modules = model.layout.modules(number, first)
+        self._few = min(batches.all, key=len)  # to see how the layer runs
         groups = model.layout.groups(number, first)
         self.passages = self._in_order(groups)
         self._writers, self._shortcuts = self._find_writers()
@@ -399,7 +400,7 @@ class Streams:
         order: list[str] = []
         stream = self._streams[0]
         with Watch(self._model, self._number, stream.layer, groups, lambda seen: order.append(seen.groups[0].path)):
-            stream.run(self._batches.all[0], {})
+            stream.run(self._few, {})
         passages: list[list[Group]] = []
         for path in dict.fromkeys(order):
             here = [group for group in groups if group.path == path]
@@ -415,7 +416,7 @@ class Streams:
         """
         import torch
 
-        stream, batch = self._streams[0], self._batches.all[0]
+        stream, batch = self._streams[0], self._few
         out: dict[str, Any] = {}
         handles = []
 
