@@ -12,6 +12,9 @@ PYTEST_ARGS ?=
 # Processes that run the test files; each takes about a core and two GiB.
 TEST_WORKERS ?= 2
 EVAL_ARGS ?=
+# The model of make real: a name that scripts/tables/real.py knows, a Hugging Face folder, or hf:organisation/name.
+REAL_MODEL ?= qwen2.5-coder-1.5b
+REAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
 SECONDS ?= 600
 ROUNDS ?= 60
@@ -21,39 +24,51 @@ HIP_CHECK_ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# CMake's own lines, but for those of the build of llama.cpp, are for whoever asks: cmake -S ggml-patch -B build/cmake.
+CONFIGURE = ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
+	-DPython3_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE > /dev/null
+MAKEFLAGS += --no-print-directory
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-unit eval bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval real bench test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: $(PYTHON) is %d.%d; Python 3.10 or newer is needed, try make PYTHON=python3.12" % sys.version_info[:2])'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --require-hashes -r requirements-tools.txt
-	$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -c constraints.txt -e '.[dev]'
+	@echo "setting up $(VENV)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --require-hashes -r requirements-tools.txt
+	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED) ## create .venv and install the package
 
 build: $(INSTALLED) ## fetch, patch and build llama.cpp into build/bin; TARGETS="..." adds programs
-	ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
-		-DPython3_EXECUTABLE=$(CURDIR)/$(PY)
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
+	@$(CONFIGURE)
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake
 
-demo: build ## convert models/demo-llama to ITQ3_S and let llama-cli write with it
-	$(PY) scripts/demo.py
+demo: $(INSTALLED) ## convert models/demo-llama to ITQ3_S and let llama.cpp write with it
+	@$(CONFIGURE)
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) cmake --build $(BUILD)/cmake --target demo
+	@$(PY) scripts/demo.py
 
-test: build ## run all tests
-	$(PY) -m pytest --slow -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+test: build ## run the tests
+	@$(PY) -m pytest --slow -n $(TEST_WORKERS) --dist loadfile --durations 15 $(PYTEST_ARGS)
+
+test-all: test ## run the tests, then those that repeat them over more architectures, types and sizes
+	@$(PY) -m pytest -m long -n $(TEST_WORKERS) --dist loadfile --durations 15 $(PYTEST_ARGS)
 
 test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow ones
-	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/unit --durations 10 $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
 	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)
+
+real: build ## compare types on a real model, REAL_MODEL; REAL_ARGS=--quick takes six rows
+	$(PY) scripts/tables/real.py $(REAL_MODEL) $(REAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
 	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)

@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 #: What the build reads; where it stands in the package.
-PARTS = ("CMakeLists.txt", "cmake/*.cmake", "patches/**/*.patch", "src/**/*")
+PARTS = ("CMakeLists.txt", "cmake/*.cmake", "cmake/*.py", "patches/**/*.patch", "src/**/*")
 PACKAGED = "gguf_itq3s/ggml_patch"
 
 

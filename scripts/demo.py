@@ -3,15 +3,14 @@
 
     make demo
 
-Converts ``models/demo-llama`` to F16 and ITQ3_S below ``build/demo``, then runs the built ``llama-cli`` (one turn) and
-``llama-completion`` (plain continuation) on the ITQ3_S file and prints text, sizes and speed.
+Converts ``models/demo-llama`` to F16 and ITQ3_S below ``build/demo``, then runs the built ``llama-completion`` on the
+ITQ3_S file and prints text, sizes and speed. ``llama-cli`` and the other tools come with ``make build``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -51,14 +50,6 @@ def run(tool: str, *arguments: str | Path) -> str:
     return stdout
 
 
-def single_turn(model: Path, prompt: str, options: list[str]) -> tuple[str, float]:
-    """llama-cli's answer to one prompt, and its tokens per second."""
-    stdout = run("llama-cli", "-m", model, "-p", prompt, "--single-turn", "--simple-io", *options)
-    text, _, rest = stdout.rpartition("[ Prompt:")
-    speed = re.search(r"Generation: ([0-9.]+) t/s", rest)
-    return prompt + text.partition(f"> {prompt}\n")[2].rstrip(), float(speed[1]) if speed else 0.0
-
-
 def continuation(model: Path, prompt: str, options: list[str]) -> str:
     """llama-completion's continuation of a prompt."""
     return run("llama-completion", "-m", model, "-p", prompt, "-no-cnv", *options).strip()
@@ -75,7 +66,7 @@ def benchmark(model: Path, threads: int) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Convert the bundled model to ITQ3_S and let llama.cpp write with it.")
     parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder (default: models/demo-llama)")
-    parser.add_argument("--prompt", help="for both programs (default: one of its own for each)")
+    parser.add_argument("--prompt", help="default: two of its own")
     parser.add_argument("--tokens", type=int, default=96, help="tokens to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sampler (default: %(default)s)")
     # A model of a few million weights gains nothing from more threads, which spend their time waiting for each other.
@@ -89,9 +80,8 @@ def main() -> int:
         print(describe(convert(ConvertOptions(args.model, path, outtype=outtype, threads=args.threads))))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
-    text, speed = single_turn(files["itq3_s"], args.prompt or PROMPTS[0], sampling)
-    print(f"\n{text}")
-    print(f"\n{continuation(files['itq3_s'], args.prompt or PROMPTS[1], sampling)}")
+    for text in [args.prompt] if args.prompt else PROMPTS:
+        print(f"\n{continuation(files['itq3_s'], text, sampling)}")
     prompt, generation = benchmark(files["itq3_s"], args.threads)
 
     sizes = {outtype: path.stat().st_size for outtype, path in files.items()}
@@ -99,9 +89,7 @@ def main() -> int:
         f"\nITQ3_S {report.size(sizes['itq3_s'])}, F16 {report.size(sizes['f16'])}: "
         f"{sizes['f16'] / sizes['itq3_s']:.2f} times smaller"
     )
-    print(
-        f"llama-cli wrote {speed:.0f} tokens/s; llama-bench: prompt {prompt:.0f}, generation {generation:.0f} tokens/s"
-    )
+    print(f"llama-bench, tokens/s on {args.threads} thread: prompt {prompt:.0f}, generation {generation:.0f}")
     return 0
 
 

@@ -34,16 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests by their folder, and leave the slow ones out unless they are asked for in some way."""
+    """Mark the tests by their folder, and leave slow and long ones out unless they are asked for in some way."""
     for item in items:
         tier = item.path.relative_to(Path(__file__).parent).parts[0]
         if tier in ("native", "cuda"):
             item.add_marker(tier)
-    asked = config.getoption("--slow") or config.getoption("-m") or any("::" in arg for arg in config.args)
-    slow = [] if asked else [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    if config.getoption("-m") or any("::" in arg for arg in config.args):
+        return
+    left_out = ["long"] if config.getoption("--slow") else ["long", "slow"]
+    out = {item for item in items if any(item.get_closest_marker(name) for name in left_out)}
+    if out:
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(scope="session")

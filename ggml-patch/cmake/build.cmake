@@ -1,6 +1,6 @@
 # Builds one target of ../CMakeLists.txt, or takes it from the cache:
 #
-#   cmake -DSETTINGS=FILE -DWANTED=llama|rpc|stock|TARGET -P build.cmake
+#   cmake -DSETTINGS=FILE -DWANTED=llama|demo|rpc|stock|TARGET -P build.cmake
 #
 # TARGET is any program of llama.cpp's own build; it is put beside the tools of `llama`, which has to be built first.
 
@@ -11,6 +11,8 @@ include("${SETTINGS}")
 
 set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize llama-imatrix llama-server
     llama-gguf-split llama-batched-bench llama-embedding llama-export-lora test-quantize-fns)
+# What `make demo` runs. It needs none of the server and of its multimodal models, which llama-cli brings along.
+set(demo_tools llama-completion llama-bench)
 set(headers
     include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq3s.h
     ggml/src/ggml-cpu/itq3s/itq3s-quants.h)
@@ -50,6 +52,8 @@ elseif (WANTED STREQUAL "rpc")
 else()
     if (WANTED STREQUAL "llama")
         set(binaries ${tools})
+    elseif (WANTED STREQUAL "demo")
+        set(binaries ${demo_tools})
     else()
         set(binaries ${WANTED})
     endif()
@@ -117,6 +121,16 @@ string(CONCAT configuration
 string(SHA256 configuration_key "${configuration}")
 string(SUBSTRING "${configuration_key}" 0 12 configuration_key)
 
+# Set `out` to a regular expression of the names of our files.
+function(itq3s_our_files out)
+    file(GLOB_RECURSE files LIST_DIRECTORIES false "${ITQ3S_PATCH_DIR}/src/*.[ch]*")
+    list(TRANSFORM files REPLACE "^.*/" "")
+    list(REMOVE_DUPLICATES files)
+    list(JOIN files "|" files)
+    string(REPLACE "." "\\." files "${files}")
+    set(${out} "^(${files})$" PARENT_SCOPE)
+endfunction()
+
 # Set `out` to what decides a build of these programs, and `folder` to where the cache keeps it.
 function(itq3s_entry out folder name)
     set(content "${configuration}targets ${ARGN}\n")
@@ -132,6 +146,14 @@ function(itq3s_entry out folder name)
     set(${folder} "${GGUF_ITQ3S_CACHE}/build/${name}-${key}" PARENT_SCOPE)
 endfunction()
 
+if (WANTED STREQUAL "demo")
+    # All tools, where they are built, are these and more; build/bin keeps what it has.
+    itq3s_entry(content result llama ${tools})
+    if (EXISTS "${result}/content.sha256")
+        set(WANTED "llama")
+        set(binaries ${tools})
+    endif()
+endif()
 itq3s_entry(content result "${WANTED}" ${binaries})
 
 #
@@ -198,8 +220,10 @@ function(itq3s_build)
         unset(ENV{${name}})  # a make inside is on its own
     endforeach()
     list(JOIN binaries ", " text)
-    message(STATUS "building ${text}")
-    execute_process(COMMAND ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
+    message(STATUS "building ${text} (log: ${work}/build.log)")
+    itq3s_our_files(ours)
+    execute_process(COMMAND "${Python3_EXECUTABLE}" "${ITQ3S_PATCH_DIR}/cmake/progress.py" "${work}/build.log" "${ours}"
+            ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
         RESULT_VARIABLE failed)
     if (failed)
         itq3s_fail("llama.cpp did not build; the reason stands above. "
@@ -223,7 +247,7 @@ function(itq3s_build)
     endforeach()
     file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*"
         "${work}/bin/*${CMAKE_SHARED_MODULE_SUFFIX}")
-    if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
+    if (NOT WANTED MATCHES "^(llama|demo|rpc|stock)$")
         # a single program finds those of the tools beside it
         itq3s_entry(unused base llama ${tools})
         file(GLOB there RELATIVE "${base}/bin" "${base}/bin/*")
@@ -232,7 +256,7 @@ function(itq3s_build)
     foreach (library IN LISTS libraries)
         file(COPY "${work}/bin/${library}" DESTINATION "${partial}/bin")
     endforeach()
-    if (WANTED STREQUAL "llama")
+    if (WANTED MATCHES "^(llama|demo)$")
         foreach (pattern IN LISTS headers)
             file(GLOB files "${source}/${pattern}")
             file(COPY ${files} DESTINATION "${partial}/include")
@@ -254,7 +278,7 @@ endfunction()
 # Throw away the builds in the cache that have not been used for longest: all but `kept` of those whose name matches.
 function(itq3s_prune_cache kept)
     file(GLOB used "${GGUF_ITQ3S_CACHE}/build/*/used")
-    list(FILTER used ${ARGN} REGEX "/(llama|rpc|stock)-[0-9a-f]*/used$")
+    list(FILTER used ${ARGN} REGEX "/(llama|demo|rpc|stock)-[0-9a-f]*/used$")
     set(stamped "")
     foreach (file IN LISTS used)
         file(TIMESTAMP "${file}" time "%s" UTC)
@@ -312,11 +336,11 @@ itq3s_prune_cache(${kept} INCLUDE)
 itq3s_prune_cache(${kept_programs} EXCLUDE)
 
 # publish
-if (NOT WANTED MATCHES "^(llama|rpc|stock)$")
+if (NOT WANTED MATCHES "^(llama|demo|rpc|stock)$")
     itq3s_copy_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
 else()
     set(to "${GGUF_ITQ3S_OUT}")
-    if (NOT WANTED STREQUAL "llama")
+    if (NOT WANTED MATCHES "^(llama|demo)$")
         set(to "${GGUF_ITQ3S_OUT}/${WANTED}")
     endif()
     set(published "")

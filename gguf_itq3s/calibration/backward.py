@@ -20,11 +20,13 @@ from tqdm import tqdm
 
 from ..codec.transform import BLOCK
 from ..errors import UserError
+from ..rounding.target import DAMPING, decompose
 from .activations import activation_path, activations
 from .groups import Reader
 from .layers import LayeredModel
 from .moments import Moment, rotated
 from .pipeline import save
+from .streams import Batches, split
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
+#: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
+CHUNK: Final = 256
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
 #: other tokens, 4 to 64 leave the least.
 _PRIOR: Final = 16
@@ -53,7 +57,8 @@ class OutputFisher:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
         Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
-        by all tokens, and drawn to what is known of it otherwise (:meth:`_Sums.shrink`).
+        by all tokens, and drawn to what is known of it otherwise (:meth:`_Sums.shrink`), as the others are to a
+        multiple of the identity (:meth:`_Sums.draw_to_identity`).
         """
         with safe_open(self.folder / _file(number), framework="numpy") as file:
             names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
@@ -102,7 +107,8 @@ class OutputFisher:
             state = {"key": key, "forward": 0, "left": model.layers, "few": 0, "experts": 0}
         if not state["left"]:
             return
-        batches = [slice(i, i + batch) for i in range(0, len(windows), batch)]
+        parts = split(len(windows), windows.shape[1], batch)
+        batches = parts.all
         shape = (*windows.shape, model.hidden)
 
         def done(**changes: int) -> None:
@@ -130,7 +136,7 @@ class OutputFisher:
             bar.update()
             for number in range(state["left"] - 1, -1, -1):
                 layer = model.load(number)
-                few, experts = self._backward(model, number, layer, shape, batches, keywords[number])
+                few, experts = self._backward(model, number, layer, shape, parts, keywords[number])
                 model.unload(number)
                 done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
                 (self.folder / "gradients" / activation_path(Path(), number + 1).name).unlink(missing_ok=True)
@@ -152,7 +158,7 @@ class OutputFisher:
         folder = folder or self.folder
         activation_path(folder, number, partial=True).replace(activation_path(folder, number))
 
-    def _last(self, model: LayeredModel, shape: tuple[int, ...], batches: list[slice]) -> None:
+    def _last(self, model: LayeredModel, shape: tuple[int, ...], batches: Sequence[np.ndarray]) -> None:
         """The gradient behind the last layer, with respect to the log-likelihood of sampled labels."""
         import torch
 
@@ -169,16 +175,19 @@ class OutputFisher:
         with model.head() as head:
             handle = model.model.get_output_embeddings().register_forward_hook(watch)
             for part in batches:
-                hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
-                logits = head(hidden).flatten(0, 1).float()
-                with torch.no_grad():
-                    # Drawn on the CPU, so that a device does not decide the labels.
-                    likely = torch.softmax(logits, -1).cpu()
-                    labels = torch.multinomial(likely, 1, generator=generator)[:, 0].to(model.device)
-                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-                assert hidden.grad is not None
-                target[part] = hidden.grad.cpu().numpy()
-                squares[:] = [sum(squares[1:], squares[0])]
+                rows = torch.from_numpy(np.array(source[part])).flatten(0, 1)
+                chances = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+                gradients = []
+                # A vocabulary is wide: the logits of few tokens at a time, and what backpropagation keeps of them.
+                for hidden, chance in zip(rows.split(CHUNK), chances.split(CHUNK), strict=True):
+                    hidden = hidden[None].to(model.device).requires_grad_(True)
+                    logits = head(hidden)[0].float()
+                    labels = sampled(logits.detach(), chance)
+                    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+                    assert hidden.grad is not None
+                    gradients.append(hidden.grad[0].cpu())
+                    squares[:] = [sum(squares[1:], squares[0])]
+                target[part] = torch.cat(gradients).reshape(target[part].shape).numpy()
             handle.remove()
         save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, folder)
@@ -189,7 +198,7 @@ class OutputFisher:
         number: int,
         layer: torch.nn.Module,
         shape: tuple[int, ...],
-        batches: list[slice],
+        batches: Batches,
         keywords: dict[int, dict[str, Any]],
     ) -> tuple[int, int]:
         """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another.
@@ -223,7 +232,9 @@ class OutputFisher:
             if reader.parameter == "weight"
         ]
         stacks = _watched_experts(layer, readers, sums)
-        for part in batches:
+        for place, part in enumerate(batches.all):
+            if place == len(batches.train):
+                sums.hold_out()
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
             out = layer(hidden, **keywords[hidden.shape[0]])
             out = out[0] if isinstance(out, tuple) else out
@@ -239,6 +250,7 @@ class OutputFisher:
         for path, module in stacks.items():
             layer.set_submodule(path, module)
         few, experts = sums.shrink(readers, tokens)
+        sums.draw_to_identity()
         matrices = {}
         for name, total in sums.means(tokens):
             matrices[name] = total
@@ -253,6 +265,24 @@ class OutputFisher:
         return few, experts
 
 
+def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Draw a label for each token from its own predictions: the inverse of their distribution function.
+
+    Args:
+        logits: (tokens, vocabulary).
+        chances: float64 (tokens,), uniform in [0, 1): with them, a token's label does not depend on its company.
+
+    Returns:
+        int64 (tokens,).
+    """
+    import torch
+
+    # On the CPU, so that a device does not decide the labels.
+    likely = torch.softmax(logits.float().cpu(), -1).cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(likely, (chances * likely[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=logits.shape[-1] - 1).to(logits.device)
+
+
 class _Sums:
     """Sums of ``g g^T`` by matrix, with how many tokens they are of.
 
@@ -265,6 +295,36 @@ class _Sums:
         self._full, self._block = full, block
         self._totals: dict[str, list[torch.Tensor]] = {}
         self._tokens: dict[str, int] = {}
+        self._before: dict[str, list[torch.Tensor]] = {}
+
+    def hold_out(self) -> None:
+        """From here on tokens say how far those before them are trusted (:meth:`draw_to_identity`)."""
+        self._before = {entry: [total.clone() for total in parts] for entry, parts in self._totals.items()}
+
+    def draw_to_identity(self) -> None:
+        """Draw every matrix to a multiple of the identity, as far as tokens that were held out like it.
+
+        How far is decided as for Hessians (:func:`gguf_itq3s.rounding.target.decompose`): by what feedback by the other
+        tokens leaves of the cost of errors on these. The traces stay. Experts are drawn to more than that
+        (:meth:`shrink`).
+        """
+        import torch
+
+        for entry, parts in self._before.items():
+            for before, total in zip(parts, self._totals[entry], strict=True):
+                held = total - before
+                mean = float(held.diagonal().mean())
+                if entry.endswith("]") or not mean > 0 or not float(before.diagonal().mean()) > 0:
+                    continue
+                # Rows whose second moment is that of the tokens held out, however many these are.
+                held.diagonal().add_(1e-6 * mean)
+                lower, failed = torch.linalg.cholesky_ex(held)
+                if failed:
+                    continue
+                damping, _ = decompose(before, lower.T.contiguous(), DAMPING)
+                total.diagonal().add_(damping * float(total.diagonal().mean()))
+                total /= 1 + damping
+        self._before = {}
 
     def add(self, entry: str, gradient: torch.Tensor) -> None:
         """Gradients (..., rows) at the outputs of a matrix."""

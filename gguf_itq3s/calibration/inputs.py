@@ -32,22 +32,24 @@ class Seen:
     plain: torch.Tensor
     chosen: torch.Tensor | None = None
 
-    def rows(self, group: Group, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    def rows(self, group: Group, chosen: torch.Tensor | None = None, *, gain: bool = False) -> torch.Tensor:
         """The input of one group, (tokens, columns); of an expert, the tokens that ``chosen`` sends to it.
 
         Args:
             group: one of the groups.
             chosen: the routing to go by; None for that of this call.
+            gain: as the matrices read it, with the gain of its norm.
         """
         import torch
 
+        inputs = self.raw if gain else self.plain
         if group.expert is None:
-            return self.plain
+            return inputs
         chosen = self.chosen if chosen is None else chosen
         assert chosen is not None
         tokens = torch.where((chosen == group.expert).any(-1))[0]
         if not group.inner:
-            return self.plain[tokens]
+            return inputs[tokens]
         gates, ups = (self.raw[tokens] @ self.module.gate_up_proj[group.expert].T).chunk(2, dim=-1)
         return self.module.act_fn(gates) * ups
 

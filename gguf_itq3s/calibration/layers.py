@@ -66,9 +66,21 @@ class LayeredModel:
         return self._tensors[norm].vector()
 
     def start(
-        self, folder: Path, windows: np.ndarray, batches: list[slice], done: int
+        self,
+        folder: Path,
+        windows: np.ndarray,
+        batches: Sequence[slice | np.ndarray],
+        done: int,
+        rows: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[dict[int, dict[str, Any]]]:
         """Write the inputs of the first layer, unless layers are done, and find out what each layer is called with.
+
+        Args:
+            folder: where the inputs go.
+            windows: int64 (windows, context).
+            batches: windows that run together.
+            done: layers that are finished.
+            rows: tokens (n,) and what stands in their rows of the embedding instead, float32 (n, hidden).
 
         Returns:
             For each layer and batch size the keyword arguments besides the activations: masks, positions.
@@ -81,6 +93,9 @@ class LayeredModel:
         if hasattr(embedding, "scalar_embed_scale"):  # Gemma's factor, kept as a buffer too
             embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=self.device)
         self._fill(embedding, name)
+        if rows is not None:
+            with torch.no_grad():
+                embedding.weight[torch.from_numpy(rows[0])] = torch.from_numpy(rows[1]).to(self.device)
         self._make_buffers()
         keywords: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layers)]
         target = None if done else activations(folder, 0, (*windows.shape, self.hidden), "w+", partial=True)
@@ -139,8 +154,12 @@ class LayeredModel:
         return (out[0] if isinstance(out, tuple) else out).cpu().numpy()
 
     @contextmanager
-    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """What comes behind the last layer, as long as the context lasts: (windows, context, hidden) -> logits."""
+    def head(self, weights: np.ndarray | None = None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """What comes behind the last layer, as long as the context lasts: (windows, context, hidden) -> logits.
+
+        Args:
+            weights: float32, of the output matrix in place of the model's.
+        """
         import torch
 
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -149,7 +168,11 @@ class LayeredModel:
         for module in (output, *norms):
             module.to_empty(device=self.device)
             tied = module is output and not self.weights.has(f"{names[module]}.weight")
-            self._fill(module, names[embedding] if tied else names[module])
+            if module is output and weights is not None:
+                with torch.no_grad():
+                    module.weight.copy_(torch.from_numpy(weights))
+            else:
+                self._fill(module, names[embedding] if tied else names[module])
         own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

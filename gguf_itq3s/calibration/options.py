@@ -10,8 +10,10 @@ from typing import Final
 from ..errors import UserError
 
 FORMS: Final = ("full", "block")
-#: Widest input whose full Hessian is collected by default.
+#: Widest input whose full Hessian is collected by default: in a folder of statistics, where each takes disk, and while
+#: layers are quantized, where one at a time takes memory (8 GiB of the widest).
 FULL_COLUMNS: Final = 8192
+FULL_COLUMNS_AT_ONCE: Final = 20480
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class CalibrationOptions:
         out: the folder to write.
         tokens: about how many tokens are run.
         context: length of a window; by default the model's own, at most 2048.
-        hessian: ``full``, ``block``, or None: full up to :data:`FULL_COLUMNS` columns.
+        hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         device: torch device.
         batch: windows at a time.
         trust_remote_code: Python code of the model folder may run.
+        widest: input whose full Hessian is collected where ``hessian`` does not say.
 
     Raises:
         UserError: a count is not positive: nothing would be collected.
@@ -42,6 +45,7 @@ class CalibrationOptions:
     device: str = "cpu"
     batch: int = 8
     trust_remote_code: bool = False
+    widest: int = FULL_COLUMNS
 
     def __post_init__(self) -> None:
         for name in ("tokens", "context", "batch"):
@@ -51,4 +55,4 @@ class CalibrationOptions:
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""
-        return self.hessian == "full" or (self.hessian is None and columns <= FULL_COLUMNS)
+        return self.hessian == "full" or (self.hessian is None and columns <= self.widest)

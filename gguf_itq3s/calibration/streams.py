@@ -2,20 +2,28 @@
 
 A passage is a set of matrices that run at the same moment: q, k and v; the output of attention; gate and up; down; the
 experts' first and second matrices. Its statistics are taken with everything before it quantized, then its matrices are
-quantized and put into the second layer, and the next passage comes. Layers run up to the passage only.
+quantized and put into the second layer, and the next passage comes. Layers run up to the passage only, and what comes
+into the last matrix of attention and of the feed-forward network is kept, so that nothing before it runs again.
+
+Some windows are held out: no sum has them, and what they say of a matrix decides how far its statistics are trusted
+(:mod:`gguf_itq3s.rounding.target`).
 """
 
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
+from .activations import activations
 from .groups import Group, Reader
 from .inputs import Seen, Watch
 from .layers import LayeredModel
@@ -23,30 +31,216 @@ from .moments import Moment, rotated
 from .options import CalibrationOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 #: What a matrix that writes to the residual stream is called.
-_WRITERS = ("attn_output.weight", "ffn_down.weight")
+WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
+#: Tokens that are held out at most: what they decide is known well by then, and they are kept in memory.
+HELD_TOKENS: Final = 4096
+
+#: In the folder of a stream: what comes into the matrices that its shortcuts need.
+_KEPT: Final = "kept"
+
+#: Windows by number, int64.
+Batch = npt.NDArray[np.int64]
 
 
 class _Stop(Exception):  # noqa: N818 (a signal, not an error)
     """Ends a layer's forward pass at a passage."""
 
 
+@dataclass(frozen=True)
+class Batches:
+    """Windows that run together.
+
+    Attributes:
+        train: those that statistics are taken from.
+        held: those that are held out.
+    """
+
+    train: tuple[Batch, ...]
+    held: tuple[Batch, ...]
+
+    @property
+    def all(self) -> tuple[Batch, ...]:
+        return self.train + self.held
+
+
+def split(windows: int, context: int, batch: int) -> Batches:
+    """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_TOKENS` tokens at most.
+
+    Args:
+        windows: how many; a single one is not held out.
+        context: length of each.
+        batch: windows at a time.
+    """
+    count = min(windows - 1, max(1, min(windows // 10, HELD_TOKENS // context)))
+    # From the middle of as many parts of the text.
+    held = ((np.arange(count) + 0.5) * windows / count).astype(np.int64) if count else np.zeros(0, dtype=np.int64)
+    train = np.setdiff1d(np.arange(windows), held)
+
+    def parts(numbers: Batch) -> tuple[Batch, ...]:
+        return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
+
+    return Batches(parts(train), parts(held))
+
+
 @dataclass
 class Sums:
-    """Sums over the tokens of a group's inputs, rotated: x of the original model, x' of the quantized one.
+    """Sums over the tokens of a group's inputs: x of the original model, x' of the quantized one, rotated.
+
+    Tokens of a matrix that writes to the residual stream are weighted by the reciprocal of the stream's mean square
+    behind it: the next norm divides by its root. A first token whose stream is a hundred times as large as the others'
+    would decide everything otherwise.
 
     Attributes:
         hessian: of x' x'^T.
-        cross: of (x - x') x'^T.
-        residual: matrix -> float64 (rows, columns), of (r - r') x'^T with the residual stream r before the addition;
-            none where a matrix does not write to it.
+        cross: of (x - x') x'^T; without a value where ``missing`` says more.
+        missing: of a matrix that writes to the residual stream, float64 (rows, columns), of
+            (W (x - x') + r - r') x'^T with the stream r before the addition.
+        held: the tokens held out; None where there are none.
     """
 
     hessian: Moment
     cross: Moment
-    residual: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: dict[str, torch.Tensor] = field(default_factory=dict)
+    held: Held | None = None
+
+
+@dataclass
+class Held:
+    """Tokens held out, in the basis and with the weights of the sums.
+
+    Attributes:
+        inputs: float32 (tokens, n), x'.
+        difference: of the same shape, x - x'.
+        written: float32 (tokens, hidden), r - r' where a matrix writes to the residual stream; else None.
+    """
+
+    inputs: torch.Tensor
+    difference: torch.Tensor
+    written: torch.Tensor | None
+
+    def and_also(self, other: Held) -> Held:
+        """These tokens and others."""
+        import torch
+
+        written = None
+        if self.written is not None and other.written is not None:
+            written = torch.cat([self.written, other.written])
+        return Held(torch.cat([self.inputs, other.inputs]), torch.cat([self.difference, other.difference]), written)
+
+
+@dataclass
+class Drift:
+    """How far the quantized layer's outputs are from the original's.
+
+    Attributes:
+        tokens: how many.
+        ratios: the sum over tokens of |h' - h|^2 / |h|^2.
+    """
+
+    tokens: int = 0
+    ratios: float = 0.0
+
+    def add(self, original: npt.NDArray[np.float32], quantized: npt.NDArray[np.float32]) -> None:
+        """Outputs (windows, context, hidden) of both."""
+        difference = np.square(quantized - original, dtype=np.float64).sum(axis=-1)
+        energy = np.square(original, dtype=np.float64).sum(axis=-1)
+        self.tokens += energy.size
+        self.ratios += float(np.divide(difference, energy, out=np.zeros_like(energy), where=energy > 0).sum())
+
+    @property
+    def mean(self) -> float:
+        """The mean over tokens; infinity where it is none."""
+        mean = self.ratios / max(1, self.tokens)
+        return mean if np.isfinite(mean) else float("inf")
+
+
+@dataclass(frozen=True)
+class _Shortcut:
+    """A module whose output is that of its last matrix.
+
+    Attributes:
+        module: its path.
+        length: of the tuple that it gives, the others of which are None; 0 where it gives the output alone.
+    """
+
+    module: str
+    length: int
+
+    def result(self, out: torch.Tensor) -> Any:
+        """What the module gives where its last matrix gives ``out``."""
+        return (out, *[None] * (self.length - 1)) if self.length else out
+
+
+class _Stream:
+    """One of the two.
+
+    Args:
+        model: the original.
+        layer: with its weights.
+        inputs: float32 (windows, context, hidden).
+        keywords: batch size -> arguments of the layer.
+        folder: where inputs of matrices are kept.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        layer: torch.nn.Module,
+        inputs: np.ndarray,
+        keywords: Mapping[int, dict[str, Any]],
+        folder: Path,
+    ) -> None:
+        self.layer, self.inputs = layer, inputs
+        self._model, self._keywords, self._folder = model, keywords, folder
+        self._kept: dict[str, np.memmap] = {}  # path of a matrix -> its inputs
+
+    def keep(self, path: str, columns: int) -> None:
+        """Make room for the inputs of a matrix."""
+        self._folder.mkdir(exist_ok=True)
+        self._kept[path] = activations(self._folder, len(self._kept), (*self.inputs.shape[:2], columns), "w+")
+
+    def put(self, path: str, batch: Batch, values: torch.Tensor) -> None:
+        """Keep the inputs of a matrix, (tokens, columns)."""
+        kept = self._kept[path]
+        kept[batch] = values.reshape(len(batch), *kept.shape[1:]).cpu().numpy()
+
+    def close(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> np.ndarray:
+        """The layer's output for some windows.
+
+        Args:
+            batch: the windows.
+            shortcuts: path of a matrix -> the module that ends with it: where the inputs of the matrix are kept, the
+                module runs that matrix alone.
+        """
+        with ExitStack() as stack:
+            for path, shortcut in shortcuts.items():
+                if path in self._kept:
+                    stack.enter_context(self._shortened(path, shortcut, batch))
+            return self._model.step(self.layer, self.inputs[batch], self._keywords[len(batch)])
+
+    @contextmanager
+    def _shortened(self, path: str, shortcut: _Shortcut, batch: Batch) -> Iterator[None]:
+        import torch
+
+        module: Any = self.layer.get_submodule(shortcut.module)
+        values = torch.from_numpy(self._kept[path][batch]).to(self._model.device)
+        matrix = self.layer.get_submodule(path)
+        own = module.forward
+        module.forward = lambda *_, **__: shortcut.result(matrix(values))
+        try:
+            yield
+        finally:
+            module.forward = own
 
 
 class Streams:
@@ -59,6 +253,9 @@ class Streams:
         inputs: float32 (windows, context, hidden): of the original layer, and of the quantized one.
         batches: windows that run together.
         keywords: batch size -> arguments of the layer.
+        scales: matrix -> float32 (columns,), the factors of its columns in the file, whose inputs are divided by
+            them; None where they are as in the model. Matrices that read the same input have the same.
+        folders: where each stream keeps activations while the layer is at work.
     """
 
     def __init__(
@@ -67,148 +264,220 @@ class Streams:
         number: int,
         options: CalibrationOptions,
         inputs: tuple[np.ndarray, np.ndarray],
-        batches: Sequence[slice],
+        batches: Batches,
         keywords: Mapping[int, dict[str, Any]],
+        scales: Callable[[Reader], npt.NDArray[np.float32] | None],
+        folders: tuple[Path, Path],
     ) -> None:
         self._model, self._number, self._options = model, number, options
-        self._inputs, self._batches, self._keywords = inputs, batches, keywords
+        self._batches, self._scales = batches, scales
         first = model.load(number)
-        self._layers = (first, copy.deepcopy(first))
+        self._streams = tuple(
+            _Stream(model, layer, stream, keywords, folder / _KEPT)
+            for layer, stream, folder in zip((first, copy.deepcopy(first)), inputs, folders, strict=True)
+        )
         self._modules = model.layout.modules(number, first)
+        self._few = min(batches.all, key=len)  # to see how the layer runs
         groups = model.layout.groups(number, first)
         self.passages = self._in_order(groups)
-        self._writers = self._find_writers()
+        self._writers, self._shortcuts = self._find_writers()
 
     def close(self) -> None:
-        """Forget the weights."""
+        """Forget the weights and what was kept."""
         self._model.unload(self._number)
-        self._layers[1].to("meta")
+        self._streams[1].layer.to("meta")
+        for stream in self._streams:
+            stream.close()
 
     def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
         """The weights of a matrix in the original layer, as Transformers has them: (rows, columns)."""
-        return reader.rows(self._layers[0]).detach().float().cpu().numpy().copy()
+        return reader.rows(self._streams[0].layer).detach().float().cpu().numpy().copy()
 
     def put(self, reader: Reader, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
         import torch
 
         with torch.no_grad():
-            reader.rows(self._layers[1]).copy_(torch.from_numpy(weights))
+            reader.rows(self._streams[1].layer).copy_(torch.from_numpy(weights))
 
     def sums(self, passage: Sequence[Group]) -> dict[str, Sums]:
         """The sums of every group of a passage, by its key."""
         import torch
 
         with torch.no_grad():
-            return self._sums(passage)
-
-    def _sums(self, passage: Sequence[Group]) -> dict[str, Sums]:
-        full = self._options.full
-        result = {
-            group.key: Sums(Moment(group.columns, full(group.columns)), Moment(group.columns, full(group.columns)))
-            for group in passage
-        }
-        for batch in self._batches:
-            (first, stream), (second, stream_now) = (self._seen(which, batch, passage) for which in range(2))
-            for group in passage:
-                of = result[group.key]
-                now = rotated(second.rows(group))
-                # Of an expert that is a module of its own, the tokens of the two calls need not be the same.
-                alone = group.expert is None and group.readers[0].expert is not None
-                before = now if alone else rotated(first.rows(group, second.chosen))
-                if not now.shape[0]:
-                    continue
-                of.hessian.add(now)
-                of.cross.add(now, before - now)
-                for reader in group.readers:
-                    if reader.entry in self._writers:
-                        product = (stream - stream_now).T @ now.reshape(now.shape[0], -1)
-                        total = of.residual.get(reader.entry)
-                        of.residual[reader.entry] = product.double() if total is None else total.add_(product)
+            result = {group.key: self._empty(group) for group in passage}
+            for path in {group.path for group in passage} & self._shortcuts.keys():
+                for stream in self._streams:
+                    stream.keep(path, passage[0].columns)
+            for held, batches in ((False, self._batches.train), (True, self._batches.held)):
+                for batch in batches:
+                    self._add(passage, batch, result, held=held)
         return result
 
-    def step(self, batch: slice) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The outputs of both layers."""
-        original, quantized = (
-            self._model.step(layer, inputs[batch], self._keywords[len(inputs[batch])])
-            for layer, inputs in zip(self._layers, self._inputs, strict=True)
-        )
+        original, quantized = (stream.run(batch, self._shortcuts) for stream in self._streams)
         return original, quantized
 
-    def _seen(self, which: int, batch: slice, passage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
+    def _weighted(self, group: Group) -> bool:
+        """Whether the matrix of a group writes to the residual stream."""
+        return group.readers[0].entry in self._writers
+
+    def _empty(self, group: Group) -> Sums:
+        full = self._options.full(group.columns)
+        return Sums(Moment(group.columns, full), Moment(group.columns, full))
+
+    def _add(self, passage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
+        """Add the tokens of a batch to the sums, or to what is held out."""
+        (first, stream), (second, stream_now) = (self._seen(which, batch, passage) for which in range(2))
+        if passage[0].path in self._shortcuts:
+            for which, seen in enumerate((first, second)):
+                self._streams[which].put(passage[0].path, batch, seen.raw)
+        for group in passage:
+            of = result[group.key]
+            now = second.rows(group, gain=True)
+            if not now.shape[0]:
+                continue
+            # Of an expert that is a module of its own, the tokens of the two calls need not be the same.
+            alone = group.expert is None and group.readers[0].expert is not None
+            before = now if alone else first.rows(group, second.chosen, gain=True)
+            written = None
+            if self._weighted(group):
+                # One matrix alone reads the input of a writer.
+                behind = stream + self._streams[0].layer.get_submodule(group.path)(before)
+                root = behind.square().mean(-1, keepdim=True).rsqrt()
+                root = root.where(root.isfinite(), 0)  # a stream of zeros
+                before, now, written = before * root, now * root, (stream - stream_now) * root
+            scale = self._scales(group.readers[0])
+            here = rotated(_over(now, scale))
+            if held:
+                flat = here.reshape(len(here), -1)
+                found = Held(flat, rotated(_over(before, scale)).reshape(flat.shape) - flat, written)
+                of.held = found if of.held is None else of.held.and_also(found)
+                continue
+            of.hessian.add(here)
+            if written is None:
+                of.cross.add(here, rotated(_over(before, scale)) - here)
+                continue
+            (reader,) = group.readers
+            missing = (before - now) @ reader.rows(self._streams[0].layer).float().T + written
+            product = (missing.T @ here.reshape(len(here), -1)).double()
+            total = of.missing.get(reader.entry)
+            of.missing[reader.entry] = product if total is None else total.add_(product)
+
+    def _seen(self, which: int, batch: Batch, passage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
         """The inputs of a passage, and the residual stream that its matrices add to, (tokens, hidden)."""
         import torch
 
-        layer, inputs = self._layers[which], self._inputs[which][batch]
+        stream = self._streams[which]
         found: list[Seen] = []
-        stream = torch.from_numpy(np.array(inputs)).to(self._model.device)
+        residual = torch.from_numpy(np.array(stream.inputs[batch])).to(self._model.device)
 
         def stop(seen: Seen) -> None:
             found.append(seen)
             raise _Stop
 
         def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-            nonlocal stream
-            stream = args[0]
+            nonlocal residual
+            residual = args[0]
 
         feed_forward = self._modules.get(f"blk.{self._number}.ffn_norm.weight")
-        with Watch(self._model, self._number, layer, passage, stop):
-            handle = layer.get_submodule(feed_forward).register_forward_pre_hook(note) if feed_forward else None
+        with Watch(self._model, self._number, stream.layer, passage, stop):
+            handle = stream.layer.get_submodule(feed_forward).register_forward_pre_hook(note) if feed_forward else None
+            # The passage itself must be run into.
+            shortcuts = {path: found for path, found in self._shortcuts.items() if path != passage[0].path}
             try:
-                self._model.step(layer, inputs, self._keywords[len(inputs)])
+                stream.run(batch, shortcuts)
             except _Stop:
                 pass
             finally:
                 if handle is not None:
                     handle.remove()
-        return found[0], stream.reshape(-1, stream.shape[-1])
+        return found[0], residual.reshape(-1, residual.shape[-1])
 
     def _in_order(self, groups: Sequence[Group]) -> list[list[Group]]:
         """The groups by the order in which the layer comes to them; inner inputs of experts after their first ones."""
         order: list[str] = []
-        with Watch(self._model, self._number, self._layers[0], groups, lambda seen: order.append(seen.groups[0].path)):
-            inputs = self._inputs[0][self._batches[0]]
-            self._model.step(self._layers[0], inputs, self._keywords[len(inputs)])
+        stream = self._streams[0]
+        with Watch(self._model, self._number, stream.layer, groups, lambda seen: order.append(seen.groups[0].path)):
+            stream.run(self._few, {})
         passages: list[list[Group]] = []
         for path in dict.fromkeys(order):
             here = [group for group in groups if group.path == path]
             passages += [part for inner in (False, True) if (part := [g for g in here if g.inner == inner])]
         return passages
 
-    def _find_writers(self) -> frozenset[str]:
-        """The matrices whose output is added to the residual stream as it is, by trying: no norm or factor between."""
+    def _find_writers(self) -> tuple[frozenset[str], dict[str, _Shortcut]]:
+        """By trying, which matrices the residual stream is added to as they are, and whose modules end with them.
+
+        Returns:
+            The matrices, no norm or factor between them and the stream; and path of a matrix -> the module around it,
+            where its output is that of the matrix.
+        """
         import torch
 
-        layer, inputs = self._layers[0], self._inputs[0][self._batches[0]]
-        out: dict[str, torch.Tensor] = {}
+        stream, batch = self._streams[0], self._few
+        out: dict[str, Any] = {}
         handles = []
 
         def keep(name: str) -> Callable[..., None]:
-            def hook(_: Any, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
-                out[name], out[f"{name} input"] = result, args[0]
+            def hook(_: Any, args: tuple[torch.Tensor, ...], result: Any) -> None:
+                out[name], out[f"{name} input"] = result, args[0] if args else None
 
             return hook
 
-        names = [f"blk.{self._number}.{part}" for part in (*_WRITERS, "ffn_norm.weight")]
+        names = [f"blk.{self._number}.{part}" for part in (*WRITERS, "ffn_norm.weight")]
+        parents = {}
         for name in names:
             if name in self._modules:
-                module = layer.get_submodule(self._modules[name])
-                handles.append(module.register_forward_hook(keep(name)))
+                path = self._modules[name]
+                handles.append(stream.layer.get_submodule(path).register_forward_hook(keep(name)))
+                if name != names[-1] and (parent := path.rpartition(".")[0]):
+                    parents[path] = parent
+                    handles.append(stream.layer.get_submodule(parent).register_forward_hook(keep(parent)))
         try:
-            end = torch.from_numpy(self._model.step(layer, inputs, self._keywords[len(inputs)]))
+            end = torch.from_numpy(stream.run(batch, {}))
         finally:
             for handle in handles:
                 handle.remove()
         attention, feed_forward, norm = names
-        start = torch.from_numpy(np.array(inputs))
+        start = torch.from_numpy(np.array(stream.inputs[batch]))
         middle = out.get(f"{norm} input")
         sums = ((attention, start, middle), (feed_forward, middle, end))
-        return frozenset(
+        writers = frozenset(
             name
             for name, before, after in sums
             if name in out and before is not None and after is not None
             and torch.allclose(before.cpu() + out[name].cpu(), after.cpu(), rtol=1e-4, atol=1e-5)
         )  # fmt: skip
+        shortcuts: dict[str, _Shortcut] = {}
+        for name in (attention, feed_forward):
+            if name in out and (path := self._modules[name]) in parents:
+                found = _shortcut(parents[path], out.get(parents[path]), out[name])
+                shortcuts |= {path: found} if found else {}
+        return writers, shortcuts
+
+
+def _over(x: torch.Tensor, scale: npt.NDArray[np.float32] | None) -> torch.Tensor:
+    """Inputs (tokens, n) over the factors of the columns; nothing comes through a channel with factor 0."""
+    import torch
+
+    if scale is None:
+        return x
+    factor = torch.from_numpy(scale).to(x)
+    return x * torch.where(factor == 0, 0.0, 1 / torch.where(factor == 0, 1.0, factor))
+
+
+def _shortcut(module: str, whole: Any, out: torch.Tensor) -> _Shortcut | None:
+    """The module as a shortcut, if it has given the output of its last matrix as it is, alone or before nothing."""
+    import torch
+
+    first = whole[0] if isinstance(whole, tuple) and whole else whole
+    if not isinstance(first, torch.Tensor) or first.shape != out.shape or not torch.equal(first, out):
+        return None
+    if isinstance(whole, tuple):
+        return _Shortcut(module, len(whole)) if all(other is None for other in whole[1:]) else None
+    return _Shortcut(module, 0)
 
 
 def row_order(model: npt.NDArray[np.floating], tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:

@@ -50,6 +50,13 @@ _CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
 # Added to a mean square before its root is taken.
 _EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _UNREADABLE: Final = "the file is damaged; download it again"
+# Of a repository of the hub: what the reader, the tokenizers and the model card are made from.
+_FETCHED: Final = (
+    "LICENSE", "*.json", "*.jinja", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors",
+)  # fmt: skip
+# The same weights once more, in a form of the publisher's own, for other programs or precisions: folders, but for the
+# dense layers that Sentence Transformers numbers (2_Dense), and Mistral's and Meta's one large file.
+_NOT_FETCHED: Final = ("consolidated*", "original/*", "[!0-9]*/*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ..
         try:
             with safe_open(path, framework="numpy") as shard:
                 stored |= {name: (path, tuple(shard.get_slice(name).get_shape())) for name in shard.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:  # noqa: PERF203 - the error names the shard
+        except (SafetensorError, OSError, ValueError) as error:  # noqa: PERF203 - the error names the shard
             raise UserError(path, f"is truncated or corrupt ({error})", "download it again") from error
     return stored
 
@@ -189,7 +196,7 @@ def open_checkpoint(
     Raises:
         UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
     """
-    _check_folder(folder)
+    config = _check_folder(folder)
     request.check(folder)
     if request.target_model_dir is not None:
         _check_folder(request.target_model_dir)
@@ -205,8 +212,7 @@ def open_checkpoint(
         if not verbose:
             transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder, mmproj=request.mmproj)
-        files = [] if request.vocab_only else _check_weights(folder)
-        _check_shapes(folder, files)
+        files = [] if request.vocab_only else _check_weights(folder, config)
         with _reading(folder), request.set_on(model_class, folder):
             reader = _working(
                 model_class(folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments())
@@ -233,8 +239,7 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
     Raises:
         UserError: the architecture is not supported, or its conversion asks for values of weights.
     """
-    _check_folder(folder)
-    check_counts_by_shapes(folder / "config.json", read_json(folder / "config.json"), shapes)
+    check_counts_by_shapes(folder / "config.json", _check_folder(folder), shapes)
     conversion = upstream.load_conversion()
     import torch
 
@@ -289,11 +294,13 @@ def download(repository: str, *, trust_remote_code: bool = False) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name, _, revision = repository.partition("@")
-    patterns = ["LICENSE", "*.json", "*.md", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.safetensors"]
-    if trust_remote_code:
-        patterns.append("*.py")
+    patterns = [*_FETCHED, *(("*.py",) if trust_remote_code else ())]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=list(_NOT_FETCHED)
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         remedy = "check the name, the network, and HF_TOKEN for a gated model"
         raise UserError(f"hf:{repository}", str(error), remedy) from error
@@ -302,7 +309,8 @@ def download(repository: str, *, trust_remote_code: bool = False) -> Path:
 # ------------------------------------------------------------------------------------------------ before reading
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path) -> dict[str, Any]:
+    """The folder's ``config.json``, whose counts are counts."""
     if not folder.exists():
         remedy = "give the folder of a Hugging Face checkpoint, or hf:organisation/name"
         raise UserError(folder, "no such folder", remedy)
@@ -314,7 +322,9 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(config, "no such file", "give the folder of a Hugging Face checkpoint with its config.json")
-    check_counts(config, read_json(config))
+    found = read_json(config)
+    check_counts(config, found)
+    return found
 
 
 def check_counts(path: Path, config: Mapping[str, Any]) -> None:
@@ -416,8 +426,11 @@ def _model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> Any:
         raise UserError(config, f"architecture {architecture} is not supported", remedy) from error
 
 
-def _check_weights(folder: Path) -> list[Path]:
-    """The weight files; all that the index and the numbering promise are there, and readable as far as headers tell."""
+def _check_weights(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """The weight files; all that the index and the numbering promise are there, and readable as far as headers tell.
+
+    The headers are compared with config.json as well; pickles have none.
+    """
     present = sorted(
         p for p in folder.iterdir() if re.fullmatch(r"(model.*\.safetensors|pytorch_model.*\.bin)", p.name)
     )
@@ -440,21 +453,17 @@ def _check_weights(folder: Path) -> list[Path]:
         raise UserError(folder, "holds no model*.safetensors or pytorch_model*.bin", "download the weights")
     else:
         _check_numbering(shards)
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in shards:
-        expected = {name for name, file in weight_map.items() if file == path.name}
         if path.suffix == ".safetensors":
-            _check_safetensors(path, expected)
+            found = {name: shape for name, (_, shape) in stored_tensors([path]).items()}
+            _check_index(path, {name for name, file in weight_map.items() if file == path.name}, set(found))
+            shapes |= found
         else:
             _check_pickle(path)
+    if all(path.suffix == ".safetensors" for path in shards):
+        check_counts_by_shapes(folder / "config.json", config, shapes)
     return shards
-
-
-def _check_shapes(folder: Path, files: list[Path]) -> None:
-    """Compare config.json with the headers of the weight files; pickles have none."""
-    if all(path.suffix == ".safetensors" for path in files):
-        shapes = {name: shape for name, (_, shape) in stored_tensors(files).items()}
-        config = folder / "config.json"
-        check_counts_by_shapes(config, read_json(config), shapes)
 
 
 def _check_numbering(shards: list[Path]) -> None:
@@ -469,12 +478,8 @@ def _check_numbering(shards: list[Path]) -> None:
                 raise UserError(path.with_name(wanted), "this shard is not there", "download it")
 
 
-def _check_safetensors(path: Path, expected: set[str]) -> None:
-    try:
-        with safe_open(path, framework="numpy") as shard:
-            names = set(shard.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(path, f"is truncated or corrupt ({error})", "download it again") from error
+def _check_index(path: Path, expected: set[str], names: set[str]) -> None:
+    """The index names those tensors of a shard that are there, if there is one."""
     if lost := sorted(expected - names):
         raise UserError(path, "is listed in the index but not in this shard", "download the shard again", lost[0])
     if expected and (extra := sorted(names - expected)):

@@ -35,6 +35,8 @@ _F32P = ctypes.POINTER(ctypes.c_float)
 _CHUNK_WEIGHTS = 1 << 18
 # Rows that the calibrated encoder takes through the feedback matrix together.
 _LDLQ_ROWS = 64
+# Rows that lie side by side in it (ITQ_LANES).
+_LANES = 16
 
 
 def library_name() -> str:
@@ -130,7 +132,7 @@ class NativeLibrary:
                 lookahead, EFFORTS.index(effort),
             )  # fmt: skip
 
-        _in_parts(part, source.shape[0], _LDLQ_ROWS, threads)
+        _in_parts(part, source.shape[0], _ldlq_rows(source.shape[0], threads), threads)
         return out
 
     def quantize_type(
@@ -238,6 +240,12 @@ class NativeLibrary:
 def _grid_rows(count: int, threads: int) -> int:
     """Rows that a thread takes at a time: enough to use a panel of the feedback matrix often."""
     return min(_LDLQ_ROWS, max(1, -(-count // threads)))
+
+
+def _ldlq_rows(count: int, threads: int) -> int:
+    """Rows that a thread takes at a time: as many as C has side by side, or fewer so that each thread has some."""
+    share = -(-count // max(1, threads))
+    return min(_LDLQ_ROWS, max(_LANES, -(-share // _LANES) * _LANES))
 
 
 def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: int) -> None:

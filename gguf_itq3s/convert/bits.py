@@ -38,6 +38,7 @@ from ..calibration import ends, store
 from ..calibration.backward import OutputFisher
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
+from ..calibration.options import FULL_COLUMNS
 from ..calibration.pipeline import calibrate
 from ..calibration.streams import check_rows, row_order
 from ..calibration.text import windows
@@ -525,7 +526,8 @@ def choose(
     try:
         journal = work / SCORES
         done = _resume(journal, folder, fingerprint)
-        calibrate(replace(sequential.calibration, out=folder))
+        # One Hessian at a time may be wide in memory; all of them together are files.
+        calibrate(replace(sequential.calibration, out=folder, widest=FULL_COLUMNS))
         factors = factors_of(store.open_calibration(folder, checkpoint.files))
         assert factors is not None
         rows = None

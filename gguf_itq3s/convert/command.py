@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report, upstream
-from ..calibration.options import FORMS, FULL_COLUMNS
+from ..calibration.options import FORMS, FULL_COLUMNS_AT_ONCE
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
-from ..rounding import target
 from .bits import bits_per_weight
 from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
@@ -167,10 +166,9 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
     group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
     group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
     group.add_argument(
-        "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {FULL_COLUMNS} columns, else block)"
-    )
-    group.add_argument(
-        "--target-damping", type=float, metavar="X", help=f"of the targets (default: {target.DAMPING:g})"
+        "--hessian",
+        choices=FORMS,
+        help=f"form of the sums (default: full up to {FULL_COLUMNS_AT_ONCE} columns, else block)",
     )
     group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
     group.add_argument(

@@ -72,7 +72,6 @@ class ConvertOptions:
         batch: windows at a time.
         fisher: errors are fed across rows too, by the Fisher information of the outputs.
         fisher_block: rows of the blocks kept of each output Fisher matrix; None for whole ones up to 8192 rows.
-        target_damping: of the Hessians in the targets, share of the mean diagonal.
         include_weights: of the importance matrix, only entries with one of these in their names.
         exclude_weights: of the importance matrix, only entries with none of these in their names.
         damping: of the Hessians, share of the mean diagonal.
@@ -121,7 +120,6 @@ class ConvertOptions:
     batch: int = CalibrationOptions.batch
     fisher: bool = False
     fisher_block: int | None = None
-    target_damping: float | None = None
     include_weights: tuple[str, ...] = ()
     exclude_weights: tuple[str, ...] = ()
     damping: float | None = None

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from ..calibration import energies, store
-from ..calibration.options import CalibrationOptions
+from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions
 from ..calibration.text import BUNDLED
 from ..checkpoint import loadable, policy, rescaling
 from ..checkpoint.channels import ARCHITECTURES
@@ -193,11 +193,10 @@ def _sequential(
     calibration = CalibrationOptions(
         options.model, options.calibrate or [BUNDLED], Path(), tokens=options.tokens, context=options.context,
         hessian=options.hessian, device=options.device, batch=options.batch,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code, widest=FULL_COLUMNS_AT_ONCE,
     )  # fmt: skip
     rounding = SequentialOptions(
-        damping=hessian.DAMPING if options.damping is None else options.damping,
-        target_damping=target.DAMPING if options.target_damping is None else options.target_damping,
+        damping=options.damping,
         fisher=options.fisher,
     )
     if options.fisher_block:
@@ -319,10 +318,12 @@ def _check_budget(options: ConvertOptions) -> None:
 
 
 def _encoder(options: ConvertOptions, messages: TextIO) -> Encoder:
-    changed = dict(ldlq.WIDEST) if options.effort == "best" else {}
+    # With one start scale the widest search takes less time than the default's three with a narrow one, and loses less.
+    quick = options.calibrate is not None and options.effort == "default"
+    changed = dict(ldlq.WIDEST) if options.effort == "best" or quick else {}
     changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
     try:
-        search = ldlq.Search(effort=options.codec_effort, **changed)
+        search = ldlq.Search(effort="fast" if quick else options.codec_effort, **changed)
         if options.damping is not None and not options.damping > 0:
             raise ValueError(f"damping {options.damping}: it must be more than 0")
     except ValueError as error:
@@ -452,7 +453,9 @@ def _factors(
         return None
     if not any(statistics.known(tensor.name) for tensor in checkpoint.tensors):
         raise UserError(statistics.path, "has nothing on the matrices of this model", "take statistics of this model")
-    damping = hessian.DAMPING if options.damping is None else options.damping
+    # What chooses types beside --calibrate is of its few tokens, which a folder of statistics has more of.
+    usual = hessian.DAMPING if options.calibrate is None else target.DAMPING
+    damping = usual if options.damping is None else options.damping
     inputs = Inputs(statistics, _gain_of(whole, statistics.path), rescaled.columns)
     return HessianFactors(statistics, inputs, damping)
 

@@ -12,9 +12,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import gguf
 import numpy as np
@@ -24,22 +24,24 @@ from tqdm import tqdm
 
 from .. import report
 from ..calibration.activations import activation_path, activations
-from ..calibration.backward import OutputFisher
+from ..calibration.backward import CHUNK, OutputFisher
 from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
+from ..calibration.moments import rotate, rotate_both
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
 from ..calibration.store import model_hash
-from ..calibration.streams import Streams, check_rows, row_order
+from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
+from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
-from ..rounding import fisher, hessian, target
-from ..rounding.factors import file_factor
+from ..rounding import fisher, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
+from ..rounding.target import WIDE, Decomposition
 from .encode import CALIBRATED_TYPES, Encoder, SquaredError
 
 _JOURNAL: Final = "journal.json"
@@ -47,6 +49,12 @@ _JOURNAL: Final = "journal.json"
 FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
 _SHARED: Final = (FISHER, STATISTICS, SCORES)
 _STREAMS: Final = ("original", "quantized")
+#: Memory of Python and its libraries, torch and transformers among them, in bytes.
+_LIBRARIES: Final = 600 << 20
+#: Weights that are encoded and decoded at a time.
+_PIECE: Final = 1 << 22
+#: Tokens that the result is measured on at most: their logits are held twice.
+_MEASURED: Final = 1024
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
 
@@ -56,15 +64,13 @@ class SequentialOptions:
     """How matrices are rounded.
 
     Attributes:
-        damping: of the Hessians in rounding, share of the mean diagonal.
-        target_damping: of the Hessians in the targets.
+        damping: of the Hessians, share of the mean diagonal; None for what tokens held out like best.
         fisher: whether errors are fed across rows, by output Fisher matrices.
         fisher_rows: most rows of a matrix whose Fisher matrix is kept whole.
         fisher_block: rows of the blocks that are kept of a larger one.
     """
 
-    damping: float = hessian.DAMPING
-    target_damping: float = target.DAMPING
+    damping: float | None = None
     fisher: bool = False
     fisher_rows: int = 8192
     fisher_block: int = 1024
@@ -79,12 +85,14 @@ class Finished:
         errors: matrix -> squared error and energy of its weights, not of its target.
         files: matrix -> the file that holds it.
         unseen: the experts that no token came to.
+        dampings: kind of matrix -> the damping that the last layer took.
     """
 
     folder: Path
     errors: dict[str, SquaredError] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
+    dampings: dict[str, float] = field(default_factory=dict)
 
     def known(self, name: str) -> bool:
         """Whether a tensor is among them."""
@@ -111,6 +119,41 @@ class Finished:
     def remove(self) -> None:
         """Take the folder away."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass
+class _Layer:
+    """Sizes of a layer, or the largest of several.
+
+    Attributes:
+        weights: all of them.
+        columns: of the widest input.
+        kept: columns of the inputs that are kept while a layer is at work.
+        solving: bytes of the sums of one passage, their decompositions and its targets.
+        gradients: numbers in the output Fisher matrices.
+    """
+
+    weights: int = 0
+    columns: int = 0
+    kept: int = 0
+    solving: int = 0
+    gradients: int = 0
+
+    def add(self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, options: SequentialOptions) -> None:
+        """Count a matrix, or a stack of them."""
+        rows, columns = tensor.shape[-2:]
+        self.weights += tensor.size
+        self.columns = max(self.columns, columns)
+        self.kept += columns if name.endswith(WRITERS) else 0
+        n = columns if calibration.full(columns) else BLOCK
+        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
+        square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
+        self.solving = max(self.solving, square + 8 * 7 * rows * columns)
+        self.gradients += tensor.size // columns * (rows if rows <= options.fisher_rows else options.fisher_block)
+
+    def or_larger(self, other: _Layer) -> _Layer:
+        """The larger of each."""
+        return _Layer(*(max(getattr(self, key.name), getattr(other, key.name)) for key in fields(self)))
 
 
 class Sequential:
@@ -165,8 +208,7 @@ class Sequential:
             self._check_room(model, inputs)
             if self.options.fisher:
                 self._fisher = self.collect_fisher(folder, model, inputs)
-            done = len(set(finished.files.values()))
-            self._layers(model, inputs, finished, done)
+            self._layers(model, inputs, finished, len(set(finished.files.values())))
         except UserError:
             if not finished.files:
                 finished.remove()
@@ -181,28 +223,30 @@ class Sequential:
 
     def _check_room(self, model: LayeredModel, inputs: np.ndarray) -> None:
         """Say what memory and disk it takes, and find a disk that is too small before the work."""
-        by_layer: dict[str, int] = {}
-        gradients: dict[str, int] = {}  # numbers in the output Fisher matrices of a layer
-        widest = most_rows = encoded = 0
+        layers: dict[str, _Layer] = {}
         for name, tensor in self.rescaled.items():
-            if len(tensor.shape) < 2 or not name.startswith("blk."):
-                continue
-            rows, columns = tensor.shape[-2:]
-            layer = name.split(".")[1]
-            by_layer[layer] = by_layer.get(layer, 0) + tensor.size
-            widest = max(widest, columns if self.calibration.full(columns) else 0)
-            most_rows = max(most_rows, rows * columns)
-            block = rows if rows <= self.options.fisher_rows else self.options.fisher_block
-            gradients[layer] = gradients.get(layer, 0) + tensor.size // columns * block
-            encoded += tensor.bytes_in(self.types[name])
-        # Two copies of a layer in float32; sums, their damped copy and the solver's in float64; a matrix in float64.
-        memory = 8 * max(by_layer.values(), default=0) + 8 * 5 * widest**2 + 8 * 3 * most_rows
-        stream = 4 * inputs.size * model.hidden
-        disk = 4 * stream + encoded
+            if len(tensor.shape) >= 2 and name.startswith("blk."):
+                size = layers.setdefault(name.split(".")[1], _Layer())
+                size.add(name, tensor, self.calibration, self.options)
+        largest = _Layer()
+        for size in layers.values():
+            largest = largest.or_larger(size)
+        vocabulary, hidden = self.rescaled["token_embd.weight"].shape[-2:]
+        batch = min(self.calibration.batch, len(inputs)) * inputs.shape[1]
+        held = sum(len(part) for part in self._split(inputs).held) * inputs.shape[1]
+        rounding = 8 * largest.weights + largest.solving + 4 * (8 * batch + 3 * held) * largest.columns
+        # The output matrix as it was and as it is, and logits of both.
+        ends = 12 * vocabulary * hidden + 4 * 6 * _MEASURED * vocabulary
+        stream = 4 * inputs.size * hidden
+        encoded = sum(tensor.bytes_in(self.types[name]) for name, tensor in self.rescaled.items())
+        disk = 4 * stream + 2 * 4 * inputs.size * largest.kept + encoded
+        backward = 0
         if self.options.fisher:
-            disk += (model.layers + 3) * stream + 4 * sum(gradients.values())
-            # Before that: a layer in float32, sums in float64 and what is written of them.
-            memory = max(memory, 4 * max(by_layer.values(), default=0) + 12 * max(gradients.values(), default=0))
+            disk += (model.layers + 3) * stream + 4 * sum(size.gradients for size in layers.values())
+            # A layer in float32, sums in float64 and what is written of them; before that the logits of a few tokens.
+            backward = 4 * largest.weights + 12 * largest.gradients + 16 * batch * largest.columns
+            ends = max(ends, 6 * vocabulary * hidden + 32 * CHUNK * vocabulary)
+        memory = _LIBRARIES + max(rounding, ends, backward)
         text = f"{inputs.size} tokens through {model.layers} layers"
         print(
             f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk",
@@ -219,7 +263,7 @@ class Sequential:
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
         blocks = (self.options.fisher_rows, self.options.fisher_block)
-        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "experts")
+        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "held out")
         key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
         found.collect(model, inputs, batch, key, self.messages)
         return found
@@ -255,22 +299,29 @@ class Sequential:
                 finished.files[entry] = self.folder / line["file"]
                 finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
+            finished.dampings = line["dampings"]
         return finished
 
     def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int) -> None:
-        if done == model.layers:
-            return
-        batch = self.calibration.batch
-        batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+        batches = self._split(inputs)
         shape = (*inputs.shape, model.hidden)
         original, quantized = (self.folder / stream for stream in _STREAMS)
-        keywords = model.start(original, inputs, batches, done)
+        keywords = model.start(original, inputs, batches.all, done)
         if not done:
-            shutil.copyfile(activation_path(original, 0), activation_path(quantized, 0))
+            model.start(quantized, inputs, batches.all, done, self._embedded(inputs))
         with tqdm(total=model.layers, initial=done, unit=" layers", file=self.messages, mininterval=0.5) as bar:
             for number in range(done, model.layers):
                 sources = (activations(original, number, shape, "r"), activations(quantized, number, shape, "r"))
-                streams = Streams(model, number, self.calibration, sources, batches, keywords[number])
+                streams = Streams(
+                    model,
+                    number,
+                    self.calibration,
+                    sources,
+                    batches,
+                    keywords[number],
+                    self._scale,
+                    (original, quantized),
+                )
                 matrices: dict[str, np.ndarray] = {}
                 for passage in streams.passages:
                     bar.set_postfix_str(passage[0].readers[0].name, refresh=True)
@@ -278,10 +329,14 @@ class Sequential:
                 targets = [
                     activations(folder, number + 1, shape, "w+", partial=True) for folder in (original, quantized)
                 ]
-                for part in batches:
-                    for array, values in zip(targets, streams.step(part), strict=True):
+                drift = Drift()
+                for part in batches.all:
+                    outputs = streams.step(part)
+                    drift.add(*outputs)
+                    for array, values in zip(targets, outputs, strict=True):
                         array[part] = values
                 streams.close()
+                self._check_drift(number, drift)
                 for array, folder in zip(targets, (original, quantized), strict=True):
                     array.flush()
                     activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
@@ -289,13 +344,89 @@ class Sequential:
                 file = f"layer-{number:04d}.safetensors"
                 save(matrices, self.folder / file)
                 errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
-                line = {"file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices))}
+                line = {
+                    "file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices)),
+                    "dampings": finished.dampings,
+                }  # fmt: skip
                 with (self.folder / _JOURNAL).open("a") as journal:
                     journal.write(json.dumps(line) + "\n")
                 finished.files |= dict.fromkeys(matrices, self.folder / file)
                 for folder in (original, quantized):
                     activation_path(folder, number).unlink()
                 bar.update()
+        self._say_result(model, inputs, batches)
+
+    def _split(self, inputs: np.ndarray) -> Batches:
+        return split(len(inputs), inputs.shape[1], self.calibration.batch)
+
+    def _scale(self, reader: Reader) -> np.ndarray | None:
+        """What the file multiplies the columns of a matrix by."""
+        return self.rescaling.columns(reader.name, reader.expert)
+
+    def _check_drift(self, number: int, drift: Drift) -> None:
+        """Stop where the quantized layer has lost the original."""
+        if drift.mean <= 1:
+            return
+        what = (
+            f"is lost behind layer {number}: its outputs are {drift.mean**0.5:.2g} times as far off as they are large"
+        )
+        remedy = "give more --tokens, text that is more like the model's, or --calibration or --imatrix in its place"
+        raise UserError(self.calibration.model, what, remedy)
+
+    def _embedded(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokens of the text and their rows of the embedding in the file; None where it has them as they are."""
+        name = "token_embd.weight"
+        tensor = self.rescaled.get(name)
+        if tensor is None or self.types[name] in _KEPT:
+            return None
+        tokens = np.unique(inputs)
+        weights = whole(tensor)
+        return (tokens, self._stored(weights[tokens], self.types[name])) if tokens[-1] < len(weights) else None
+
+    def _stored(self, weights: np.ndarray, qtype: Type) -> np.ndarray:
+        """Weights as a file gives them back that has them in a type, float32 (rows, n)."""
+        if qtype in _KEPT:
+            return weights
+        result = np.empty_like(weights)
+        step = max(1, _PIECE // weights.shape[1])
+        for start in range(0, len(weights), step):
+            data = self.encoder.rows(weights[start : start + step], qtype)
+            result[start : start + step] = gguf.quants.dequantize(data, qtype)
+        return result
+
+    def _say_result(self, model: LayeredModel, inputs: np.ndarray, batches: Batches) -> None:
+        """Perplexity and KL divergence of the quantized model on windows that no sum has seen."""
+        import torch
+
+        behind_last = [activation_path(self.folder / stream, model.layers) for stream in _STREAMS]
+        if not batches.held or not all(path.exists() for path in behind_last):
+            return
+        numbers = np.concatenate(batches.held)
+        # The second half of a window has context, and its last token no successor.
+        context = inputs.shape[1]
+        count = min(context // 2 - 1, max(1, _MEASURED // len(numbers)))
+        places = np.linspace(context // 2, context - 2, count).astype(np.int64)
+        labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1))
+        name = "output.weight" if "output.weight" in self.rescaled else "token_embd.weight"
+        log_likely = []
+        for stream in _STREAMS:
+            behind = activations(self.folder / stream, model.layers, (*inputs.shape, model.hidden), "r")
+            hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
+            weights = None
+            if stream == "quantized" and self.types[name] not in _KEPT:
+                weights = self._stored(whole(self.rescaled[name]), self.types[name])
+            with torch.no_grad(), model.head(weights) as head:
+                parts = [head(part.to(model.device))[0].float().cpu() for part in hidden.split(_MEASURED // 8, 1)]
+            log_likely.append(torch.log_softmax(torch.cat(parts), -1))
+        original, quantized = log_likely
+        rows = torch.arange(len(labels))
+        before, now = (float(torch.exp(-each[rows, labels].mean())) for each in log_likely)
+        divergence = float((original.exp() * (original - quantized)).sum(-1).mean())
+        print(
+            f"on {len(labels)} tokens that were held out: perplexity {now:.4g}, of the original {before:.4g}; "
+            f"mean KL divergence {divergence:.4f}",
+            file=self.messages,
+        )
 
     def _passage(
         self,
@@ -313,32 +444,22 @@ class Sequential:
             readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
             if not readers:
                 continue
+            decomposition = self._decompose(group, of, finished)
             factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
-            basis = self._basis(model, group)
-            hessian_of, cross = (_in_basis(_unrotated(moment.total), basis) for moment in (of.hessian, of.cross))
             for reader in readers:
                 weights = self._weights(reader, self.rescaled, stacks)
-                residual = of.residual.get(reader.entry)
+                order = self._order(model, streams, reader, stacks)
                 wanted = weights
-                if hessian_of is not None and cross is not None:
-                    added = None if residual is None else hessian.rotate_rows(residual.cpu().numpy())
-                    if added is not None and basis is not None:
-                        added *= basis
-                    wanted = target.corrected(weights, hessian_of, cross, added, self.options.target_damping)
+                if decomposition is not None:
+                    wanted = self._target(reader, weights, of, order, decomposition)
                 qtype = self.types[reader.name]
                 rotated = qtype == ITQ3_S
-                if of.hessian.tokens and qtype in CALIBRATED_TYPES and rotated not in factors:
-                    mean: np.ndarray = of.hessian.mean()
-                    if basis is not None:
-                        mean = hessian.scale_columns(mean, basis)
-                    factors[rotated] = hessian.factorize(
-                        mean if rotated else hessian.rotate(mean), self.options.damping
-                    )
+                if decomposition is not None and qtype in CALIBRATED_TYPES and rotated not in factors:
+                    factors[rotated] = (decomposition if rotated else self._unrotated(group, of, finished)).factor()
                 factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
-                order = self._order(model, streams, reader, stacks)
                 data, decoded = self._encode(wanted, qtype, factor, self._output_factors(reader, number, order))
                 matrices[reader.entry] = data
-                if not of.hessian.tokens:
+                if decomposition is None:
                     finished.unseen.add(reader.entry)
                 finished.errors[reader.entry] = SquaredError(
                     float(np.square(decoded - weights, dtype=np.float64).sum()),
@@ -346,16 +467,60 @@ class Sequential:
                 )
                 self._put(streams, reader, order, decoded)
 
-    def _basis(self, model: LayeredModel, group: Group) -> np.ndarray | None:
-        """What a group's inputs as they were summed up are multiplied by to be those that the file's matrices read.
+    def _decompose(self, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
+        """The Hessian of a group; None where no token came to it."""
+        if of.hessian.total is None:
+            return None
+        kind = _kind(group)
+        try:
+            if self.options.damping is not None:
+                finished.dampings[kind] = self.options.damping
+                return Decomposition.of(of.hessian.total, self.options.damping)
+            held = None if of.held is None else of.held.inputs
+            start = finished.dampings.get(kind, target.DAMPING)
+            finished.dampings[kind], result = target.decompose(of.hessian.total, held, start)
+        except ValueError as problem:
+            raise UserError(
+                self.calibration.model, str(problem), "raise --damping", group.readers[0].entry
+            ) from problem
+        return result
 
-        Returns:
-            float64 (columns,): the gain of a norm that the sums leave out, over what the file's columns are multiplied
-            by; None for ones.
-        """
-        reader = group.readers[0]
-        gain = None if group.norm is None else model.gain(group.norm)
-        return file_factor(gain, self.rescaling.columns(reader.name, reader.expert))
+    def _unrotated(self, group: Group, of: Sums, finished: Finished) -> Decomposition:
+        """The same Hessian in the basis of types that do not rotate; the damping is the same in every basis."""
+        assert of.hessian.total is not None
+        return Decomposition.of(rotate_both(of.hessian.total), finished.dampings[_kind(group)])
+
+    def _target(
+        self, reader: Reader, weights: np.ndarray, of: Sums, order: np.ndarray, decomposition: Decomposition
+    ) -> np.ndarray:
+        """What a matrix is rounded to: itself, or more where tokens that were held out speak for it."""
+        import torch
+
+        if of.held is None or of.hessian.total is None:
+            return weights
+        plain = rotate(torch.from_numpy(weights).to(of.hessian.total))
+        missing = of.missing.get(reader.entry)
+        if missing is not None:
+            missing = missing[torch.from_numpy(order).to(missing.device)]
+        elif of.cross.total is None or not of.cross.total.any():
+            return weights
+        elif of.cross.full:
+            missing = plain @ of.cross.total
+        else:
+            blocks = plain.reshape(len(plain), *of.cross.total.shape[:2])
+            missing = torch.einsum("mbi,bij->mbj", blocks, of.cross.total).reshape(plain.shape)
+        correction = decomposition.solve(missing)
+        held = of.held
+        lacking = held.difference @ plain.float().T
+        if held.written is not None:
+            lacking = lacking + held.written[:, torch.from_numpy(order).to(held.written.device)]
+        step = target.line_search(lacking, held.inputs @ correction.float().T)
+        correction *= step
+        if float(correction.square().sum()) > float(plain.square().sum()):
+            what = "would be rounded to a target that is further from it than it is large"
+            remedy = "give more --tokens, or --calibration or --imatrix in place of --calibrate"
+            raise UserError(self.calibration.model, what, remedy, reader.entry)
+        return weights if step == 0 else weights + rotate(correction).float().cpu().numpy()
 
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]
@@ -442,13 +607,6 @@ def whole(tensor: SourceTensor) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _in_basis(sums: np.ndarray | None, factor: np.ndarray | None) -> np.ndarray | None:
-    """Sums of products of inputs, not rotated, of inputs times ``factor`` (columns,)."""
-    if sums is None or factor is None:
-        return sums
-    f = factor.astype(np.float64).reshape(sums.shape[:-2] + sums.shape[-1:])
-    return sums * f[..., :, None] * f[..., None, :]
-
-
-def _unrotated(total: Any) -> np.ndarray | None:
-    return None if total is None else hessian.rotate(total.cpu().numpy())
+def _kind(group: Group) -> str:
+    """Matrices of all layers that are alike: what is known of one says what to try for the next."""
+    return group.readers[0].name.split(".")[2]

@@ -170,3 +170,67 @@ def kv_rows() -> list[Row]:
     """Every row of the second table: F16 weights, and those of the converter's default."""
     by_key = {row.key: row for row in weight_rows()}
     return [*cache_rows(by_key["f16"], "f16"), *cache_rows(by_key["convert"], "itq3_s")]
+
+
+# ------------------------------------------------------------------------------------------------- a real model
+
+#: Embedding and output stay in F16, so that a row shows its type alone.
+_OUTER: Final = ("token_embedding_type", "output_tensor_type")
+
+
+def _upstream_row(qtype: str, *, imatrix: bool) -> Row:
+    """The layers in a type, by llama-quantize."""
+    name = {"Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S"}.get(qtype, qtype)
+    key, how = qtype.lower() + "-imatrix" * imatrix, "layers" + ", imatrix" * imatrix
+    if qtype == _NEEDS_MATRIX and not imatrix:
+        return Row(key, qtype, f"{how}, by ggml", "ggml", (name,))
+    kept = [argument for option in _OUTER for argument in (f"--{option.replace('_', '-')}", "f16")]
+    return Row(key, qtype, how, "llama-quantize", ("--pure", *kept, name), imatrix)
+
+
+def _our_row(key: str, how: str, **options: Any) -> Row:
+    """The layers in ITQ3_S, by the converter. Of ``options`` the flags of a row are taken out."""
+    flags = {name: options.pop(name, False) for name in ("imatrix", "sequential")}
+    kept = (("pure", True), *((option, "f16") for option in _OUTER))
+    return Row(key, "ITQ3_S", f"layers, {how}", "package", options=(*kept, *options.items()), **flags)
+
+
+def layer_rows() -> list[Row]:
+    """Of a real model: the matrices of the layers in one type, embedding and output in F16."""
+    plain = {"fold_norms": False, "equalize": False}
+    rows = [
+        _our_row("itq3_s", "no data", fold_norms=False),
+        _our_row("itq3_s-folded", "no data, folded", fold_norms=True),
+        _our_row("itq3_s-equalize", "equalized, no text given", fold_norms=False, equalize=True),
+        _our_row("itq3_s-imatrix-plain", "imatrix, not equalized", imatrix=True, **plain),
+        _our_row("itq3_s-imatrix", "imatrix, equalized", imatrix=True, fold_norms=False, equalize=True),
+        _our_row("itq3_s-calibrate-plain", "calibrated in sequence, not equalized", sequential=True, **plain),
+        _our_row("itq3_s-calibrate", "calibrated in sequence", sequential=True),
+        _our_row("itq3_s-fisher", "calibrated in sequence, Fisher", sequential=True, fisher=True),
+    ]
+    for qtype in ("Q3_K", "IQ3_S", "IQ3_XXS"):
+        rows += [_upstream_row(qtype, imatrix=imatrix) for imatrix in (False, True)]
+    return [*rows, *(_upstream_row(qtype, imatrix=True) for qtype in ("IQ4_XS", "Q4_K"))]
+
+
+def mix_rows() -> list[Row]:
+    """Of a real model: whole files as a user makes them, embedding and output quantized too."""
+    sized = {"target_bpw": _BEST, "fisher": True}
+    ours: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+        ("itq3_s", "mix, no data", {}, {}),
+        ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}, {}),
+        ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}, {}),
+        ("itq3_s-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True}, {"fisher": True}),
+        (f"bpw-{_BEST:g}", f"types for {_BEST:g} bits, calibrated in sequence, Fisher", {"sequential": True}, sized),
+    )
+    rows = [
+        Row(f"mix-{key}", "mix" if "bpw" in key else "ITQ3_S", how, "package", options=tuple(options.items()), **flags)
+        for key, how, flags, options in ours
+    ]
+    return [
+        *rows,
+        *(
+            Row(f"mix-{name.lower()}-imatrix", name, "mix, imatrix", "llama-quantize", (name,), imatrix=True)
+            for name in ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M")
+        ),
+    ]

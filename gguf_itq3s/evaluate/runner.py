@@ -11,7 +11,7 @@ import fnmatch
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -301,7 +301,9 @@ class Evaluation:
             self.base.unlink(missing_ok=True)
 
 
-def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, threads: int) -> None:
+def quantize_pure(
+    source: Path, target: Path, qtype: gguf.GGMLQuantizationType, threads: int, *, keep: Collection[str] = ()
+) -> None:
     """Write a GGUF file with every matrix in a type by ggml's own quantizer, as ``llama-quantize --pure`` would.
 
     Args:
@@ -309,6 +311,7 @@ def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, 
         target: file to write.
         qtype: any type that ggml quantizes without an importance matrix.
         threads: threads that quantize.
+        keep: names of tensors that stay as they are.
 
     Raises:
         UserError: the library is not built, or a row is not whole blocks.
@@ -326,7 +329,8 @@ def quantize_pure(source: Path, target: Path, qtype: gguf.GGMLQuantizationType, 
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{qtype.name}"])
     for tensor in reader.tensors:
         shape = [int(n) for n in reversed(tensor.shape)]
-        if tensor.tensor_type == gguf.GGMLQuantizationType.F16 and policy.may_quantize(tensor.name, shape, arch):
+        wanted = tensor.tensor_type == gguf.GGMLQuantizationType.F16 and tensor.name not in keep
+        if wanted and policy.may_quantize(tensor.name, shape, arch):
             try:
                 data = library.quantize_type(np.asarray(tensor.data, dtype=np.float32), qtype, threads=threads)
             except ValueError as error:

@@ -16,8 +16,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-#: Rows of a group.
+#: Rows of a group at least, which the encoder has side by side; of a matrix with many rows a group has as many times
+#: that as :data:`ROWS` goes into them, up to :data:`MOST` times, so that several threads have work.
 GROUP: Final = 16
+ROWS: Final = 512
+MOST: Final = 4
 #: Share of the mean diagonal of G that is added to its diagonal.
 DAMPING: Final = 0.01
 
@@ -41,13 +44,13 @@ class OutputFactor:
     weight: npt.NDArray[np.float64]
 
 
-def factorize(fisher: npt.NDArray[np.floating], damping: float = DAMPING, group: int = GROUP) -> OutputFactor:
+def factorize(fisher: npt.NDArray[np.floating], damping: float = DAMPING, group: int | None = None) -> OutputFactor:
     """Factor an output Fisher matrix in float64.
 
     Args:
         fisher: (m, m), symmetric, positive semidefinite; an all-zero one is taken as the identity.
         damping: share of the mean diagonal that is added, more than 0.
-        group: rows of a group; m need not be a multiple.
+        group: rows of a group, of which m need not be a multiple; None for as many as its size allows.
 
     Raises:
         ValueError: not square, not finite, or not positive semidefinite.
@@ -57,7 +60,7 @@ def factorize(fisher: npt.NDArray[np.floating], damping: float = DAMPING, group:
         raise ValueError(f"an output Fisher matrix is square, not {fisher.shape}")
     if not np.isfinite(fisher).all():
         raise ValueError("a value of the output Fisher matrix is NaN or infinite")
-    count = -(-m // group)
+    count = -(-m // (group or GROUP * min(MOST, max(1, m // ROWS))))
     parts = [np.arange(start, m, count) for start in range(count)]
     order = np.concatenate(parts)
     ends = np.cumsum([len(part) for part in parts])

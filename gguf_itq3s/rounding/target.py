@@ -1,74 +1,165 @@
-"""What a matrix is rounded to when the layers before it are rounded already: its target.
+"""What a matrix is rounded to when the layers before it are rounded already: its target, and how far to trust it.
 
 The quantized model gives a matrix the inputs ``x'`` where the original gave ``x``. What the matrix should put out is
 ``W x`` then, and of a matrix that writes to the residual stream the stream's own error ``r - r'`` can be made up for as
 well. The least squares answer, damped, is the target ::
 
-    T = W + (W C + R) (H + damping mean(diag H) I)^-1
-    H = sum x' x'^T    C = sum (x - x') x'^T    R = sum (r - r') x'^T
+    T = W + step * B (H + damping mean(diag H) I)^-1
+    H = sum x' x'^T    B = sum (W (x - x') + r - r') x'^T
 
 and rounding T by the Hessian H minimises ``sum |W x + (r - r') - Q x'|^2`` over codewords Q as far as LDLQ does.
-Without R this is the asymmetric calibration of GPTAQ (arXiv 2504.02692); R is the residual stream's part of it.
+Without r this is the asymmetric calibration of GPTAQ (arXiv 2504.02692); r is the residual stream's part of it.
+
+Sums over few tokens say more than is true: with n columns and N tokens, about n / N of what the least squares answer
+explains is chance. So both numbers come from tokens that are in no sum. The damping is that with the least expected
+error of rounding on them (:meth:`Decomposition.expected_error`), the step the one that leaves least of what is missing
+in their outputs, 0 where the target makes it worse. Where the Hessian is kept in blocks, every block explains the whole
+of what is missing, and the step is what shares it out among them.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from . import hessian as hessians
+from .hessian import Factor
 
-#: Share of the mean diagonal of H that is added to its diagonal: the target may lean on few tokens less than the
-#: rounding may (:data:`gguf_itq3s.rounding.hessian.DAMPING`).
-DAMPING: Final = 0.01
+if TYPE_CHECKING:
+    import torch
 
-Matrix = npt.NDArray[np.floating]
+#: What is tried for the damping: shares of the mean diagonal.
+DAMPINGS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+#: Columns from which on a full Hessian is decomposed in float32, in half the time and memory.
+WIDE: Final = 4096
+#: Where the search begins, and what is taken where nothing is held out.
+DAMPING: Final = 0.1
 
 
-def corrected(
-    weights: Matrix, hessian: Matrix, cross: Matrix, residual: Matrix | None = None, damping: float = DAMPING
-) -> npt.NDArray[np.float32]:
-    """The target of a matrix, solved in float64.
+@dataclass(frozen=True)
+class Decomposition:
+    """A damped Hessian as ``U U^T``, U upper triangular; of a Hessian in blocks, block by block.
 
-    Sums over tokens and means serve alike, if they are of the same tokens.
+    Attributes:
+        upper: (blocks, s, s), one block for a full Hessian; float64, or float32 of one that is wider than
+            :data:`WIDE` where that suffices.
+        full: whether it is full.
+    """
+
+    upper: torch.Tensor
+    full: bool
+
+    @classmethod
+    def of(cls, hessian: torch.Tensor, damping: float) -> Decomposition:
+        """Decompose a Hessian.
+
+        Args:
+            hessian: float64 (n, n) or (n / 256, 256, 256), symmetric, positive semidefinite. An all-zero one is taken
+                as the identity.
+            damping: share of the mean diagonal that is added to the diagonal, more than 0.
+
+        Raises:
+            ValueError: a value is not finite, or it is not positive semidefinite.
+        """
+        import torch
+
+        full = hessian.ndim == 2
+        mean = float(hessian.diagonal(dim1=-2, dim2=-1).mean())
+        if not np.isfinite(mean):
+            raise ValueError("a value of the Hessian is NaN or infinite")
+        for dtype in (torch.float32, torch.float64) if full and len(hessian) > WIDE else (torch.float64,):
+            # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
+            reverse = (hessian[None] if full else hessian).to(dtype).flip(-2, -1)
+            reverse.diagonal(dim1=-2, dim2=-1).add_(damping * (mean or 1.0))
+            lower, failed = torch.linalg.cholesky_ex(reverse)
+            if not failed.any():
+                break
+        else:
+            raise ValueError("the Hessian is not positive semidefinite; more damping may help")
+        del reverse
+        return cls(lower.flip(-2, -1), full)
+
+    def factor(self) -> Factor:
+        """For rounding, as :func:`gguf_itq3s.rounding.hessian.factorize` gives it."""
+        scale = self.upper.diagonal(dim1=-2, dim2=-1)
+        feedback = (self.upper / scale[:, None, :]).float().cpu().numpy()
+        weight = scale.square().flatten()
+        weight = (weight / weight.mean()).float().cpu().numpy()
+        return Factor(np.ascontiguousarray(feedback[0] if self.full else feedback), weight)
+
+    def expected_error(self, inputs: torch.Tensor) -> float:
+        """What rounding with this factor costs on some inputs, but for a factor that no Hessian changes.
+
+        With ``H = A D A^T``, A unit upper triangular, LDLQ leaves errors ``E = N A^-1``, N as large in every column as
+        the codebook makes it: ``E[|E x|^2]`` is proportional to ``|A^-1 x|^2``.
+
+        Args:
+            inputs: float32 (tokens, n), rotated.
+
+        Returns:
+            The sum over tokens, over that of rounding to the nearest codewords, which has A = 1.
+        """
+        import torch
+
+        blocks, size = self.upper.shape[:2]
+        x = inputs.reshape(len(inputs), blocks, size).permute(1, 2, 0).to(self.upper)
+        solved = torch.linalg.solve_triangular(self.upper, x, upper=True)
+        solved *= self.upper.diagonal(dim1=-2, dim2=-1)[..., None]
+        energy = float(x.square().sum())
+        return float(solved.square().sum()) / energy if energy else 1.0
+
+    def solve(self, right: torch.Tensor) -> torch.Tensor:
+        """``right (U U^T)^-1``.
+
+        Args:
+            right: (m, n).
+        """
+        import torch
+
+        blocks, size = self.upper.shape[:2]
+        columns = right.to(self.upper).reshape(len(right), blocks, size).permute(1, 2, 0)
+        # U U^T X^T = right^T: U first, its transpose then.
+        half = torch.linalg.solve_triangular(self.upper, columns, upper=True)
+        whole = torch.linalg.solve_triangular(self.upper.mT, half, upper=False)
+        return whole.permute(2, 0, 1).reshape(right.shape).to(right)
+
+
+def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) -> tuple[float, Decomposition]:
+    """Decompose a Hessian with the damping that tokens held out like best.
 
     Args:
-        weights: (m, n), W; rotated or not, as all others.
-        hessian: (n, n), or its diagonal blocks (n / 256, 256, 256): H.
-        cross: of the same shape: C.
-        residual: (m, n): R; None where the matrix does not write to the residual stream.
-        damping: more than 0.
+        hessian: as :meth:`Decomposition.of` takes it.
+        held: float32 (tokens, n), rotated; None where there are none: the damping is ``start``.
+        start: one of :data:`DAMPINGS`, from which the search goes on while the error falls.
 
     Returns:
-        float32 (m, n); the weights themselves, to the bit, where C and R are zero.
-
-    Raises:
-        ValueError: shapes that do not match, or a Hessian that is not positive semidefinite.
+        The damping and the decomposition.
     """
-    columns = hessians.columns_of(hessian)
-    if weights.ndim != 2 or weights.shape[1] != columns or cross.shape != hessian.shape:
-        raise ValueError(f"weights {weights.shape} and sums {cross.shape} do not match a Hessian {hessian.shape}")
-    if residual is not None and residual.shape != weights.shape:
-        raise ValueError(f"a residual term {residual.shape} does not match weights {weights.shape}")
-    if not cross.any() and (residual is None or not residual.any()):
-        return weights.astype(np.float32)
-    size = hessian.shape[-1]
-    mean = float(np.diagonal(hessian, axis1=-2, axis2=-1).mean()) or 1.0
-    result = np.empty(weights.shape, dtype=np.float32)
-    for number, start in enumerate(range(0, columns, size)):
-        part = slice(start, start + size)
-        w = weights[:, part].astype(np.float64)
-        h, c = (array if array.ndim == 2 else array[number] for array in (hessian, cross))
-        missing = w @ c
-        if residual is not None:
-            missing += residual[:, part]
-        damped = h.astype(np.float64)
-        damped[np.diag_indices_from(damped)] += damping * mean
-        try:
-            np.linalg.cholesky(damped)
-        except np.linalg.LinAlgError:
-            raise ValueError("the Hessian is not positive semidefinite; more damping may help") from None
-        result[:, part] = w + np.linalg.solve(damped, missing.T).T
-    return result
+    best = Decomposition.of(hessian, start)
+    if held is None:
+        return start, best
+    place, least = DAMPINGS.index(start), best.expected_error(held)
+    for direction in (1, -1):
+        moved = False
+        while 0 <= place + direction < len(DAMPINGS):
+            found = Decomposition.of(hessian, DAMPINGS[place + direction])
+            error = found.expected_error(held)
+            if error >= least:
+                break
+            best, least, place, moved = found, error, place + direction, True
+        if moved:
+            break
+    return DAMPINGS[place], best
+
+
+def line_search(missing: torch.Tensor, explained: torch.Tensor) -> float:
+    """How much of a correction leaves least of what is missing: ``argmin |missing - step explained|^2`` in [0, 1].
+
+    Args:
+        missing: (tokens, m): what is missing in the outputs of tokens held out.
+        explained: (tokens, m): what the whole correction would add to them.
+    """
+    energy = float(explained.square().sum())
+    step = float((missing * explained).sum()) / energy if energy else 0.0
+    return min(1.0, max(0.0, step)) if np.isfinite(step) else 0.0

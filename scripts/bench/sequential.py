@@ -78,7 +78,7 @@ def table(results: dict[str, Any]) -> str:
         f"columns in the mix of ITQ3_S; one layer measured, {results['threads']} thread"
         f"{'s' * (results['threads'] > 1)}:\n\n"
     )
-    titles = ["", "a layer", "and for each token", "all, one core", "all, two cores", "memory", "disk while it runs"]
+    titles = ["", "a layer", "and for each token", "all, one core", "half of it", "memory", "disk while it runs"]
     return head + report.markdown(titles, rows)
 
 

@@ -2,7 +2,8 @@
 //
 //   - against vec_dot, element by element, within rounding;
 //   - columns of a product against the same columns of products with other numbers of columns, of threads, of either
-//     layout, and against the ordinary product of a matrix for experts: equal bits.
+//     layout, and against the ordinary product of a matrix for experts: equal bits;
+//   - columns with a NaN: NaN, and the others as they were.
 //
 // Prints a line per case; the exit status is 1 when one fails.
 
@@ -276,6 +277,30 @@ static void run(enum ggml_type type, const struct shape * s) {
         }
         if (done) {
             check("products of fewer columns that differ", type, &part, PLAIN, 1, bad == 0, bad);
+        }
+    }
+    // A NaN in one column of activations is NaN in what comes of it, and nowhere else. The ternary types' activations
+    // are upstream's Q8_K, which takes a NaN for a zero.
+    if ((int) type == ITQ3_S) {
+        const int bad                                    = n / 2;
+        x[(int64_t) source_of(s, bad) * s->k + s->k / 3] = NAN;
+        for (int layout = 0; layout <= LAYOUTS; ++layout) {
+            float * other = product(type, s, (enum layout) layout, 2, w, x, ids);
+            if (!other) {
+                continue;
+            }
+            int wrong = 0;
+            for (int c = 0; c < n; ++c) {
+                const bool   nan = source_of(s, c) == source_of(s, bad);
+                const size_t at  = (size_t) c * s->m;
+                const bool   same =
+                    layout == REFERENCE || memcmp(other + at, all + at, (size_t) s->m * sizeof(float)) == 0;
+                for (int r = 0; r < s->m; ++r) {
+                    wrong += nan ? !isnan(other[at + (size_t) r]) : isnan(other[at + (size_t) r]) || !same;
+                }
+            }
+            check("numbers that should, or should not, be NaN", type, s, (enum layout) layout, 2, wrong == 0, wrong);
+            free(other);
         }
     }
     free(all);

@@ -116,17 +116,22 @@ static float * activation_case(int kind, float * x, int n) {
                 x[i] = (float) (int) (random_u32() % 9) - 4.0f;
             }
             break;
+        case 9:  // overflow of some of the sums
+            for (int i = 0; i < n; ++i) {
+                x[i] *= i / QK_K % 2 ? 1.5e37f : 5e37f;
+            }
+            break;
     }
     return x;
 }
 
 static void test_activations(void) {
     static const char * names[] = { "normal",           "zero",     "one value", "two values", "subnormal", "large",
-                                    "infinity and NaN", "outliers", "integers" };
+                                    "infinity and NaN", "outliers", "integers",  "overflow" };
     static float        x[MAX_BLOCKS * QK_K];
     static block_q8_K   a[MAX_BLOCKS];
     static block_q8_K   b[MAX_BLOCKS];
-    for (int kind = 0; kind < 9; ++kind) {
+    for (int kind = 0; kind < 10; ++kind) {
         int ok = 1;
         for (int round = 0; round < 50; ++round) {
             const int nb = 1 + (int) (random_u32() % MAX_BLOCKS);
@@ -150,6 +155,19 @@ static void test_activations(void) {
         snprintf(line, sizeof(line), "quantize_row_q8_K_h, same bytes: %s", names[kind]);
         report(line, ok);
     }
+
+    // A block that has a NaN or an infinity has NaN for its scale, wherever it stands, and no other block has.
+    int ok = 1;
+    for (int j = 0; j < QK_K; ++j) {
+        static const float values[] = { NAN, -NAN, INFINITY, -INFINITY };
+        for (size_t v = 0; v < sizeof(values) / sizeof(*values); ++v) {
+            activation_case(j % 2 ? 0 : 1, x, 3 * QK_K);
+            x[QK_K + j] = values[v];
+            quantize_row_q8_K_h(x, a, 3 * QK_K);
+            ok &= isnan(a[1].d) && isfinite(a[0].d) && isfinite(a[2].d);
+        }
+    }
+    report("quantize_row_q8_K_h, NaN and infinity are NaN", ok);
 
     // and against the definition: H x in double precision
     double worst = 0.0;
@@ -294,6 +312,27 @@ static void test_itq3_s(void) {
             report(line, worst < 1e-6);
         }
     }
+}
+
+// Activations with a NaN give NaN, whatever they meet.
+static void test_nan(void) {
+    static block_itq3_s x[MAX_BLOCKS];
+    static block_q8_K   y[MAX_BLOCKS];
+    static float        act[MAX_BLOCKS * QK_K];
+    int                 ok = 1;
+    for (int kind = 0; kind < ITQ3_S_CASES; ++kind) {
+        for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
+            itq3_s_case(x, nb, kind);
+            activation_case(0, act, nb * QK_K);
+            act[random_u32() % (uint32_t) (nb * QK_K)] = NAN;
+            quantize_row_q8_K_h(act, y, nb * QK_K);
+            float portable, simd;
+            ggml_vec_dot_itq3_s_q8_K_h_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
+            ggml_vec_dot_itq3_s_q8_K_h(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
+            ok &= isnan(portable) && isnan(simd);
+        }
+    }
+    report("itq3_s dot: NaN in the activations is NaN", ok);
 }
 
 //
@@ -471,11 +510,52 @@ static void test_gemm(const struct panel_type * t, const char * name, int kind, 
     report(line, same_bits);
 }
 
+// A column whose activations have a NaN is NaN, and no other column changes.
+static void test_panel_nan(const struct panel_type * t) {
+    enum { nb = 3, nan_block = 1 };
+
+    static char                rows[ITQ3S_PANEL_ROWS * nb * sizeof(block_itq3_s)];
+    static double              largest[ITQ3S_PANEL_ROWS * nb];
+    static _Alignas(64) char   panel[sizeof(rows)];
+    static block_q8_K          y[ITQ3S_GROUP * nb];
+    static _Alignas(64) int8_t q[ITQ3S_GROUP * nb * QK_K];
+    static float               d[ITQ3S_GROUP * nb];
+    static int32_t             sums[ITQ3S_GROUP * nb];
+    const struct itq3s_columns columns = { q, d, sums };
+
+    panel_case(t, 0, rows, ITQ3S_PANEL_ROWS, nb, largest);
+    t->repack_generic(rows, nb * t->block_size, ITQ3S_PANEL_ROWS, nb, panel);
+    int              ok       = 1;
+    static const int groups[] = { 1, 2, 3, 4, 5, 8, 9, 16, 17, ITQ3S_GROUP };
+    for (size_t g = 0; g < sizeof(groups) / sizeof(*groups); ++g) {
+        const int nc     = groups[g];
+        const int column = (int) (random_u32() % (uint32_t) nc);
+        float     without[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
+        float     with[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
+        random_q8_K(y, nc * nb, 0);
+        panel_columns(t, y, nb, 0, nc, q, d, sums);
+        t->gemm(nb, panel, &columns, nc, without);
+        memset(&y[column * nb + nan_block], 0, sizeof(*y));
+        y[column * nb + nan_block].d = NAN;
+        panel_columns(t, y, nb, 0, nc, q, d, sums);
+        t->gemm(nb, panel, &columns, nc, with);
+        for (int c = 0; c < nc; ++c) {
+            for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+                ok &= c == column ? isnan(with[c][r]) != 0 : memcmp(&with[c][r], &without[c][r], sizeof(float)) == 0;
+            }
+        }
+    }
+    char line[80];
+    snprintf(line, sizeof(line), "%s panel: NaN in a column is NaN in that column", t->name);
+    report(line, ok);
+}
+
 static void test_panels(void) {
     test_reorder();
     for (size_t i = 0; i < sizeof(panel_types) / sizeof(*panel_types); ++i) {
         const struct panel_type * t = &panel_types[i];
         test_repack(t);
+        test_panel_nan(t);
         for (int kind = 0; kind < (t->rotated ? ITQ3_S_CASES : 2); ++kind) {
             for (int act = 0; act < 4; ++act) {
                 test_gemm(t, t->rotated ? itq3_s_names[kind] : kind == 1 ? "bytes 255" : "any bytes", kind, act);
@@ -563,6 +643,7 @@ int main(int argc, char ** argv) {
     }
     test_activations();
     test_itq3_s();
+    test_nan();
     test_panels();
 #if defined(GGML_TQ_AVX512)
     test_ternary();

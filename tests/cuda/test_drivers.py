@@ -166,6 +166,27 @@ def test_which_kernels(on: Callable[..., Device], architecture: int, cc: int, mo
 # mul_mat_vec_q
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "architecture,kernels,columns",
+    [(HOPPER, FEW, 3), (TURING, FEW, 3), (PASCAL, FEW, 3), (HOPPER, MANY, 70), (TURING, MANY, 12)],
+)
+def test_what_is_no_number_comes_out_as_nan(
+    on: Callable[..., Device], architecture: int, kernels: int, columns: int, name: str, value: float
+) -> None:
+    """In its column, and nowhere else."""
+    device = on(architecture)
+    x, y = blocks_of(name, 19, 3), activations(columns, 3 * BLOCK)
+    dst = np.zeros((2, columns, 19), np.float32)
+    mul_mat(device, kernels, name, x, y, dst[0])
+    y[1, 300] = value
+    mul_mat(device, kernels, name, x, y, dst[1])
+    assert np.isnan(dst[1, 1]).all()
+    others = np.arange(columns) != 1
+    np.testing.assert_array_equal(dst[1, others], dst[0, others])
+
+
 @pytest.mark.parametrize("architecture", [TURING, PASCAL])
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("columns", range(1, 9))

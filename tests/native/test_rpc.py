@@ -44,7 +44,7 @@ def server(log: Path) -> Iterator[str]:
         subprocess.Popen([*command, "--device", "CPU"], stdout=output, stderr=output) as child,
     ):
         try:
-            for _ in range(200):
+            for _ in range(6000):
                 assert child.poll() is None, log.read_text()
                 with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
                     break

@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import hashlib
 import operator
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gguf_itq3s import upstream
 from scripts.check import cuda as cuda_check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +156,7 @@ def write_sources(folder: Path, faults: Sequence[tuple[str, str, str]] = ()) -> 
     """
     tree = patched_tree() / "ggml" / "src" / "ggml-cuda"
     ours = {path.name: path for path in (*SOURCES.glob("*.[ch]*"), *EMULATE.glob("*.cpp"))}
-    upstream = [path for path in (*tree.glob("*.cuh"), *map(tree.joinpath, UPSTREAM)) if path.name not in ours]
+    theirs = [path for path in (*tree.glob("*.cuh"), *map(tree.joinpath, UPSTREAM)) if path.name not in ours]
     for name in ("upstream/vendors", "upstream/template-instances", "ours"):
         (folder / name).mkdir(parents=True)
     shutil.copy(tree / "vendors" / "cuda.h", folder / "upstream" / "vendors")
@@ -163,7 +166,7 @@ def write_sources(folder: Path, faults: Sequence[tuple[str, str, str]] = ()) -> 
     (folder / "emulate").symlink_to(EMULATE)
 
     planted = 0
-    for path in (*upstream, *ours.values()):
+    for path in (*theirs, *ours.values()):
         text = path.read_text()
         for name, right, wrong in faults:
             if name == path.name:
@@ -182,7 +185,8 @@ def write_sources(folder: Path, faults: Sequence[tuple[str, str, str]] = ()) -> 
 def build(folder: Path, architecture: int) -> Path:
     """A shared library of what :func:`write_sources` has written to ``folder``.
 
-    Paths are relative, so that ccache, where it is installed, finds what an earlier run has compiled.
+    It is kept beside the builds of llama.cpp, under the hash of all that decides it. Paths are relative, so that
+    ccache, where it is installed, finds what an earlier run has compiled.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler is not None, "a C++ compiler is needed"
@@ -210,6 +214,11 @@ def build(folder: Path, architecture: int) -> Path:
         units += [(with_ours, "upstream", unit) for unit in (INSTANCES, ["mmvq.cu", "mmid.cu"])]
         units += [(on_host, "upstream", ["mmq.cu", "quantize.cu"])]
 
+    library = kept_library(folder, architecture, compiler, repr((flags, units)))
+    if library.exists():
+        library.touch()  # the last used stay
+        return library
+
     def compile_unit(unit: tuple[Sequence[str], str, Sequence[str]]) -> str:
         own, part, files = unit
         name = f"{Path(files[0]).stem}-{architecture}"
@@ -221,11 +230,35 @@ def build(folder: Path, architecture: int) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_unit, units))
-    library = folder / f"emulated-{architecture}.so"
-    link = [compiler, "-shared", "-fsanitize=undefined", "-Wl,-z,defs", *objects, "-o", str(library)]
+    made = f"emulated-{architecture}.so"
+    link = [compiler, "-shared", "-fsanitize=undefined", "-Wl,-z,defs", *objects, "-o", made]
     done = subprocess.run(link, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    library.parent.mkdir(parents=True, exist_ok=True)
+    partial = library.with_name(f"{library.name}.{os.getpid()}")
+    shutil.copy(folder / made, partial)
+    partial.replace(library)
+    for old in sorted(library.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
     return library
+
+
+def kept_library(folder: Path, architecture: int, compiler: str, command: str) -> Path:
+    """Where the library of these sources, made by this compiler with these arguments, is kept."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    headers = [patched_tree() / "ggml" / "include", patched_tree() / "ggml" / "src"]
+    files = [
+        path for part in (folder / "ours", folder / "upstream", EMULATE) for path in part.rglob("*") if path.is_file()
+    ]
+    files += [path for part in headers for path in part.glob("*.h")]
+    content = hashlib.sha256(f"{version}{platform.machine()}{command}".encode())
+    for path in sorted(files):
+        content.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return upstream.cache_dir() / "emulated-cuda" / f"{content.hexdigest()[:20]}-{architecture}.so"
+
+
+#: Libraries in the cache: two states of the sources on all architectures.
+KEPT = 8
 
 
 class Device:

@@ -69,7 +69,7 @@ def start(work: Callable[[], object], log: Path) -> Child:
         code = 70
         try:
             os.setsid()
-            signal.alarm(120)  # a child that hangs is ended, and seen
+            signal.alarm(900)  # a child that hangs is ended, and seen
             handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, 1)
             os.dup2(handle, 2)

@@ -37,7 +37,7 @@ class Server:
 
     @staticmethod
     def _answer(request: urllib.request.Request) -> Any:
-        with DIRECT.open(request, timeout=60) as response:
+        with DIRECT.open(request, timeout=600) as response:
             return json.load(response)
 
 
@@ -65,7 +65,7 @@ def started(
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
     server = Server(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 if server.get(health).get("status") == "ok":

@@ -1,4 +1,4 @@
-"""Training a LoRA adapter beside a packed model with PEFT, as a user would."""
+"""Training a LoRA adapter beside a packed model with PEFT, as a user would, and what its gradient promises."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def with_adapter(model: Any, *, rank: int = 8, seed: int = 0) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def with_random_adapter(model: Any, size: float, *, rank: int = 8) -> Any:
+    """The model with an adapter that no training made: B, which PEFT starts at zero, has random numbers of a size."""
+    adapted = with_adapter(model, rank=rank)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
 def train(model: Any, tokens: torch.Tensor, steps: int, rate: float = 3e-3) -> list[float]:
     """Losses of training on the same windows again and again."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
@@ -39,3 +50,22 @@ def train(model: Any, tokens: torch.Tensor, steps: int, rate: float = 3e-3) -> l
         losses.append(float(loss.detach()))
     model.eval()
     return losses
+
+
+def promised_and_found(model: Any, tokens: torch.Tensor, share: float = 0.02) -> tuple[float, float]:
+    """By how much a step along the gradient should lower the loss, that share of it, and by how much it does.
+
+    The model has the parameters of before again afterwards.
+    """
+    loss = model(input_ids=tokens, labels=tokens).loss
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, trained)
+    slope = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    before, kept = float(loss.detach()), [parameter.detach().clone() for parameter in trained]
+    with torch.no_grad():
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter -= share * before / slope * gradient
+        after = float(model(input_ids=tokens, labels=tokens).loss)
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.copy_(value)
+    return share * before, before - after

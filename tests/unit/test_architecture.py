@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,38 @@ def test_imports_point_one_way() -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "2 kept, 0 broken" in done.stdout
+
+
+def test_the_page_names_every_file() -> None:
+    """The table of rooms and files, against the tree."""
+    listed: dict[str, set[str]] = {}
+    room = ""
+    for line in (ROOT / "docs" / "architecture.md").read_text().split("| room | file | subject |")[1].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        first, files, _ = (cell.strip() for cell in line.strip("|").split("|", 2))
+        room = first.strip("`") or room
+        listed.setdefault(room, set()).update(re.findall(r"`(\w+)`", files))
+    assert listed.pop("build") == set() and (PACKAGE / "build.py").exists()
+    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
+    assert listed == {r.name: {path.stem for path in r.glob("*.py")} - {"__init__", "__main__"} for r in rooms}
+    reading = (PACKAGE / "codec" / "__init__.py").read_text()
+    assert set(re.findall(r"``(\w+)``", reading)) == listed["codec"]
+
+
+def test_what_imports_torch_at_its_head() -> None:
+    """The rooms torch and transformers, and the files of distill that compute: what the page says."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        names = []
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module or "")
+        if any(name.partition(".")[0] in ("torch", "transformers") for name in names):
+            found.add(path.parent.name)
+    assert found == {"torch", "transformers", "distill"}
 
 
 def test_help_imports_nothing_that_takes_seconds() -> None:

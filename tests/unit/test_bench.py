@@ -54,7 +54,7 @@ def test_columns(tmp_path: Path) -> None:
 
 def test_loading(tmp_path: Path) -> None:
     run = loading.measured(["sh", "-c", "exit 0"])
-    assert 0 < run.seconds < 60 and run.memory > 0
+    assert run.seconds > 0 and run.memory > 0
     samples = {
         way: {name: [large.Run(2.0 + i, 1.0, 2**20)] for i, name in enumerate(loading.TYPES)} for way in loading.WAYS
     }

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -25,7 +24,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from checkpoints import ARCHITECTURES, save_model
 from gguf_files import metadata, tensors, types
@@ -345,11 +344,39 @@ def test_memory_stays_within_the_two_largest_tensors(checkpoint: Make, tokenizer
         assert peak(model, tmp_path / "out.gguf", outtype) - base < 2 * largest + 256 * 2**20
 
 
-def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gguf_itq3s.cli", "convert", model, out, "--no-native", "--threads", "1", *options]
-    return subprocess.Popen(
+#: The command, held after its third tensor: it says so, and waits to be interrupted.
+HELD = """
+import sys, time
+from gguf_itq3s.cli import main
+from gguf_itq3s.convert.output import Output
+
+own = Output.write
+
+def write(self, pieces, record):
+    own(self, pieces, record)
+    if len(self.records) == 3:
+        print("held", flush=True)
+        time.sleep(3600)
+
+Output.write = write
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def interrupt(model: Path, out: Path, number: int, *options: str) -> str:
+    """Send a signal to a conversion that has three tensors in its journal; returns what was printed on stderr."""
+    command = [sys.executable, "-c", HELD, "convert", model, out, "--no-native", "--threads", "1", *options]
+    process = subprocess.Popen(
         [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
     )
+    assert process.stdout is not None
+    if process.stdout.readline() != "held\n":
+        pytest.fail(process.communicate()[1])
+    process.send_signal(number)
+    message = process.communicate()[1]
+    assert process.returncode == (-number if number == signal.SIGKILL else 1)
+    assert len(out.with_name(f"{out.name}.partial.journal").read_text().splitlines()) == 1 + 3
+    return message
 
 
 def hear_ctrl_c() -> None:
@@ -357,18 +384,11 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def interrupt(process: subprocess.Popen[str], journal: Path, number: int) -> str:
-    """Send a signal once the first tensors are in the journal; returns what was printed on stderr."""
-    end = time.monotonic() + 120
-    while not journal.exists() or journal.read_text().count("\n") < 4:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    process.send_signal(number)
-    message = process.communicate(timeout=60)[1]
-    assert process.returncode == (-number if number == signal.SIGKILL else 1), "it was over before the signal"
-    assert journal.exists()
-    return message
+def finish(model: Path, out: Path) -> str:
+    """The same conversion to its end; what it says on the way."""
+    messages = io.StringIO()
+    convert(ConvertOptions(model, out, native=False, threads=1), messages)
+    return messages.getvalue()
 
 
 def continued(message: str) -> tuple[int, int] | None:
@@ -378,75 +398,48 @@ def continued(message: str) -> tuple[int, int] | None:
 
 
 @pytest.fixture(scope="module")
-def slow_model(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 8 million weights: seconds of work in numpy."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("slow") / "model"
-    return save_model(AutoModelForCausalLM.from_config(config).half(), folder, tokenizer)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def uninterrupted(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("whole") / "out.gguf"
-    convert(ConvertOptions(slow_model, out, native=False))
+    convert(ConvertOptions(checkpoint("llama"), out, native=False))
     return out.read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupted_conversion_leaves_no_output_and_continues(
-    number: int, slow_model: Path, uninterrupted: bytes, tmp_path: Path
+    number: int, checkpoint: Make, uninterrupted: bytes, tmp_path: Path
 ) -> None:
-    out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
-    process = start(slow_model, out)
-    message = interrupt(process, journal, number)
+    out = tmp_path / "out.gguf"
+    message = interrupt(checkpoint("llama"), out, number)
     assert not out.exists()
     assert re.search(
-        r"^error: .*out\.gguf: interrupted after \d+ of \d+ tensors; the same command continues", message, re.M
+        r"^error: .*out\.gguf: interrupted after 3 of 21 tensors; the same command continues", message, re.M
     )
     assert "Traceback" not in message
-    finished = len(journal.read_text().splitlines()) - 1
-    again = start(slow_model, out)
-    output, message = again.communicate(timeout=300)
-    assert again.returncode == 0
-    assert continued(message) == (finished, 30) and 0 < finished < 30
+    assert continued(finish(checkpoint("llama"), out)) == (3, 21)
     assert out.read_bytes() == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
-    assert float(next(line for line in output.splitlines() if line.startswith("ITQ3_S")).split()[-1]) < 0.023
 
 
-@pytest.mark.slow
-def test_killed_conversion_continues(slow_model: Path, uninterrupted: bytes, tmp_path: Path) -> None:
+def test_killed_conversion_continues(checkpoint: Make, uninterrupted: bytes, tmp_path: Path) -> None:
     out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
-    interrupt(start(slow_model, out), journal, signal.SIGKILL)
+    interrupt(checkpoint("llama"), out, signal.SIGKILL)
     assert not out.exists()
     # A tensor that did not reach the disk whole, and a torn last line.
-    finished = len(journal.read_text().splitlines()) - 1
     (tmp_path / "whole.gguf").write_bytes(uninterrupted)
-    last = gguf.GGUFReader(tmp_path / "whole.gguf").tensors[finished - 1]
+    last = gguf.GGUFReader(tmp_path / "whole.gguf").tensors[2]
     with (tmp_path / "out.gguf.partial").open("r+b") as partial:
         partial.seek(int(last.data_offset + last.n_bytes) - 64)
         partial.write(b"\xff" * 64)
     with journal.open("a") as lines:
         lines.write('{"name": "torn')
-    again = start(slow_model, out)
-    message = again.communicate(timeout=300)[1]
-    assert again.returncode == 0
-    assert continued(message) == (finished - 1, 30) and 1 < finished < 30
+    assert continued(finish(checkpoint("llama"), out)) == (2, 21)
     assert out.read_bytes() == uninterrupted
 
 
-@pytest.mark.slow
-def test_other_options_do_not_continue_a_partial_file(slow_model: Path, uninterrupted: bytes, tmp_path: Path) -> None:
-    out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
-    interrupt(start(slow_model, out, "--effort", "fast"), journal, signal.SIGINT)
-    process = start(slow_model, out)
-    message = process.communicate(timeout=300)[1]
-    assert process.returncode == 0 and continued(message) is None
+def test_other_options_do_not_continue_a_partial_file(checkpoint: Make, uninterrupted: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    interrupt(checkpoint("llama"), out, signal.SIGINT, "--effort", "fast")
+    assert continued(finish(checkpoint("llama"), out)) is None
     assert out.read_bytes() == uninterrupted
 
 

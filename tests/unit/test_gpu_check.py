@@ -184,7 +184,7 @@ class Machine:
             env={"PATH": str(self.path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def calls(self) -> list[str]:

@@ -22,7 +22,7 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.transformers import ITQ3SConfig
-from training import train, windows, with_adapter
+from training import promised_and_found, train, windows, with_adapter
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -32,19 +32,19 @@ def load(folder: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, list[float]]:
-    """A packed model with an adapter trained for 20 steps, where that is saved, the packed model, and the losses."""
+    """A packed model with an adapter trained for 5 steps, where that is saved, the packed model, and the losses."""
     folder = tmp_path_factory.mktemp("peft")
     model = load(uneven("llama"))
     model.save_pretrained(folder / "packed")
     model = with_adapter(model)
-    losses = train(model, windows(uneven("llama"), 4, 64), 20)
+    losses = train(model, windows(uneven("llama"), 4, 64), 5)
     model.save_pretrained(folder / "adapter")
     return model, folder, losses
 
 
 def test_training_changes_the_adapters_alone(trained: tuple[Any, Path, list[float]]) -> None:
     model, folder, losses = trained
-    assert losses[-1] < 0.8 * losses[0] and all(np.isfinite(losses))
+    assert all(np.isfinite(losses)) and len(set(losses)) == len(losses)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(names) == 28 and all(".lora_" in name for name in names)
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == names
@@ -69,6 +69,11 @@ def test_gradients_are_those_of_the_decoded_model(trained: tuple[Any, Path, list
     assert len(found[0]) == 28 and found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         assert (gradient - found[1][name]).norm() <= 1e-4 * found[1][name].norm(), name
+
+
+def test_a_step_lowers_the_loss_by_what_its_gradient_says(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
+    promised, found = promised_and_found(trained[0], windows(uneven("llama"), 4, 64), 0.005)
+    assert found == pytest.approx(promised, rel=0.1)
 
 
 def test_an_adapter_is_loaded_again(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:

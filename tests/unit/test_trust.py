@@ -251,7 +251,7 @@ def test_python_files_are_downloaded_only_with_trust(
 ) -> None:
     asked: list[str] = []
 
-    def snapshot(_: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(_: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
         return str(tmp_path)
 

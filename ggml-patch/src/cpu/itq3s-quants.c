@@ -8,6 +8,7 @@
 
 #include <assert.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
@@ -15,20 +16,23 @@ void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
 }
 
 // As quantize_row_q8_K_ref, with nothing left open: the rounding comes from a function, so that no compiler fuses it
-// with the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined.
+// with the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined: one with
+// a NaN or an infinity has NaN for its scale, so that every product with it is NaN.
 static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML_RESTRICT y) {
-    float amax = 0.0f;
-    float max  = 0.0f;
+    float amax   = 0.0f;
+    float max    = 0.0f;
+    bool  finite = true;
     for (int j = 0; j < QK_K; ++j) {
         const float ax = fabsf(x[j]);
+        finite         = finite && ax < INFINITY;
         if (ax > amax) {
             amax = ax;
             max  = x[j];
         }
     }
-    if (!(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
+    if (!finite || amax < ITQ3_S_ACT_MIN) {
         memset(y, 0, sizeof(*y));
-        y->d = amax < INFINITY ? 0.0f : INFINITY;
+        y->d = finite ? 0.0f : NAN;
         return;
     }
     const float iscale = -127.0f / max;

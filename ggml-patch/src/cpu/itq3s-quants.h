@@ -14,7 +14,8 @@ void quantize_row_itq3_s(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
 // Below this largest magnitude a rotated block of activations counts as zero: the inverse of its scale would overflow.
 #define ITQ3_S_ACT_MIN 1e-36f
 
-// Rotate every block of 256 by the normalised FWHT, then quantize as quantize_row_q8_K does.
+// Rotate every block of 256 by the normalised FWHT, then quantize as quantize_row_q8_K does. A NaN or an infinity in a
+// block, or what overflows to one, makes its scale NaN.
 void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
 
 // Dot product of a row of block_itq3_s and a row of Q8_K_H, n weights each. The arguments are ggml_vec_dot_t's.

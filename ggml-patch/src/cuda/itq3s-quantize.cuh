@@ -54,25 +54,27 @@ static constexpr int                        itq3_s_lanes_of_chunk = 3;
 static constexpr int                        itq3_s_lanes_of_block = 31;
 template <bool rotate> static constexpr int itq3_s_lanes_of_half  = rotate ? 27 : 15;
 
-// Symmetric 8 bit quantization of the values of these lanes; returns their scale.
+// Symmetric 8 bit quantization of the values of these lanes; returns their scale, NaN where a value is. Magnitudes are
+// compared as integers: in that order a NaN comes after infinity, where fmaxf passes over it.
 template <int lanes>
 static __device__ __forceinline__ float itq3_s_quantize_lanes(const float (&v)[ITQ3_S_VALUES],
                                                               int8_t (&q)[ITQ3_S_VALUES]) {
-    float amax = 0.0f;
+    int bits = 0;
 #pragma unroll
     for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        amax = fmaxf(amax, fabsf(v[r]));
+        bits = max(bits, __float_as_int(v[r]) & 0x7FFFFFFF);
     }
 #pragma unroll
     for (int mask = 1; mask < ITQ3_S_LANES; mask *= 2) {
         if (lanes & mask) {
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask, ITQ3_S_LANES));
+            bits = max(bits, __shfl_xor_sync(0xFFFFFFFF, bits, mask, ITQ3_S_LANES));
         }
     }
-    const float d = amax / 127.0f;
+    const float d      = __int_as_float(bits) / 127.0f;
+    const bool  usable = d > 0.0f && d < INFINITY;
 #pragma unroll
     for (int r = 0; r < ITQ3_S_VALUES; ++r) {
-        q[r] = amax == 0.0f ? 0 : (int8_t) roundf(v[r] / d);
+        q[r] = usable ? (int8_t) roundf(v[r] / d) : 0;
     }
     return d;
 }

@@ -70,18 +70,18 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
             fwht_8(v);
             for (int j = 0; j < 8; ++j) {
                 v[j] = vmulq_n_f32(v[j], 0.0625f);
-                vmax = vmaxnmq_f32(vmax, v[j]);  // these pass over NaN
-                vmin = vminnmq_f32(vmin, v[j]);
+                vmax = vmaxq_f32(vmax, v[j]);  // NaN where either is
+                vmin = vminq_f32(vmin, v[j]);
                 vst1q_f32(buf + g + 32 * j, v[j]);
             }
         }
 
-        const float hi   = vmaxnmvq_f32(vmax);
-        const float lo   = vminnmvq_f32(vmin);
+        const float hi   = vmaxvq_f32(vmax);
+        const float lo   = vminvq_f32(vmin);
         const float amax = hi > -lo ? hi : -lo;
         if (!(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
             memset(&y[i], 0, sizeof(y[i]));
-            y[i].d = amax < INFINITY ? 0.0f : INFINITY;
+            y[i].d = amax < INFINITY ? 0.0f : NAN;
             continue;
         }
         float max = hi > -lo ? hi : lo;

@@ -64,6 +64,7 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
         const __m256 sixteenth = _mm256_set1_ps(0.0625f);
         __m256       vmax      = _mm256_setzero_ps();
         __m256       vmin      = _mm256_setzero_ps();
+        __m256       vnan      = _mm256_setzero_ps();
         for (int j = 0; j < 8; ++j) {
             const __m256 a = _mm256_add_ps(v[j], v[j + 8]);
             const __m256 b = _mm256_sub_ps(v[j], v[j + 8]);
@@ -77,6 +78,9 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
                 vmax = _mm256_max_ps(v[r], vmax);  // in this order they pass over NaN
                 vmin = _mm256_min_ps(v[r], vmin);
             }
+            // NaN where either is
+            vnan = _mm256_or_ps(vnan, _mm256_cmp_ps(v[j], v[j + 8], _CMP_UNORD_Q));
+            vnan = _mm256_or_ps(vnan, _mm256_cmp_ps(v[j + 16], v[j + 24], _CMP_UNORD_Q));
         }
         __m128 m4 = _mm_max_ps(_mm256_castps256_ps128(vmax), _mm256_extractf128_ps(vmax, 1));
         __m128 n4 = _mm_min_ps(_mm256_castps256_ps128(vmin), _mm256_extractf128_ps(vmin, 1));
@@ -86,8 +90,9 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
         const float hi   = _mm_cvtss_f32(_mm_max_ss(m4, _mm_movehdup_ps(m4)));
         const float lo   = _mm_cvtss_f32(_mm_min_ss(n4, _mm_movehdup_ps(n4)));
         const float amax = hi > -lo ? hi : -lo;
-        if (!(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
-            y[i].d = amax < INFINITY ? 0.0f : INFINITY;
+        const int   nan  = _mm256_movemask_ps(vnan);
+        if (nan || !(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
+            y[i].d = nan || amax == INFINITY ? NAN : 0.0f;
             memset(y[i].qs, 0, sizeof(y[i].qs));
             memset(y[i].bsums, 0, sizeof(y[i].bsums));
             continue;
