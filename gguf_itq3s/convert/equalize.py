@@ -130,7 +130,8 @@ def _exponents(
         exponents[number] = np.clip(np.rint(eighths), -LARGEST, LARGEST)
         square = np.exp2(2 * exponents[number].astype(np.float64) / STEPS)[channels.of_column]
         before += best.cost(w, a)
-        after += best.cost(w / square, a * square)
+        # With feedback, uneven inputs cost nothing: what counts are the weights, at factors whose product is 1.
+        after += best.cost(w / square, a * square if powers[1] else a)
     return exponents, _Cost(before or 1.0, after or 1.0)
 
 

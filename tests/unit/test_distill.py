@@ -358,7 +358,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
     decoded = gguf.quants.dequantize(written["blk.1.ffn_up_exps.weight"].data, ITQ3_S)[2]
     assert np.square(decoded - trained).sum() / np.square(trained).sum() < 1e-6
     router = next(key for key in found if ".layers.0." in key and key.endswith(("gate.weight", "router.layer.weight")))
-    assert not torch.equal(found[router].float(), before[router].float()), "the norm's gain is in it"
+    assert torch.equal(found[router].float(), before[router].float()), "it is not trained"
 
 
 def test_experts_start_from_a_file(uneven: Make, tmp_path: Path) -> None:
