@@ -478,6 +478,6 @@ def test_channels_without_statistics_are_left_and_said(model_of: Callable[[str],
     with pytest.raises(UserError, match=r"statistics have 100 columns, the matrix 512; take statistics of this model"):
         best_factors.equalize(
             rescaling.plan_tensors(checkpoint), {tensor.name: tensor for tensor in checkpoint.tensors},
-            Inputs(MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.ones(100)}), lambda _: np.ones(1)),
+            Inputs(MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.ones(100)}), lambda _: np.ones(1, np.float32)),
             best_factors.NEAREST, said,
         )  # fmt: skip
