@@ -185,6 +185,7 @@ def output_error(path: Path, folder: Path, ids: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_better_than_a_calibration_before(tmp_path: Path) -> None:
     """The bundled model on windows between those that it was calibrated on."""

@@ -44,6 +44,7 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "outtype"), [("llama", "f32"), ("gemma", "f16"), ("qwen3", "bf16"), ("mistral", "q8_0")]
 )
