@@ -227,7 +227,7 @@ function(itq3s_build)
             ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
         RESULT_VARIABLE failed)
     if (failed)
-        itq3s_fail("llama.cpp did not build; the reason stands above. "
+        itq3s_fail("llama.cpp did not build, the reason stands above. "
             "Run the same command to go on from where it stopped.")
     endif()
 
