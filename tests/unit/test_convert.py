@@ -180,6 +180,7 @@ def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_p
     assert coded == 15
 
 
+@pytest.mark.slow
 def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="auto")
     sharded = save_model(model, tmp_path / "a" / "llama", tokenizer, max_shard_size="1MB")

@@ -173,6 +173,7 @@ def test_coded_starts_without_a_change() -> None:
 # --------------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, tmp_path: Path) -> None:
     model, out = uneven("llama"), tmp_path / "out"
     done = run(model, out, steps=6)
@@ -276,6 +277,7 @@ def _nearest(model: Path, folder: Path) -> float:
     return made.measure()
 
 
+@pytest.mark.slow
 def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(uneven("llama"), out, type="tq2_0", steps=4, lr=3e-3)

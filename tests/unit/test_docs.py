@@ -23,6 +23,7 @@ def test_levels_in_the_format_description() -> None:
     }
 
 
+@pytest.mark.slow
 def test_picture_is_drawn(tmp_path: Path) -> None:
     for name in ("first.svg", "second.svg"):
         done = script("tables/format_picture.py", "--out", tmp_path / name)
