@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
