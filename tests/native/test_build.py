@@ -72,6 +72,7 @@ def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> No
     assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
 
 
+@pytest.mark.long
 def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
     bin_folder = folder / "build" / "bin"
