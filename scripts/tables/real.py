@@ -327,7 +327,11 @@ def main() -> int:
     rows = [result for row in every if (result := measurement.found(row)) is not None]
     if not rows:
         raise UserError(source.work, "holds no measured row of this model and these texts", "leave --no-measure out")
-    speed = None if args.no_speed or args.quick else measurement.speed(SPEED, ROUNDS, PROMPT, GENERATED)
+    speed = (
+        None
+        if args.no_speed or args.quick
+        else measurement.speed(SPEED, ROUNDS, PROMPT, GENERATED, known=args.no_measure)
+    )
     facts = facts_of(source, setup, rows, speed)
     out = args.out / source.name
     out.mkdir(parents=True, exist_ok=True)
