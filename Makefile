@@ -97,7 +97,7 @@ fuzz: build ## try damaged data for SECONDS on kernels, encoders, loader and com
 	$(PY) scripts/check/fuzz.py --seconds $(SECONDS)
 
 faults: build ## kill conversions and calibrations ROUNDS times, fill disks, write twice
-	$(PY) -m pytest tests/faults --rounds $(ROUNDS)
+	$(PY) -m pytest tests/faults -m long --rounds $(ROUNDS)
 
 soak: build ## one hour's worth of requests from 64 clients to llama-server, in minutes
 	$(PY) scripts/check/soak.py --json docs/results/soak.json

@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = item.path.relative_to(Path(__file__).parent).parts[0]
         if tier in ("native", "cuda"):
             item.add_marker(tier)
+        elif tier == "faults":
+            item.add_marker("long")
     if config.getoption("-m") or any("::" in arg for arg in config.args):
         return
     left_out = ["long"] if config.getoption("--slow") else ["long", "slow"]

@@ -183,6 +183,7 @@ function(itq3s_build)
     message(STATUS "configuring llama.cpp (log: ${work}/configure.log)")
     file(MAKE_DIRECTORY "${work}")
     execute_process(COMMAND ${CMAKE_COMMAND} -S "${source}" -B "${work}" ${generator} ${options}
+            "-DCMAKE_PROJECT_llama.cpp_INCLUDE=${ITQ3S_PATCH_DIR}/cmake/quick.cmake"
         OUTPUT_FILE "${work}/configure.log" ERROR_FILE "${work}/configure.log" RESULT_VARIABLE failed)
     if (failed)
         file(READ "${work}/configure.log" log)
@@ -226,7 +227,7 @@ function(itq3s_build)
             ${CMAKE_COMMAND} --build "${work}" --parallel ${jobs} --target ${binaries}
         RESULT_VARIABLE failed)
     if (failed)
-        itq3s_fail("llama.cpp did not build; the reason stands above. "
+        itq3s_fail("llama.cpp did not build, the reason stands above. "
             "Run the same command to go on from where it stopped.")
     endif()
 

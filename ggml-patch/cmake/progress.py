@@ -30,7 +30,7 @@ def main() -> int:
     warnings: list[str] = []
     objects = 0
     with (
-        open(log, "w", encoding="utf-8", errors="replace") as file,
+        open(log, "w", buffering=1, encoding="utf-8", errors="replace") as file,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
         ) as process,

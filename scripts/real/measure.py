@@ -366,7 +366,9 @@ class Measurement:
 
     # ---------------------------------------------------------------------------------------------------- speed
 
-    def speed(self, types: Mapping[str, str], rounds: int, prompt: int, generated: int) -> Result:
+    def speed(
+        self, types: Mapping[str, str], rounds: int, prompt: int, generated: int, *, known: bool = False
+    ) -> Result | None:
         """Tokens a second by llama-bench, of files that differ in the type of their layers alone.
 
         All have embedding and output in Q6_K. They are timed in turn, round after round, so that what else the machine
@@ -377,14 +379,17 @@ class Measurement:
             rounds: how often each is timed.
             prompt: tokens of a prompt.
             generated: tokens that are generated.
+            known: only say what is remembered.
 
         Returns:
-            ``prompt`` and ``generation``: label -> tokens a second of each round.
+            ``prompt`` and ``generation``: label -> tokens a second of each round; None if that is not known.
         """
         name = hash_of(self.model, self.build, dict(types), rounds, prompt, generated, self.setup.threads)
         path = self.work / "records" / f"speed-{name}.json"
         if path.is_file():
             return dict(json.loads(path.read_text()))
+        if known:
+            return None
         files = {label: self.work / "files" / f"speed-{kind}.gguf" for label, kind in types.items()}
         outer = ["--token-embedding-type", "q6_k", "--output-tensor-type", "q6_k"]
         taken: dict[str, dict[str, list[float]]] = {"prompt": {}, "generation": {}}

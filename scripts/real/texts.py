@@ -29,6 +29,7 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from gguf_itq3s.calibration.text import BUNDLED, read_text
+from gguf_itq3s.checkpoint import trust
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate import wikitext
 from gguf_itq3s.evaluate.runner import write_json
@@ -107,9 +108,8 @@ def chat(folder: Path, f16: Path, server: Path, kept: Path, threads: int) -> str
     Raises:
         UserError: the server fails, or the template.
     """
-    import transformers
-
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    with trust.transformers_for(folder, False) as transformers:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
         return None
     asked = questions()

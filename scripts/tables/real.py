@@ -140,11 +140,11 @@ def _child(*arguments: str | Path) -> None:
     """Run Python on something large, whose memory is given back by its end.
 
     Raises:
-        UserError: it failed; it has said why.
+        SystemExit: it failed, and has said why.
     """
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, stdout=2, check=False)  # fd 2: as messages
     if done.returncode:
-        raise UserError(str(arguments[-1]), "could not be made", "see the line above")
+        raise SystemExit(1)
 
 
 def texts_of(source: Source, names: Sequence[str], code: Path | None, threads: int) -> tuple[Text, ...]:
@@ -327,7 +327,11 @@ def main() -> int:
     rows = [result for row in every if (result := measurement.found(row)) is not None]
     if not rows:
         raise UserError(source.work, "holds no measured row of this model and these texts", "leave --no-measure out")
-    speed = None if args.no_speed or args.quick else measurement.speed(SPEED, ROUNDS, PROMPT, GENERATED)
+    speed = (
+        None
+        if args.no_speed or args.quick
+        else measurement.speed(SPEED, ROUNDS, PROMPT, GENERATED, known=args.no_measure)
+    )
     facts = facts_of(source, setup, rows, speed)
     out = args.out / source.name
     out.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Devices before Turing, which take a minute each to compile, are for make test-all."""
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if parameters.get("architecture", TURING) < TURING:
+        architecture = parameters.get("architecture")
+        if isinstance(architecture, int) and architecture < TURING:
             item.add_marker("long")
 
 

@@ -53,6 +53,17 @@ def test_another_clone_takes_the_build_from_the_cache(tmp_path: Path) -> None:
     assert version.returncode == 0 and upstream.SOURCE in version.stdout + version.stderr
 
 
+def test_the_demo_takes_the_tools_where_they_are_built(tmp_path: Path) -> None:
+    """What make demo builds is a part of them, and takes none of them away."""
+    folder = clone(tmp_path / "clone")
+    assert build(folder).returncode == 0
+    done = subprocess.run(
+        ["cmake", "--build", "build/cmake", "--target", "demo"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "llama.cpp (llama) is up to date" in done.stdout, done.stdout + done.stderr
+    assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (llama.BIN / "llama-cli").read_bytes()
+
+
 def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> None:
     folder, cache = clone(tmp_path / "clone"), tmp_path / "cache"
     made = build(folder)
@@ -72,6 +83,7 @@ def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> No
     assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
 
 
+@pytest.mark.long
 def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
     bin_folder = folder / "build" / "bin"

@@ -19,6 +19,10 @@ RPC = llama.BIN.parent / "rpc" / "bin"
 PROMPT = "When the captain came back on deck, the sea was"
 
 
+# The tools with the RPC backend are a build of their own.
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Build the tools with the RPC backend, or take them from the cache: minutes the first time on a machine."""

@@ -316,6 +316,7 @@ def test_a_target_too_far_away_is_refused(
     assert not (tmp_path / "x.gguf").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_better_than_a_calibration_before(tmp_path: Path) -> None:
     """The bundled model on windows between those that it was calibrated on."""

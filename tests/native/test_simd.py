@@ -13,6 +13,7 @@ import ggml_library
 import llama
 import sanitizers
 from scripts.check import simd_program
+from selection import some
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
@@ -57,7 +58,7 @@ def test_variant(variant: str, tmp_path: Path) -> None:
     assert text.splitlines()[-1] == "0 failed" and "reference blocks" in text
 
 
-@pytest.mark.parametrize("variant", ["avx2", "native"])
+@pytest.mark.parametrize("variant", some(["avx2", "native"], lambda variant: variant == "avx2"))
 def test_variant_under_the_sanitizers(variant: str, tmp_path: Path) -> None:
     flags, needs = VARIANTS[variant]
     if set(needs) - features():

@@ -16,6 +16,9 @@ import llama
 from gguf_itq3s import upstream
 from packing import build_wheel
 
+# An environment of its own, and a build below a cache.
+pytestmark = pytest.mark.long
+
 
 class Installed:
     """A fresh virtual environment with the wheel in it; dependencies come from the tests' own."""

@@ -17,10 +17,10 @@ def crossed(*lists: Iterable[Any]) -> list[Any]:
     )  # fmt: skip
 
 
-def some(cases: Iterable[Any], short: Callable[..., bool]) -> list[Any]:
-    """The cases, those for which ``short`` is false marked long."""
+def some(cases: Iterable[Any], short: Callable[..., bool], mark: Any = pytest.mark.long) -> list[Any]:
+    """The cases, those for which ``short`` is false marked."""
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=() if short(*values) else pytest.mark.long))
+        found.append(pytest.param(*values, marks=() if short(*values) else mark))
     return found

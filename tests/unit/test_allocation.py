@@ -65,6 +65,7 @@ def test_at_the_corners_it_is_the_best(seed: int) -> None:
         assert allocation.score(tensors, found) == pytest.approx(best(tensors, budget), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_more_budget_is_never_worse_and_the_budget_is_used() -> None:
     tensors = random_tensors(7, 40, 6)
     least, most = least_and_most(tensors)

@@ -25,6 +25,7 @@ def result() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_table_and_targets(tmp_path: Path) -> None:
     measured = result()
     got = {(c["test"], c["what"]): c["got"] for c in measured["targets"]}

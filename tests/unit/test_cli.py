@@ -419,6 +419,7 @@ def test_nothing_of_an_archive_with_another_hash_runs(planted: tuple[str, Path])
     assert [path.suffix for path in upstream.cache_dir().iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_only_the_content_of_the_archive_counts(
     planted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

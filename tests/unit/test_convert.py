@@ -180,6 +180,7 @@ def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_p
     assert coded == 15
 
 
+@pytest.mark.slow
 def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="auto")
     sharded = save_model(model, tmp_path / "a" / "llama", tokenizer, max_shard_size="1MB")
@@ -329,6 +330,7 @@ def peak(model: Path, out: Path, outtype: str = "f16") -> int:
     return int(done.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_stays_within_the_two_largest_tensors(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
@@ -404,6 +406,7 @@ def uninterrupted(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
     return out.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupted_conversion_leaves_no_output_and_continues(
     number: int, checkpoint: Make, uninterrupted: bytes, tmp_path: Path
@@ -420,6 +423,7 @@ def test_interrupted_conversion_leaves_no_output_and_continues(
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
+@pytest.mark.slow
 def test_killed_conversion_continues(checkpoint: Make, uninterrupted: bytes, tmp_path: Path) -> None:
     out, journal = tmp_path / "out.gguf", tmp_path / "out.gguf.partial.journal"
     interrupt(checkpoint("llama"), out, signal.SIGKILL)
@@ -436,6 +440,7 @@ def test_killed_conversion_continues(checkpoint: Make, uninterrupted: bytes, tmp
     assert out.read_bytes() == uninterrupted
 
 
+@pytest.mark.slow
 def test_other_options_do_not_continue_a_partial_file(checkpoint: Make, uninterrupted: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     interrupt(checkpoint("llama"), out, signal.SIGINT, "--effort", "fast")

@@ -174,6 +174,7 @@ def test_coded_starts_without_a_change() -> None:
 # --------------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, tmp_path: Path) -> None:
     model, out = uneven("llama"), tmp_path / "out"
     done = run(model, out, steps=6)
@@ -241,6 +242,7 @@ def test_rescaling_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_
         assert made.measure() > 1e-4
 
 
+@pytest.mark.slow
 def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model = uneven("llama")
     changes = {"steps": 6, "optimizer_state": "8bit", "loss": "cakld", "micro_batch": 2, "embedding_lr": 1e-3,
@@ -268,6 +270,7 @@ def test_interrupted_at_any_step_gives_the_same_weights(uneven: Make, tmp_path: 
     ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [{}, {"fold_norms": True}, {"equalize": True, "context": 64, "tokens": 512}],
@@ -296,6 +299,7 @@ def _nearest(model: Path, folder: Path) -> float:
     return made.measure()
 
 
+@pytest.mark.slow
 def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(uneven("llama"), out, type="tq2_0", steps=4, lr=3e-3)
@@ -315,6 +319,7 @@ def test_gradient_checkpointing_gives_the_same_model(uneven: Make, tmp_path: Pat
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-few", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"])
 def test_folding_norms_that_experts_read(
     name: str, uneven: Make, tmp_path: Path, any_tokenizer: None, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +335,7 @@ def test_folding_norms_that_experts_read(
     assert made.measure() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-few", "granite-moe"])
 def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path: Path) -> None:
     """Stored one by one, or stacked with gate and up in one tensor."""
@@ -361,6 +367,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
     assert torch.equal(found[router].float(), before[router].float()), "it is not trained"
 
 
+@pytest.mark.slow
 def test_experts_start_from_a_file(uneven: Make, tmp_path: Path) -> None:
     model, start = uneven("mixtral-few"), tmp_path / "start.gguf"
     convert(
@@ -428,6 +435,7 @@ def test_a_tokenizer_of_another_model_is_found_before_it_is_run(checkpoint: Make
         run(checkpoint("llama"), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
     for name, changes, said in (
         ("other", {}, "is of another model"),
@@ -440,6 +448,7 @@ def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp
             run(uneven("llama"), tmp_path / "out", start=start)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_its_own_is_refused(uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     model, out = uneven("llama"), tmp_path / "out"
 
@@ -482,6 +491,7 @@ def test_an_output_that_is_there_is_left_alone(checkpoint: Make, tmp_path: Path)
         run(checkpoint("llama"), checkpoint("llama"))
 
 
+@pytest.mark.slow
 def test_the_command(uneven: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["distill", uneven("llama"), tmp_path / "out", "--text", NOVEL, "--tokens", 512, "--context", 32]
     arguments += ["--steps", 2, "--batch", 2, "--effort", "fast", "--threads", 1, "--optimizer-state", "cpu"]

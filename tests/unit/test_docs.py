@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,7 @@ def test_levels_in_the_format_description() -> None:
     }
 
 
+@pytest.mark.slow
 def test_picture_is_drawn(tmp_path: Path) -> None:
     for name in ("first.svg", "second.svg"):
         done = script("tables/format_picture.py", "--out", tmp_path / name)

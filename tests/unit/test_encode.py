@@ -16,6 +16,7 @@ from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert import encode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", [ITQ3_S, Type.Q8_0, Type.TQ2_0, Type.F16, Type.F32])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_pieces_make_the_whole(qtype: Type, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return damage.make(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", sorted(damage.COMMANDS))
 def test_an_undamaged_model_is_taken(part: str, whole: Path, tmp_path: Path) -> None:
     for command in damage.COMMANDS[part]:
@@ -40,6 +41,7 @@ def test_what_was_found(part: str, path: Path, whole: Path, tmp_path: Path) -> N
     damage.run_case(part, json.loads(path.read_text()), whole, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", sorted(damage.COMMANDS))
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))

@@ -229,6 +229,7 @@ ALL = ("source", "build", "ops", "sanitizer", "perplexity", "bench", "llama_benc
 BUILD = ("--only", "source", "--only", "build")
 
 
+@pytest.mark.slow
 def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     shutil.copy(ggml_base, machine.folder / "programs")
     done = machine.run()
@@ -301,6 +302,7 @@ def test_a_build_that_hits_its_limit_goes_on(machine: Machine) -> None:
     assert machine.stages() == {"source": "done", "build": "done"}
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_stops_no_other_and_is_run_again(machine: Machine) -> None:
     prebuilt = ("--build", str(machine.folder / "programs"))
     machine.set_faults(

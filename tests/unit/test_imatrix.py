@@ -46,6 +46,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         imatrix.read(write(tmp_path / "empty.gguf", {}))
 
 
+@pytest.mark.slow
 def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     model = uneven("llama")
     convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16"))
@@ -230,6 +231,7 @@ def test_entries_are_left_out_by_name(uneven: Callable[[str], Path], tmp_path: P
             convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", **both))
 
 
+@pytest.mark.slow
 def test_what_is_noted_of_an_importance_matrix(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """The keys of llama-quantize, with its types; texts are cut after 127 bytes."""
     row = np.arange(1.0, 257)

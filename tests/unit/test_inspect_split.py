@@ -31,6 +31,7 @@ def made(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 5))
 def test_any_part_stands_for_the_whole(number: int, made: Path, checkpoint: Make, capsys: Any) -> None:
     part, whole = made / f"x-{number:05d}-of-00004.gguf", made / "whole.gguf"

@@ -45,6 +45,7 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "outtype"), [("llama", "f32"), ("gemma", "f16"), ("qwen3", "bf16"), ("mistral", "q8_0")]
 )
@@ -61,6 +62,7 @@ def test_unfolded_is_what_upstream_writes(
     assert entries(tmp_path) == {"adapter", "upstream.gguf", "ours.gguf"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mixtral"}))
 def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     name: str, uneven: Callable[[str], Path], tmp_path: Path
@@ -145,6 +147,7 @@ def test_output_matrix_and_embedding_stay(uneven: Callable[[str], Path], tmp_pat
     assert "output.weight" in done.matrices and sorted(done.scaled) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
 
 
+@pytest.mark.slow
 def test_scaled_before_it_is_rounded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "adapter", rank=32)
@@ -333,6 +336,7 @@ def test_damaged_folders(
     assert entries(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_no_code_of_adapter_or_model_runs(adapter: Path, llama_copy: Path, tmp_path: Path) -> None:
     """Neither a class that a config names nor a hub that it names is asked."""
     for folder in (adapter, llama_copy):

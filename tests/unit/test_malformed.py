@@ -89,6 +89,7 @@ def one_line(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_malformed_checkpoint(name: str, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     DAMAGES[name](llama_copy)

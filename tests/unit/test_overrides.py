@@ -174,6 +174,7 @@ def test_layers_that_are_not_there(checkpoint: Make, tmp_path: Path) -> None:
             convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", prune_layers=layers))
 
 
+@pytest.mark.slow
 def test_statistics_follow_their_layers(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """A pruned, folded and calibrated file has the blocks of the layer that is left."""
     model, statistics = calibrated("llama")

@@ -100,6 +100,7 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
     np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.ffn_up.weight.lora_a"], a)
 
 
+@pytest.mark.slow
 def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any, tmp_path: Path) -> None:
     """Without the card it has to be said, or the base has to say it; what is said comes first."""
     _, folder, _ = trained

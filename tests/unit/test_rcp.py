@@ -194,6 +194,7 @@ def study(
     return Reference(model, NOVEL.read_text(), 2, 64), torch.from_numpy(windows(options, 256)), settings
 
 
+@pytest.mark.slow
 def test_rows_from_end_to_end(study: tuple[Reference, torch.Tensor, Settings]) -> None:
     reference, texts, settings = study
     rows = [Row("float", True), Row("rcp-3", True), Row("rcp-3", True, True, True), Row("rcp-2", True),
@@ -208,6 +209,7 @@ def test_rows_from_end_to_end(study: tuple[Reference, torch.Tensor, Settings]) -
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_without_a_step_is_none(study: tuple[Reference, torch.Tensor, Settings]) -> None:
     reference, texts, settings = study
     untrained = measure(reference, Row("rcp-3", True), texts, settings)

@@ -73,6 +73,7 @@ def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: P
         convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outtype", ["f16", "itq3_s", "tq2_0"])
 def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """The key stands in every folded file, whatever its types, and in every ITQ3_S file; F16 is else upstream's."""

@@ -518,6 +518,7 @@ def test_no_file(tmp_path: Path) -> None:
         load_gguf(tmp_path / "short.gguf")
 
 
+@pytest.mark.slow
 def test_an_old_transformers_is_named() -> None:
     code = "import sys; sys.modules['transformers.core_model_loading'] = None; import gguf_itq3s.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

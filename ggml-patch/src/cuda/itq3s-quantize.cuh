@@ -71,7 +71,7 @@ static __device__ __forceinline__ float itq3_s_quantize_lanes(const float (&v)[I
         }
     }
     const float d      = __int_as_float(bits) / 127.0f;
-    const bool  usable = d > 0.0f && d < INFINITY;
+    const bool  usable = bits < 0x7F800000 && d > 0.0f;
 #pragma unroll
     for (int r = 0; r < ITQ3_S_VALUES; ++r) {
         q[r] = usable ? (int8_t) roundf(v[r] / d) : 0;
