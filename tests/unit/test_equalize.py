@@ -475,9 +475,9 @@ def test_channels_without_statistics_are_left_and_said(model_of: Callable[[str],
     lines = said.getvalue()
     assert "equalized 1 sets of channels" in lines and "  blk.0.attn_norm.weight: nothing is known" in lines
     assert "  blk.1.ffn_up.weight: its readers have no statistics" in lines
+    other = MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.ones(100)})
     with pytest.raises(UserError, match=r"statistics have 100 columns, the matrix 512; take statistics of this model"):
         best_factors.equalize(
             rescaling.plan_tensors(checkpoint), {tensor.name: tensor for tensor in checkpoint.tensors},
-            Inputs(MeasuredEnergies(checkpoint.folder, {"blk.0.ffn_down.weight": np.ones(100)}), lambda _: np.ones(1, np.float32)),
-            best_factors.NEAREST, said,
+            Inputs(other, lambda _: np.ones(1, np.float32)), best_factors.NEAREST, said,
         )  # fmt: skip
