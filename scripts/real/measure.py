@@ -161,7 +161,8 @@ class Measurement:
     @cached_property
     def training(self) -> Path:
         """The text to learn from, as a file."""
-        path = self.work / "training.txt"
+        # Two runs may share the folder and not the text.
+        path = self.work / f"training-{self._training_digest[:8]}.txt"
         path.write_text(self.setup.training, encoding="utf-8", newline="\n")
         return path
 
@@ -332,7 +333,7 @@ class Measurement:
         path, record = self.work / f"base-{text.name}-{self.text_key(text)}.kld", self._base_record(text)
         if path.is_file() and record.is_file():
             return path
-        source, content = self.work / f"text-{text.name}.txt", text.content
+        source, content = self.work / f"text-{text.name}-{text.sha256[:8]}.txt", text.content
         print(f"log-probabilities of the F16 file: {text.name} ...", file=sys.stderr, flush=True)
         log = self.work / "logs" / f"base-{text.name}.log"
         model = self.setup.f16
