@@ -21,7 +21,15 @@ def run(
     """The program over a build that prints these lines, and the log."""
     program = f"import sys\nfor line in {lines!r}: print(line, file=sys.stderr)\nsys.exit({code})"
     log = tmp_path / "build.log"
-    command = [sys.executable, PROGRESS, log, r"^(itq3s-quants\.c|itq3s-gemm\.c)$", sys.executable, "-c", program]
+    command: list[str | Path] = [
+        sys.executable,
+        PROGRESS,
+        log,
+        r"^(itq3s-quants\.c|itq3s-gemm\.c)$",
+        sys.executable,
+        "-c",
+        program,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env={"CI": ci})
     return done, log.read_text().splitlines()
 
