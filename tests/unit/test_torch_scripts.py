@@ -23,6 +23,7 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_benchmark_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = bench("--results", tmp_path)

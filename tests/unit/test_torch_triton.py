@@ -44,6 +44,7 @@ def test_product(found: Any, case: triton_shapes.Case) -> None:
     assert found["forward"][triton_shapes.name(case)] <= FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient(found: Any, name: str, rows: int) -> None:

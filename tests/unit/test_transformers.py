@@ -55,6 +55,7 @@ def saved(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 # ------------------------------------------------------------------------------------------------ quantized on load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", "auto"), ("llama", torch.bfloat16), ("llama-tied", "auto"), ("mistral", "auto"), ("qwen3", "auto")],
