@@ -271,6 +271,7 @@ def _nothing(tensors: dict[str, torch.Tensor]) -> None:
     tensors.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

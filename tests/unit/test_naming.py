@@ -26,6 +26,7 @@ Make = Callable[[str], Path]
 CARD = "---\nbase_model: someone/Fine-Base-7B\nname: Fine Model\n---\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outtype", ["f16", "q8_0", "auto"])
 @pytest.mark.parametrize("folder", ["llama", "Fine-Model-7B-Instruct-v1.2"])
 @pytest.mark.parametrize("card", [None, CARD])
@@ -50,6 +51,7 @@ def test_the_default_name_is_upstreams(
     assert (model / theirs.name.replace(f"-{kind}.gguf", "-ITQ3_S.gguf")).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,expected",
     [

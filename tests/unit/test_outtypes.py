@@ -33,6 +33,7 @@ FTYPES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [None, False], ids=["default", "numpy"])
 @pytest.mark.parametrize("outtype", FTYPES)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "uneven"])
@@ -103,6 +104,7 @@ def nextn(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option,flag,count", [("--mtp", "mtp_only", 1), ("--no-nextn", "no_mtp", 2), ("", "", 3)])
 def test_layers_that_predict_several_tokens(
     option: str, flag: str, count: int, nextn: Path, tmp_path: Path, any_tokenizer: None

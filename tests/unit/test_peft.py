@@ -76,6 +76,7 @@ def test_a_step_lowers_the_loss_by_what_its_gradient_says(trained: tuple[Any, Pa
     assert found == pytest.approx(promised, rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_again(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
     model, folder, _ = trained
     tokens = windows(uneven("llama"), 1, 32)
@@ -128,6 +129,7 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
         scaled(uneven("llama"), model=plain, fold_norms=False)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> None:
     """It was trained where the checkpoint's own gains are, so it is scaled like any other."""
     model = with_adapter(load(uneven("llama"), fold_norms=False))
@@ -138,6 +140,7 @@ def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> 
     assert done.folded and len(done.scaled) == 10
 
 
+@pytest.mark.slow
 def test_the_trainer(trained: tuple[Any, Path, list[float]], tmp_path: Path) -> None:
     """Transformers' own, after PEFT's preparation of quantized models; without an adapter it refuses."""
     model = AutoModelForCausalLM.from_pretrained(trained[1] / "packed", dtype=torch.bfloat16)

@@ -62,6 +62,7 @@ def test_less_memory_does_not_fit(llama_70b: Path, capsys: pytest.CaptureFixture
     assert row.count(" no") == 3 and "fits" not in row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "mixtral"])
 def test_sizes_are_those_of_the_file(checkpoint: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     out = tmp_path / "out.gguf"

@@ -104,6 +104,7 @@ def test_nothing_is_uploaded_unasked(hub: FakeHub, folder: Path) -> None:
     assert "m-ITQ3_S.gguf" in done.stdout and "nothing was uploaded" in done.stdout and "token.txt" not in done.stdout
 
 
+@pytest.mark.slow
 def test_an_upload(hub: FakeHub, folder: Path) -> None:
     done = publish(hub, folder, "--repo", "me/model", "--upload", "--private")
     assert done.returncode == 0, done.stderr
@@ -116,6 +117,7 @@ def test_an_upload(hub: FakeHub, folder: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line(hub: FakeHub, folder: Path) -> None:
     done = publish(hub, folder, "--repo", "me/model", "--upload", token="hf_wrong")
     assert done.returncode == 1
@@ -128,6 +130,7 @@ def test_what_the_hub_refuses_is_one_line(hub: FakeHub, folder: Path) -> None:
     assert hub.repositories["me/model"][1] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--upload"], ["--repo", "nobody"], ["--repo", "a/../b"]])
 def test_wrong_arguments(folder: Path, arguments: list[str]) -> None:
     with fake_hub() as hub:

@@ -201,6 +201,7 @@ def test_where_no_number_of_tokens_is_enough(capsys: pytest.CaptureFixture[str])
     assert "none" not in matches["equal tokens".ljust(18)]
 
 
+@pytest.mark.slow
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "b.png"):
         assert main(["plan", "--scaling", "--params", "1B", "--flops", "1e20", "--plot", str(tmp_path / name)]) == 0

@@ -30,6 +30,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split,count",
     [
@@ -53,6 +54,7 @@ def test_parts_are_upstreams(outtype: str, split: dict[str, Any], count: int, ch
     assert done.size == sum(map(len, ours.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_the_parts_hold_the_whole_file(first: bool, checkpoint: Make, tmp_path: Path) -> None:
     options: dict[str, Any] = {"effort": "fast", "split_max_tensors": 5, "no_tensor_first_split": first}

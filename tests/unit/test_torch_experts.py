@@ -187,6 +187,7 @@ def test_shapes_and_mistakes() -> None:
         PackedExperts.from_weights(random(4, 256), random(4, 256), gate)
 
 
+@pytest.mark.slow
 def test_pytorchs_ways(tmp_path: Path) -> None:
     layer = built(residual=TQ2_0)
     x, index, routing = routed()
@@ -206,6 +207,7 @@ def test_pytorchs_ways(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [None, ITQ3_S])
 def test_no_expert_is_made_whole(residual: Type | None) -> None:
     """On the path reference slices of one expert; on dense one expert at a time, forward and backward."""

@@ -324,6 +324,7 @@ def test_dense_matrix_follows_the_dtype_and_the_blocks(layer: PackedLinear) -> N
     assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["reference", "dense"])
 def test_compiles_in_one_graph(layer: PackedLinear, path: str) -> None:
     layer.path = path

@@ -28,6 +28,7 @@ def peak(built: PackedLinear, x: torch.Tensor, path: str) -> StorageTracker:
 PASSES = [(ITQ3_S, None), (ITQ3_S, ITQ3_S), (ITQ3_S, TQ2_0), (TQ1_0, None), (TQ2_0, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "columns", "outputs"), [(1, 1024, 512), (300, 512, 700), (40, 256, 5000), (5000, 256, 7)]

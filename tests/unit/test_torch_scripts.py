@@ -23,6 +23,7 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_benchmark_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = bench("--results", tmp_path)
@@ -31,6 +32,7 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     sizes = ["--shapes", "96x256", "--rows", "1", "5", "--rounds", "1", "--count", "2"]
     done = bench("--device", "cpu", *sizes, "--results", tmp_path)
@@ -54,6 +56,7 @@ def test_a_layer_that_is_wrong_is_not_timed() -> None:
         torch_layers.check("nan", lambda x: x @ matrix.t() * float("nan"), matrix, x)
 
 
+@pytest.mark.slow
 def test_the_pages_first_lines_run() -> None:
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "torch.md").read_text(), re.MULTILINE | re.DOTALL)[0]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -38,11 +38,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return program("triton_cases.py", tmp_path_factory.mktemp("triton"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", triton_shapes.FORWARD, ids=triton_shapes.name)
 def test_product(found: Any, case: triton_shapes.Case) -> None:
     assert found["forward"][triton_shapes.name(case)] <= FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient(found: Any, name: str, rows: int) -> None:

@@ -55,6 +55,7 @@ def saved(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 # ------------------------------------------------------------------------------------------------ quantized on load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", "auto"), ("llama", torch.bfloat16), ("llama-tied", "auto"), ("mistral", "auto"), ("qwen3", "auto")],
@@ -75,6 +76,7 @@ def test_the_bytes_are_those_of_the_converter(
         assert ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
 def test_the_rows_are_those_of_the_file(
     name: str, uneven: Callable[[str], Path], converted: Callable[..., Path]
@@ -104,6 +106,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None:
     """The same rows of blocks in the file, and folding that changes nothing but them."""
@@ -215,6 +218,7 @@ def test_tied_matrices_stay(uneven: Callable[[str], Path]) -> None:
     assert torch.isfinite(logits(model)).all()
 
 
+@pytest.mark.slow
 def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """When a matrix is coded, those before it are gone, and the model holds no other in floats."""
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -233,6 +237,7 @@ def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest
     assert all(layer.weight.dtype == torch.uint8 for layer in packed(model).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["itq3_s", "tq2_0"])
 def test_residual_pass(residual: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     plain = logits(load(uneven("llama"), dtype=torch.float32))
@@ -307,6 +312,7 @@ def test_saved_and_loaded_again(saved: tuple[Any, Path]) -> None:
     assert torch.equal(again.generate(TOKENS[:1], **options), model.generate(TOKENS[:1], **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
 def test_device_maps(device_map: Any, saved: tuple[Any, Path], uneven: Callable[[str], Path]) -> None:
     """By accelerate, of a saved model and while one is quantized."""

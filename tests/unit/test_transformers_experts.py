@@ -69,6 +69,7 @@ def saved(quantized: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
 # ------------------------------------------------------------------------------------------------ quantized on load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_bytes_are_those_of_the_converter(
     name: str, quantized: Callable[[str], Any], converted: Callable[..., Path]
@@ -98,6 +99,7 @@ def test_the_bytes_are_those_of_the_converter(
     assert len(linear) == {"qwen2-moe": 14, "ernie-moe": 14}.get(name, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_folding_and_packing_change_nothing_else(
     name: str, uneven: Callable[[str], Path], quantized: Callable[[str], Any]
@@ -165,6 +167,7 @@ def test_one_expert_at_a_time(
     assert max(largest) == 512 * 256 * 4  # gate and up of one expert
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", ["itq3_s", "tq2_0"])
 def test_residual_pass(residual: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     # Attention and routing as they are: else tokens go to other experts.
@@ -199,6 +202,7 @@ def test_ternary_experts_lose_nothing(uneven: Callable[[str], Path], tmp_path: P
         load(uneven("qwen3-moe"), ITQ3SConfig("tq2_0", modules_to_not_convert=["self_attn", "lm_head"]))
 
 
+@pytest.mark.slow
 def test_what_stays(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """Experts by name, one of their two matrices by name, and the gate of shared experts."""
     config = ITQ3SConfig(modules_to_not_convert=["layers.0.mlp.experts", "layers.1.mlp.experts.down_proj"], **FAST)
@@ -236,6 +240,7 @@ def test_weights_that_are_no_numbers(uneven: Callable[[str], Path], tmp_path: Pa
         load(tmp_path / "model", ITQ3SConfig(**FAST))
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     torch.save(load_file(uneven("qwen3-moe") / "model.safetensors"), tmp_path / "pytorch_model.bin")
     shutil.copyfile(uneven("qwen3-moe") / "config.json", tmp_path / "config.json")
@@ -373,6 +378,7 @@ def test_experts_of_a_checkpoint_that_do_not_fit(change: str, uneven: Callable[[
 # ---------------------------------------------------------------------------------------------------------- GGUF files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-few", "qwen2-moe", "qwen3-moe"])
 def test_a_file_keeps_its_experts_packed(
     name: str, quantized: Callable[[str], Any], converted: Callable[..., Path], tmp_path: Path

@@ -106,6 +106,7 @@ PLANTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTS)
 def test_code_of_a_model_does_not_run(
     name: str, llama_copy: Path, small: Path, marker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
@@ -132,6 +133,7 @@ def test_code_of_a_model_does_not_run(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["convert", pytest.param("verify", marks=SLOW), pytest.param("ternary", marks=SLOW)]
 )
