@@ -94,7 +94,7 @@ def test_pruned_layers_are_those_of_llama_quantize(
     text.write_text(NOVEL.read_text())
     llama.run("llama-imatrix", "-m", f16, "-f", text, "-c", "128", "--chunks", "3", "-o", matrix, "-t", "1")
     words = ["--prune-layers", layers, "--imatrix", str(matrix), "--pure"]
-    assert convert_main([str(model), str(tmp_path / "ours.gguf"), *words, "--no-fold-norms"]) == 0
+    assert convert_main([str(model), str(tmp_path / "ours.gguf"), *words, "--no-equalize"]) == 0
     llama.run("llama-quantize", *words, f16, tmp_path / "theirs.gguf", "ITQ3_S", "2")
     ours, theirs = tensors(tmp_path / "ours.gguf"), tensors(tmp_path / "theirs.gguf")
     assert set(ours) == set(theirs) and len({name.split(".")[1] for name in ours if "blk" in name}) in (3, 4)
