@@ -15,7 +15,7 @@
 // gains of norms multiplied into the matrices that read them
 #define ITQ3S_NORMS_FOLDED "itq3s.norms_folded"
 // a hash of what else is multiplied by what
-#define ITQ3S_RESCALING "itq3s.rescaling.id"
+#define ITQ3S_RESCALING    "itq3s.rescaling.id"
 
 struct itq3s_rescaling {
     bool        folded = false;
@@ -53,7 +53,7 @@ inline void itq3s_check_lora(const itq3s_rescaling & model, const struct gguf_co
     if (adapter == model) {
         return;
     }
-    const bool  none = adapter == itq3s_rescaling();
+    const bool   none = adapter == itq3s_rescaling();
     const char * what;
     if (model == itq3s_rescaling()) {
         what = "the adapter is for a model whose channels are rescaled, and this model's are not";
