@@ -107,7 +107,7 @@ class OutputFisher:
             state = {"key": key, "forward": 0, "left": model.layers, "few": 0, "experts": 0}
         if not state["left"]:
             return
-        parts = split(len(windows), windows.shape[1], batch)
+        parts = split(len(windows), batch)
         batches = parts.all
         shape = (*windows.shape, model.hidden)
 

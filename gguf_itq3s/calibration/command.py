@@ -26,7 +26,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tokens", type=positive, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
     )
-    parser.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
+    parser.add_argument(
+        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
+    )
     parser.add_argument(
         "--hessian",
         choices=FORMS,

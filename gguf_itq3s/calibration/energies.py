@@ -22,6 +22,7 @@ from .activations import activations
 from .inputs import Seen, Watch
 from .layers import LayeredModel
 from .options import CalibrationOptions
+from .products import quick_products
 from .text import windows
 
 
@@ -69,6 +70,7 @@ class MeasuredEnergies:
         return found
 
 
+@quick_products()
 def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextIO) -> MeasuredEnergies:
     """Run a model and measure its inputs.
 

@@ -25,7 +25,7 @@ class CalibrationOptions:
         text: files of text, plain or xz; windows are taken from all of them alike.
         out: the folder to write.
         tokens: about how many tokens are run.
-        context: length of a window; by default the model's own, at most 2048.
+        context: length of a window; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the model's.
         hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         device: torch device.
         batch: windows at a time.

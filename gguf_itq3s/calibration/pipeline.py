@@ -27,6 +27,7 @@ from .activations import activation_path, activations
 from .collector import Collector
 from .layers import LayeredModel
 from .options import CalibrationOptions
+from .products import quick_products
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 
@@ -34,6 +35,7 @@ from .text import windows
 _PARTIAL: Final = "partial"
 
 
+@quick_products()
 def calibrate(options: CalibrationOptions) -> Manifest:
     """Run the model and write the statistics.
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
-#: Tokens that are held out at most: what they decide is known well by then, and they are kept in memory.
+#: Windows that are held out at most. A text has parts that are unlike each other, so a few windows say too little.
+HELD_WINDOWS: Final = 32
+#: Tokens of them that are kept in memory, about: what they decide is known well by then.
 HELD_TOKENS: Final = 4096
 
 #: In the folder of a stream: what comes into the matrices that its shortcuts need.
@@ -68,15 +70,14 @@ class Batches:
         return self.train + self.held
 
 
-def split(windows: int, context: int, batch: int) -> Batches:
-    """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_TOKENS` tokens at most.
+def split(windows: int, batch: int) -> Batches:
+    """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_WINDOWS` at most.
 
     Args:
         windows: how many; a single one is not held out.
-        context: length of each.
         batch: windows at a time.
     """
-    count = min(windows - 1, max(1, min(windows // 10, HELD_TOKENS // context)))
+    count = min(windows - 1, max(1, min(windows // 10, HELD_WINDOWS)))
     # From the middle of as many parts of the text.
     held = ((np.arange(count) + 0.5) * windows / count).astype(np.int64) if count else np.zeros(0, dtype=np.int64)
     train = np.setdiff1d(np.arange(windows), held)
@@ -85,6 +86,14 @@ def split(windows: int, context: int, batch: int) -> Batches:
         return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
 
     return Batches(parts(train), parts(held))
+
+
+def every(tokens: int) -> int:
+    """Of so many tokens held out, each how-manieth is kept, so that :data:`HELD_TOKENS` are.
+
+    It is odd: windows whose length is a power of two are met at other places each.
+    """
+    return max(1, tokens // HELD_TOKENS) | 1
 
 
 @dataclass
@@ -278,6 +287,7 @@ class Streams:
         )
         self._modules = model.layout.modules(number, first)
         self._few = min(batches.all, key=len)  # to see how the layer runs
+        self._every = every(sum(map(len, batches.held)) * inputs[0].shape[1])
         groups = model.layout.groups(number, first)
         self.passages = self._in_order(groups)
         self._writers, self._shortcuts = self._find_writers()
@@ -351,8 +361,10 @@ class Streams:
             scale = self._scales(group.readers[0])
             here = rotated(_over(now, scale))
             if held:
-                flat = here.reshape(len(here), -1)
-                found = Held(flat, rotated(_over(before, scale)).reshape(flat.shape) - flat, written)
+                some = slice(None, None, self._every)
+                flat = here.reshape(len(here), -1)[some]
+                was = rotated(_over(before[some], scale)).reshape(flat.shape)
+                found = Held(flat, was - flat, None if written is None else written[some])
                 of.held = found if of.held is None else of.held.and_also(found)
                 continue
             of.hessian.add(here)

@@ -18,11 +18,16 @@ BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
+#: Length of a window unless another is asked for: not more than that, and shorter, down to the least, where the tokens
+#: would be fewer windows than so many: many places of a text say more than few.
+LONGEST: Final = 2048
+_LEAST: Final = 512
+_WINDOWS: Final = 40
 
 
 def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text: int64 (windows, context)."""
-    context = options.context or min(longest, 2048)
+    context = options.context or min(longest, usual_context(options.tokens))
     if not 16 <= context <= longest:
         raise UserError(options.model, f"a context of {context} does not fit it", f"give 16 to {longest}")
     count = max(1, options.tokens // context)
@@ -38,6 +43,14 @@ def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
                 raise UserError(path, what, "give more text, or less --tokens or --context")
             rows.append(ids[:context])
     return np.array(rows, dtype=np.int64)
+
+
+def usual_context(tokens: int) -> int:
+    """The length of a window where none is asked for: a power of two."""
+    context = LONGEST
+    while context > _LEAST and tokens < _WINDOWS * context:
+        context //= 2
+    return context
 
 
 def excerpts(text: str, count: int, context: int) -> Iterator[str]:

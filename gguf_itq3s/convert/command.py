@@ -164,7 +164,9 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
         help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
     )  # fmt: skip
     group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
-    group.add_argument("--context", type=positive, help="tokens of a window (default: the model's, at most 2048)")
+    group.add_argument(
+        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
+    )
     group.add_argument(
         "--hessian",
         choices=FORMS,

@@ -30,8 +30,9 @@ from ..calibration.layers import LayeredModel
 from ..calibration.moments import rotate, rotate_both
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
+from ..calibration.products import quick_products
 from ..calibration.store import model_hash
-from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
+from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, every, row_order, split
 from ..calibration.text import windows
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
@@ -188,6 +189,7 @@ class Sequential:
         self.folder = Path()
         self._fisher: OutputFisher | None = None
 
+    @quick_products()
     def run(self, folder: Path, fingerprint: str) -> Finished:
         """Quantize every matrix of every layer whose rows are whole blocks.
 
@@ -234,6 +236,7 @@ class Sequential:
         vocabulary, hidden = self.rescaled["token_embd.weight"].shape[-2:]
         batch = min(self.calibration.batch, len(inputs)) * inputs.shape[1]
         held = sum(len(part) for part in self._split(inputs).held) * inputs.shape[1]
+        held = -(-held // every(held))
         rounding = 8 * largest.weights + largest.solving + 4 * (8 * batch + 3 * held) * largest.columns
         # The output matrix as it was and as it is, and logits of both.
         ends = 12 * vocabulary * hidden + 4 * 6 * _MEASURED * vocabulary
@@ -257,13 +260,14 @@ class Sequential:
             what = f"needs {report.size(disk)} while it calibrates, {report.size(free)} are free"
             raise UserError(self.folder, what, "free some space, give less --tokens, or choose another folder")
 
+    @quick_products()
     def collect_fisher(self, folder: Path, model: LayeredModel, inputs: np.ndarray) -> OutputFisher:
         """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
         found = OutputFisher(folder / FISHER, full=self.options.fisher_rows, block=self.options.fisher_block)
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
         blocks = (self.options.fisher_rows, self.options.fisher_block)
-        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "held out")
+        form = (model_hash(self.checkpoint.files), *blocks, batch, device, "a tenth held out")
         key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
         found.collect(model, inputs, batch, key, self.messages)
         return found
@@ -357,7 +361,7 @@ class Sequential:
         self._say_result(model, inputs, batches)
 
     def _split(self, inputs: np.ndarray) -> Batches:
-        return split(len(inputs), inputs.shape[1], self.calibration.batch)
+        return split(len(inputs), self.calibration.batch)
 
     def _scale(self, reader: Reader) -> np.ndarray | None:
         """What the file multiplies the columns of a matrix by."""

@@ -56,7 +56,10 @@ def add_parser(subparsers: Any) -> None:
         )  # fmt: skip
     parser.add_argument("--micro-batch", type=positive, metavar="N", help="windows that are run together")
     parser.add_argument(
-        "--context", type=positive, metavar="N", help="tokens of a window (default: the model's, at most 2048)"
+        "--context",
+        type=positive,
+        metavar="N",
+        help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)",
     )
     for option, what in (
         ("lr", "of weights, in shares of their matrix's root mean square"),

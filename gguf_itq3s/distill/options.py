@@ -36,7 +36,7 @@ class DistillOptions:
         batch: windows of a step.
         micro_batch: windows that are run together, None for all of a step.
         tokens: about how many tokens are taken from the text; they are read again when a step has come to their end.
-        context: length of a window; by default the model's own, at most 2048.
+        context: length of a window; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the model's.
         lr: learning rate of weights, in shares of their matrix's root mean square.
         scale_lr: learning rate of the scales of blocks, which are about 1.
         norm_lr: learning rate of norm gains, in shares of their root mean square; 0 leaves them as they are.
