@@ -193,6 +193,11 @@ class Calibration:
         entry = self.entries.get(tensor_entry(name, expert))
         return f"{entry.file}:{entry.key}" if entry else tensor_entry(name, expert)
 
+    def tokens(self, name: str, expert: int | None) -> int | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.tokens`."""
+        entry = self.entries.get(tensor_entry(name, expert))
+        return entry.tokens if entry else None
+
     def left_out(self, name: str, expert: int | None) -> str | None:
         """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`."""
         entry = self.entries.get(tensor_entry(name, expert))

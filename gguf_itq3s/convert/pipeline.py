@@ -29,7 +29,7 @@ from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..report import TensorRow
-from ..rounding import hessian, imatrix, ldlq, target
+from ..rounding import imatrix, ldlq
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from ..rounding.hessian import Factor
 from . import bits, equalize, overrides, prune, ternary
@@ -453,11 +453,8 @@ def _factors(
         return None
     if not any(statistics.known(tensor.name) for tensor in checkpoint.tensors):
         raise UserError(statistics.path, "has nothing on the matrices of this model", "take statistics of this model")
-    # What chooses types beside --calibrate is of its few tokens, which a folder of statistics has more of.
-    usual = hessian.DAMPING if options.calibrate is None else target.DAMPING
-    damping = usual if options.damping is None else options.damping
     inputs = Inputs(statistics, _gain_of(whole, statistics.path), rescaled.columns)
-    return HessianFactors(statistics, inputs, damping)
+    return HessianFactors(statistics, inputs, options.damping)
 
 
 def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: HessianFactors | None) -> float:

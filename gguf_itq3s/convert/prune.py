@@ -52,6 +52,10 @@ class RenamedStatistics:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
         return self.source.key(self._then(name), expert)
 
+    def tokens(self, name: str, expert: int | None) -> int | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.tokens`."""
+        return self.source.tokens(self._then(name), expert)
+
     def left_out(self, name: str, expert: int | None) -> str | None:
         """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`; the norm has the name that it had then."""
         return self.source.left_out(self._then(name), expert)

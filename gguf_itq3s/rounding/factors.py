@@ -54,6 +54,9 @@ class Statistics(Energies, Protocol):
     def key(self, name: str, expert: int | None) -> str:
         """Equal for matrices that share statistics."""
 
+    def tokens(self, name: str, expert: int | None) -> int | None:
+        """How many the second moments of a matrix's inputs are of; None where there is nothing but their diagonal."""
+
     def rotated(
         self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
@@ -140,12 +143,12 @@ class HessianFactors:
     Attributes:
         source: the statistics.
         inputs: the same, as the file's matrices read them.
-        damping: share of the mean diagonal.
+        damping: share of the mean diagonal; None for :func:`gguf_itq3s.rounding.hessian.usual_damping`.
     """
 
     source: Statistics
     inputs: Inputs
-    damping: float = hessian.DAMPING
+    damping: float | None = None
     _recent: OrderedDict[tuple[str, bytes, bool], Factor] = field(default_factory=OrderedDict, repr=False)
 
     def rotated(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.floating] | None:
@@ -175,7 +178,10 @@ class HessianFactors:
                 found = self.source.rotated(name, shape[-1], expert, factor)
                 if found is None:
                     return None
-                self._recent[key] = hessian.factorize(found if rotated else hessian.rotate(found), self.damping)
+                damping = self.damping
+                if damping is None:
+                    damping = hessian.usual_damping(found, self.source.tokens(name, expert))
+                self._recent[key] = hessian.factorize(found if rotated else hessian.rotate(found), damping)
             except ValueError as error:
                 remedy = "raise --damping, or collect the statistics again"
                 raise UserError(self.source.path, str(error), remedy, name) from error

@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from ..codec.transform import BLOCK, FloatArray
 
-#: Share of the mean diagonal added to the diagonal; measured in docs/calibration.md.
+#: Share of the mean diagonal added to the diagonal, of very many tokens and for each column that a token has; measured
+#: in docs/calibration.md.
 DAMPING: Final = 0.003
+_CHANCE: Final = 0.4
 
 Hessian = npt.NDArray[np.floating]
 
@@ -59,6 +61,16 @@ def columns_of(hessian: Hessian) -> int:
     if hessian.ndim == 3 and shape[1:] == (BLOCK, BLOCK) and shape[0]:
         return int(shape[0]) * BLOCK
     raise ValueError(f"a Hessian has shape (n, n) or (n / {BLOCK}, {BLOCK}, {BLOCK}), not {shape}")
+
+
+def usual_damping(hessian: Hessian, tokens: int | None) -> float:
+    """The damping where none is asked for: with n columns and N tokens, about n / N of what a Hessian says is chance.
+
+    Args:
+        hessian: (n, n), or (n / 256, 256, 256), each block of 256 columns.
+        tokens: N; None for very many, and where there is a diagonal alone.
+    """
+    return DAMPING if not tokens else DAMPING + _CHANCE * hessian.shape[-1] / tokens
 
 
 def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:

@@ -73,6 +73,11 @@ class ImportanceMatrix:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
         return tensor_entry(name, expert)
 
+    def tokens(self, name: str, expert: int | None) -> int | None:
+        """As :meth:`gguf_itq3s.rounding.factors.Statistics.tokens`: each number is a mean, and few tokens tell it."""
+        del name, expert
+        return None
+
     def left_out(self, name: str, expert: int | None) -> str | None:
         """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`: llama-imatrix sees the inputs as they are."""
         del name, expert

@@ -30,6 +30,8 @@ from gguf_itq3s.codec.transform import hadamard_matrix
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
+from gguf_itq3s.rounding import hessian
+from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 
 Make = Callable[[str], Path]
 
@@ -51,6 +53,18 @@ def second_moment(x: torch.Tensor) -> np.ndarray:
     flat = x.reshape(-1, x.shape[-1]).double().numpy()
     rotated = flat @ np.kron(np.eye(flat.shape[1] // 256), hadamard_matrix(256))
     return np.asarray(rotated.T @ rotated / len(rotated))
+
+
+def test_the_damping_is_for_the_tokens_that_were_seen(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
+    _, out = calibrated("llama")
+    opened = store.Calibration(out, read_manifest(out))
+    found = opened.hessian("blk.0.ffn_down.weight")
+    assert found is not None and found.shape == (512, 512)
+    inputs = Inputs(opened, gain=lambda norm: np.ones(256, dtype=np.float32))
+    for damping, wanted in ((None, 0.003 + 0.4 * 512 / 640), (0.5, 0.5)):
+        factor = HessianFactors(opened, inputs, damping).factor("blk.0.ffn_down.weight", (256, 512), 0)
+        assert factor is not None
+        np.testing.assert_array_equal(factor.feedback, hessian.factorize(found, wanted).feedback)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])

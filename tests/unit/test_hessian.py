@@ -87,6 +87,13 @@ def test_bad_hessians_are_refused() -> None:
         hessian.cost(np.ones((2, 512)), np.eye(256))
 
 
+def test_fewer_tokens_for_a_column_are_damped_more() -> None:
+    whole, blocks = np.eye(512), np.stack([np.eye(256)] * 2)
+    assert hessian.usual_damping(whole, 1024) == pytest.approx(0.203)
+    assert hessian.usual_damping(blocks, 1024) == pytest.approx(0.103)
+    assert hessian.usual_damping(whole, None) == hessian.DAMPING < hessian.usual_damping(whole, 10**6)
+
+
 def test_flat_is_zero_or_a_multiple_of_the_identity() -> None:
     eye = np.eye(512, dtype=np.float32)
     blocks = np.stack([np.eye(256, dtype=np.float32)] * 2)
