@@ -34,6 +34,7 @@ from gguf_itq3s.inspect.reader import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from importance import write
+from selection import some
 
 #: Architectures whose channels are rescaled, beside those of other tests.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -398,37 +399,50 @@ def importance(model: Path, path: Path) -> Path:
     return write(path, moments)
 
 
-def test_on_where_statistics_are_given(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+#: What is converted how -> the sources of rescaled channels, and whether the codes are the nearest to the weights.
+#: Statistics make a matrix be rounded with feedback, which takes seconds in numpy.
+WAYS: dict[str, tuple[set[str], bool | None]] = {
+    "none": (set(), None),
+    "imatrix": ({"attn_norm", "ffn_up"}, False),
+    "imatrix and not": (set(), None),
+    "imatrix and folded": (set(), None),
+    "stock": (set(), None),
+    "calibrated": ({"attn_norm", "ffn_norm", "ffn_up"}, False),
+    "asked": ({"attn_norm", "ffn_norm", "attn_v", "ffn_up"}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "way", some(WAYS, lambda way: not way.startswith(("imatrix", "calibrated")), mark=pytest.mark.slow)
+)
+def test_on_where_statistics_are_given(
+    way: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
     model, folder = calibrated("llama")
     matrix = importance(model, tmp_path / "i.gguf")
-    small: dict[str, Any] = {"effort": "fast", "pure": True}
-    norms, rows = {"attn_norm", "ffn_norm"}, {"attn_v", "ffn_up"}
-    ways: dict[str, tuple[dict[str, Any], set[str]]] = {
-        "none": ({}, set()), "imatrix": ({"imatrix": matrix}, {"attn_norm", "ffn_up"}),
-        "not": ({"imatrix": matrix, "equalize": False}, set()),
-        "folded": ({"imatrix": matrix, "fold_norms": True}, set()),
-        "stock": ({"imatrix": matrix, "outtype": "q8_0"}, set()),
-        "calibrated": ({"calibration": folder}, norms | {"ffn_up"}),
-        "asked": ({"equalize": True, "context": 64, "tokens": 512}, norms | rows),
-    }  # fmt: skip
-    for name, (how, sources) in ways.items():
-        out = tmp_path / f"{name}.gguf"
-        convert(ConvertOptions(model, out, **small, **how), io.StringIO())
-        assert (rescaling.ID in metadata(out)) == bool(sources), name
-        assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (name == "folded"), name
-        if sources:
-            found = of(out)
-            assert isinstance(found, Equalization)
-            assert {source.split(".")[2] for source in found.channels} == sources, name
+    how: dict[str, Any] = {
+        "none": {}, "imatrix": {"imatrix": matrix}, "imatrix and not": {"imatrix": matrix, "equalize": False},
+        "imatrix and folded": {"imatrix": matrix, "fold_norms": True}, "stock": {"imatrix": matrix, "outtype": "q8_0"},
+        "calibrated": {"calibration": folder}, "asked": {"equalize": True, "context": 64, "tokens": 512},
+    }[way]  # fmt: skip
+    sources, nearest = WAYS[way]
+    out = tmp_path / "m.gguf"
+    convert(ConvertOptions(model, out, effort="fast", pure=True, **how), io.StringIO())
+    assert (rescaling.ID in metadata(out)) == bool(sources)
+    assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (way == "imatrix and folded")
+    if not sources:
+        return
+    found = of(out)
+    assert isinstance(found, Equalization)
+    assert {source.split(".")[2] for source in found.channels} == sources
     # Asked for without statistics: the nearest codes of the rescaled weights. With them, others.
     weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in open_checkpoint(model).tensors}
-    for name, nearest in (("asked", True), ("imatrix", False), ("calibrated", False)):
-        file = tmp_path / f"{name}.gguf"
-        for tensor in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight"):
-            codes = blocks.quantize(of(file).scale(tensor, weights[tensor]), effort="fast")
-            assert np.array_equal(tensors(file)[tensor].data, codes) == nearest, (name, tensor)
+    for tensor in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight"):
+        codes = blocks.quantize(found.scale(tensor, weights[tensor]), effort="fast")
+        assert np.array_equal(tensors(out)[tensor].data, codes) == nearest, tensor
 
 
+@pytest.mark.slow
 def test_with_feedback_columns_are_even(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """As far as eighths of an exponent go, within blocks of 256 columns, over all that read them."""
     model, folder = calibrated("llama")
