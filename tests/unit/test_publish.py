@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,12 +27,19 @@ def hub() -> Iterator[FakeHub]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def file(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("file") / "m-ITQ3_S.gguf"
+    convert(ConvertOptions(checkpoint("llama"), out, effort="fast", fold_norms=True))
+    return out
+
+
 @pytest.fixture
-def folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(file: Path, tmp_path: Path) -> Path:
     """A folder with a model, what was measured of it, and a file that is nobody's business."""
     place = tmp_path / "out"
     place.mkdir()
-    convert(ConvertOptions(checkpoint("llama"), place / "m-ITQ3_S.gguf", effort="fast", fold_norms=True))
+    shutil.copy(file, place)
     facts = describe(place / "m-ITQ3_S.gguf")
     figures = dict.fromkeys(
         ("perplexity", "perplexity_error", "mean_kld", "mean_kld_error", "kld_99", "kld_99_error", "same_top",
