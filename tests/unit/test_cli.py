@@ -335,6 +335,7 @@ def test_native_without_a_build_says_how_to_build(
     assert "is not built; run make build" in one_error(capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_model_name_is_recorded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     import gguf
 
@@ -412,6 +413,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]
     return digest, ran
 
 
+@pytest.mark.slow
 def test_nothing_of_an_archive_with_another_hash_runs(planted: tuple[str, Path]) -> None:
     digest, ran = planted
     with pytest.raises(upstream.FetchError) as refused:
@@ -490,6 +492,7 @@ def test_own_checkout_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.Mon
         upstream.fetch_source()
 
 
+@pytest.mark.slow
 def test_a_program_with_another_gguf_is_told_to_start_again(tmp_path: Path) -> None:
     """gguf from elsewhere is in use already: the conversion package would not work with it."""
     shutil.copytree(upstream.fetch_source() / "gguf-py" / "gguf", tmp_path / "gguf")

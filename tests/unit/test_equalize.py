@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import FAMILIES, MIXTURES, SIZES, save_model
+from checkpoints import FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
 from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.calibration.energies import MeasuredEnergies
@@ -121,7 +121,7 @@ def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str
     return done
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some(EXACT, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
 def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path]) -> None:
     """In float64, with factors of 2^-2.5 to 2^2.5 on every channel that can be rescaled."""
     checkpoint = open_checkpoint(model_of(name))
@@ -144,6 +144,7 @@ def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path
     assert difference < 2e-6  # norms compute in float32
 
 
+@pytest.mark.slow
 def test_one_factor_in_the_wrong_place_is_seen(model_of: Callable[[str], Path]) -> None:
     """What the test above compares tells: a factor is left out on one side."""
     checkpoint = open_checkpoint(model_of("qwen2"))
@@ -320,6 +321,7 @@ def damaged(source: Path, out: Path, changes: dict[str, Any]) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_descriptions_that_do_not_fit_are_refused(equalized: Path, tmp_path: Path) -> None:
     fields = metadata(equalized)
     sources, exponents = list(fields[rescaling.SOURCES]), str(fields[rescaling.EXPONENTS])  # type: ignore[call-overload]
@@ -345,6 +347,7 @@ def test_descriptions_that_do_not_fit_are_refused(equalized: Path, tmp_path: Pat
     assert of(damaged(equalized, tmp_path / "same.gguf", {})).key == of(equalized).key
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_rescaled_checkpoint(
     equalized: Path, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -362,6 +365,7 @@ def test_verify_compares_with_the_rescaled_checkpoint(
 # -------------------------------------------------------------------------------------------------------- with options
 
 
+@pytest.mark.slow
 def test_statistics_are_brought_to_the_basis_of_the_file(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
     """A Hessian of the file's inputs is one of the inputs divided by what the columns are multiplied by."""
     model, folder = calibrated("qwen2")
@@ -467,6 +471,7 @@ def test_options_that_contradict_equalization(checkpoint: Callable[[str], Path],
             convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", equalize=True, **how))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_dry_run_gives_the_size_of_the_file(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     made = {}
     for dry in (True, False):

@@ -81,6 +81,7 @@ def test_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "licence is not known" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_very_tensors(folder: Path, checkpoint: Callable[[str], Path]) -> None:
     convert(ConvertOptions(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast", fold_norms=True))
     assert main(["publish", str(folder)]) == 0
@@ -96,6 +97,7 @@ def test_a_type_of_llama_cpps_needs_no_patch(checkpoint: Callable[[str], Path], 
     assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "How much is lost" not in card
 
 
+@pytest.mark.slow
 def test_a_card_of_somebodys_own_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "README.md").write_text("mine")
     assert main(["publish", str(folder)]) == 1
@@ -105,6 +107,7 @@ def test_a_card_of_somebodys_own_stays(folder: Path, capsys: pytest.CaptureFixtu
     assert main(["publish", str(folder)]) == 0  # its own is replaced
 
 
+@pytest.mark.slow
 def test_nothing_is_uploaded_unasked(hub: FakeHub, folder: Path) -> None:
     done = publish(hub, folder, "--repo", "me/model")
     assert done.returncode == 0, done.stderr
