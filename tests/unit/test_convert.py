@@ -130,15 +130,16 @@ def test_without_the_library_other_types_become_q8_0(
     assert "blk.1.ffn_down.weight: 320 columns, ITQ3_S -> Q8_0" in message
 
 
+@pytest.mark.parametrize("name", some(["llama", "mixtral"], lambda name: name == "llama", pytest.mark.slow))
 def test_dry_run_tells_types_and_size_and_writes_nothing(
-    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.gguf"
-    planned = convert(ConvertOptions(checkpoint("mixtral"), out, dry_run=True, effort="fast"))
-    assert main(["convert", str(checkpoint("mixtral")), str(out), "--dry-run", "--effort", "fast"]) == 0
+    planned = convert(ConvertOptions(checkpoint(name), out, dry_run=True, effort="fast"))
+    assert main(["convert", str(checkpoint(name)), str(out), "--dry-run", "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    made = convert(ConvertOptions(checkpoint("mixtral"), out, effort="fast"))
+    made = convert(ConvertOptions(checkpoint(name), out, effort="fast"))
     assert len(made.rows) > 10
     assert [(row.name, row.type, row.bytes) for row in planned.rows] == [
         (row.name, row.type, row.bytes) for row in made.rows

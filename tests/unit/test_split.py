@@ -241,7 +241,7 @@ def test_damaged_parts_are_written_again(
 
 
 @pytest.mark.parametrize("split", [0, 4])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", some([errno.ENOSPC, errno.EIO], lambda code: code == errno.ENOSPC, pytest.mark.slow))
 def test_a_failed_write_keeps_what_is_finished(
     code: int, split: int, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from gguf_itq3s.calibration.groups import Reader
 from gguf_itq3s.rounding import fisher, target
 from gguf_itq3s.rounding import hessian as hessians
 from gguf_itq3s.rounding.target import Decomposition
+from selection import some
 
 
 def sums(rng: np.random.Generator, m: int = 6, n: int = 256, tokens: int = 900) -> dict[str, torch.Tensor]:
@@ -69,7 +70,14 @@ def block_diagonal(blocks: np.ndarray) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("start", [target.DAMPINGS[0], target.DAMPING, target.DAMPINGS[-1]])
+@pytest.mark.parametrize(
+    "start",
+    some(
+        [target.DAMPINGS[0], target.DAMPING, target.DAMPINGS[-1]],
+        lambda start: start == target.DAMPING,
+        pytest.mark.slow,
+    ),
+)
 def test_the_damping_is_the_one_that_tokens_held_out_like_best(start: float) -> None:
     """With 300 tokens for 256 columns the sums say much that is chance, and a weak damping is worse than none."""
     rng = np.random.default_rng(2)
