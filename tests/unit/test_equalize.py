@@ -424,14 +424,14 @@ def test_on_where_statistics_are_given(
 ) -> None:
     model, folder = calibrated("llama")
     matrix = importance(model, tmp_path / "i.gguf")
-    how: dict[str, Any] = {
+    how: dict[str, dict[str, Any]] = {
         "none": {}, "imatrix": {"imatrix": matrix}, "imatrix and not": {"imatrix": matrix, "equalize": False},
         "imatrix and folded": {"imatrix": matrix, "fold_norms": True}, "stock": {"imatrix": matrix, "outtype": "q8_0"},
         "calibrated": {"calibration": folder}, "asked": {"equalize": True, "context": 64, "tokens": 512},
-    }[way]  # fmt: skip
+    }  # fmt: skip
     sources, nearest = WAYS[way]
     out = tmp_path / "m.gguf"
-    convert(ConvertOptions(model, out, effort="fast", pure=True, **how), io.StringIO())
+    convert(ConvertOptions(model, out, effort="fast", pure=True, **how[way]), io.StringIO())
     assert (rescaling.ID in metadata(out)) == bool(sources)
     assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (way == "imatrix and folded")
     if not sources:
