@@ -28,6 +28,8 @@ INSTALLED := $(VENV)/.installed
 CONFIGURE = ITQ3S_TARGETS="$(TARGETS)" cmake -S ggml-patch -B $(BUILD)/cmake -DCMAKE_BUILD_TYPE=Release \
 	-DPython3_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE > /dev/null
 MAKEFLAGS += --no-print-directory
+# Python keeps what it compiles: pip is told to leave it to the first use, because most is never used.
+unexport PYTHONDONTWRITEBYTECODE
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
@@ -40,8 +42,8 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: $(PYTHON) is %d.%d; Python 3.10 or newer is needed, try make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "setting up $(VENV)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --require-hashes -r requirements-tools.txt
-	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) --require-hashes -r requirements-tools.txt
+	@$(PY) -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED) ## create .venv and install the package

@@ -36,10 +36,10 @@ from typing import Final, NamedTuple
 PACKAGE: Final = "llama-cpp-python"
 VERSION: Final = "0.3.36"
 SHA256: Final = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-#: :func:`tree_hash` of the unpacked source, and of what Python imports from it: a cached source counts only with them.
+#: :func:`tree_hash` of the unpacked source, and of what Python runs of it: a cached source counts only with them.
 TREE_SHA256: Final = "879e9e709094441b8666dc6bf29fae4ce087e3a25215f297759a8f6bf1082100"
-PYTHON_SHA256: Final = "1403cae8c9fff143a28d6f0f7552c402dfad1cf0f454c5807b178bc55a17cec1"
-_PYTHON: Final = ("gguf-py/gguf", "conversion")
+PYTHON_SHA256: Final = "cb67140cba78cd087f2ece06fdc3465cbe501c287f4cd08e1c83ba7a2d700750"
+_PYTHON: Final = ("gguf-py/gguf", "conversion", "convert_lora_to_gguf.py")
 #: Set in the environment of a command that was started again with the gguf of a source just fetched.
 RESTARTED: Final = "GGUF_ITQ3S_RESTARTED"
 SOURCE: Final = f"llama_cpp_python-{VERSION}"
@@ -127,7 +127,7 @@ def build_command() -> str:
 def find_source() -> Path | None:
     """The llama.cpp source that is there already: ``LLAMA_CPP_DIR``, or the unpacked pinned one, or None.
 
-    Of the pinned one, every file that Python imports is compared with its hash (10 ms, once in a process).
+    Of the pinned one, every file that Python runs is compared with its hash (10 ms, once in a process).
 
     Raises:
         FetchError: ``LLAMA_CPP_DIR`` names a folder that is not a llama.cpp checkout.
@@ -221,18 +221,19 @@ def _fetch(release: Release, usable: Callable[[], Path | None]) -> None:
 
 
 def tree_hash(folder: Path, parts: Sequence[str] = (".",)) -> str:
-    """SHA-256 over the names and contents of all files below some folders, but for what Python compiled there.
+    """SHA-256 over the names and contents of files and of all below folders, but for what Python compiled there.
 
     Args:
         folder: the names are relative to it.
-        parts: the folders, relative to it.
+        parts: the files and folders, relative to it.
 
     Returns:
-        Hexadecimal; of nothing at all where a folder is missing.
+        Hexadecimal; what is missing adds nothing.
     """
     digest = hashlib.sha256()
     for part in parts:
-        for place, folders, names in os.walk(folder / part):
+        files = [(folder, list[str](), [part])] if (folder / part).is_file() else os.walk(folder / part)
+        for place, folders, names in files:
             folders[:] = sorted(name for name in folders if name != "__pycache__")
             for name in sorted(names):
                 path = Path(place) / name

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import one_thread  # noqa: F401
 import pinned_source  # noqa: F401
+import uncollected  # noqa: F401
 
 # isort: split
 import gguf_itq3s  # noqa: F401  (before anything imports gguf)
 
 # isort: split
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -48,6 +50,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: the garbage collector need not look at it, a tenth of the time of a run."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What is left at the end is freed as ever; some libraries report what is not."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

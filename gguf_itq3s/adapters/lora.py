@@ -256,7 +256,7 @@ def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callab
 def _run(options: LoraOptions, folder: Path, out: Path, subclass: Callable[[Any], Any]) -> None:
     """Run upstream's script in this process, where every class it takes for a model is replaced."""
     conversion: Any = upstream.load_conversion()
-    script = upstream.fetch_source(whole=True) / _SCRIPT  # what runs is compared with its hash
+    script = upstream.fetch_source() / _SCRIPT
     own = conversion.get_model_class
     # Eager: an adapter is small, and its values are looked at.
     arguments = [folder, "--base", options.base, "--outfile", out, "--outtype", options.outtype, "--no-lazy"]

@@ -61,8 +61,7 @@ def transformers_for(folder: Path, trusted: bool) -> Iterator[Any]:
     import transformers
 
     with ExitStack() as stack:
-        for name, replacement in _replacements(folder, trusted).items():
-            stack.enter_context(_replaced("transformers", name, replacement))
+        stack.enter_context(_replaced("transformers", _replacements(folder, trusted)))
         stack.enter_context(replaced_in(torch, "load", functools.partial(_load_weights, torch.load)))
         yield transformers
 
@@ -137,27 +136,32 @@ def _load_weights(load: Function, *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def _replaced(package: str, name: str, replacement: Function) -> Iterator[None]:
-    """Within, a function of a package is another one, in every module that has imported it by name, or will."""
-    before: dict[Function, None] = {}
-    for module in _modules(package):
-        if callable(own := vars(module).get(name)):
-            before[own] = None
-            setattr(module, name, replacement)
+def _replaced(package: str, replacements: Mapping[str, Function]) -> Iterator[None]:
+    """Within, functions of a package are other ones, in every module that has imported them by name, or will."""
+    own: dict[str, Function] = {}
+    for module, name in _holders(package, replacements):
+        if callable(function := vars(module)[name]):
+            own.setdefault(name, function)
+            setattr(module, name, replacements[name])
     try:
         yield
     finally:
-        original = next(iter(before), None)
-        for module in _modules(package):  # those that were imported meanwhile too
-            if vars(module).get(name) is replacement:
-                setattr(module, name, original)
+        for module, name in _holders(package, replacements):  # those that were imported meanwhile too
+            if vars(module)[name] is replacements[name]:
+                setattr(module, name, own[name])
 
 
-def _modules(package: str) -> list[Any]:
+def _holders(package: str, names: Mapping[str, Any]) -> list[tuple[Any, str]]:
+    """The modules of a package that have one of the names, with each that they have.
+
+    Every module is looked at whenever this is called: one can be imported, or get a name, at any time between.
+    """
+    below = f"{package}."
     return [
-        module
-        for name, module in list(sys.modules.items())
-        if module is not None and (name == package or name.startswith(f"{package}."))
+        (module, name)
+        for path in list(sys.modules)
+        if (path == package or path.startswith(below)) and (module := sys.modules.get(path)) is not None
+        for name in names.keys() & vars(module).keys()
     ]
 
 

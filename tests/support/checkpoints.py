@@ -40,6 +40,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 64, "tie_word_embeddings": True}),
 }  # fmt: skip
 
+#: Of these, and of those below, one of each kind.
+ONE_OF_A_KIND = ("llama", "llama-tied", "qwen2", "mixtral", "ernie-moe", "gemma")
 
 #: The architectures whose norms are folded, as :data:`ARCHITECTURES`.
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gguf_itq3s.codec import native
+from gguf_itq3s.codec import native, scale
+from gguf_itq3s.codec.formats import ITQ3_S_FORMAT, Format
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 
@@ -23,6 +26,25 @@ def no_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         forget_library()
         yield nothing
     forget_library()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searched_once() -> Iterator[None]:
+    """Blocks that were searched in one test are not searched again: the small models are the same in hundreds."""
+    own = scale.solve
+    known: dict[object, tuple[np.ndarray, ...]] = {}
+
+    def solve(x: np.ndarray, effort: str = "default", fmt: Format = ITQ3_S_FORMAT) -> tuple[np.ndarray, ...]:
+        if x.size > 1 << 18:
+            return own(x, effort, fmt)
+        key = hashlib.sha256(x.tobytes()).digest(), x.shape, effort, fmt
+        if key not in known:
+            known[key] = own(x, effort, fmt)
+        return tuple(part.copy() for part in known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale, "solve", solve)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ def test_error_on_gaussian_weights(variant: Variant, expected: float) -> None:
     assert relative_error(GAUSSIAN, apply(GAUSSIAN, variant)) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_more_of_anything_is_less_error() -> None:
     errors = [relative_error(GAUSSIAN, apply(GAUSSIAN, Variant(states=n))) for n in (4, 8, 64, 256)]
     assert all(more > less for more, less in itertools.pairwise(errors))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 
 import gguf_itq3s
 from gguf_itq3s.codec import blocks, native
@@ -19,6 +20,7 @@ PACKAGE = Path(gguf_itq3s.__file__).parent
 ROOT = PACKAGE.parent
 
 
+@pytest.mark.slow
 def test_imports_point_one_way() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
@@ -59,6 +61,7 @@ def test_what_imports_torch_at_its_head() -> None:
     assert found == {"torch", "transformers", "distill"}
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_that_takes_seconds() -> None:
     program = "import sys; from gguf_itq3s.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     program += "print([m for m in ('torch', 'transformers', 'matplotlib', 'conversion') if m in sys.modules])"

@@ -41,6 +41,7 @@ def test_table_and_targets(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_columns(tmp_path: Path) -> None:
     speeds = {name: {str(c): float(c * (10 - i)) for c in columns.COLUMNS} for i, name in enumerate(columns.TYPES)}
     speeds |= {"ITQ3_S (AVX2)": speeds["Q4_K"], "Q4_K (AVX2)": speeds["ITQ3_S"]}

@@ -32,6 +32,7 @@ from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
+from selection import some
 
 Make = Callable[[str], Path]
 
@@ -67,7 +68,7 @@ def test_the_damping_is_for_the_tokens_that_were_seen(calibrated: Callable[[str]
         np.testing.assert_array_equal(factor.feedback, hessian.factorize(found, wanted).feedback)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("name", some(["llama", "qwen3", "gemma"], lambda name: name == "llama", pytest.mark.slow))
 def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[str], tuple[Path, Path]]) -> None:
     model, out = calibrated(name)
     manifest = read_manifest(out)
@@ -99,6 +100,7 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
     assert len(files) == 4, "matrices that read the same input share statistics"
 
 
+@pytest.mark.slow
 def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
     model, out = calibrated("mixtral")
     manifest = read_manifest(out)
@@ -141,6 +143,7 @@ def test_block_form_is_the_diagonal_of_the_full_one(
         np.testing.assert_allclose(block[i], full[part, part], rtol=1e-4, atol=1e-6 * full.max())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +348,7 @@ def test_activations_that_are_not_finite_are_refused(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_calibration_without_matrices_is_refused(
     uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +379,7 @@ def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
     assert says(calibration=other) is False
 
 
+@pytest.mark.slow
 def test_what_a_run_killed_at_its_end_left_is_taken_away(uneven: Make, tmp_path: Path) -> None:
     calibrate(options(uneven("llama"), tmp_path / "out"))
     (tmp_path / "out" / "activations-0002.f32").touch()

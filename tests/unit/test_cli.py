@@ -335,6 +335,7 @@ def test_native_without_a_build_says_how_to_build(
     assert "is not built; run make build" in one_error(capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_model_name_is_recorded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     import gguf
 
@@ -367,6 +368,12 @@ def test_unreachable_source_is_one_line(checkpoint: Callable[[str], Path], tmp_p
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+#: What the planted archive has below vendor/llama.cpp.
+PLANTED = {
+    "README.md": "planted\n", "conversion/base.py": "planted = 1\n", "convert_lora_to_gguf.py": "planted = 2\n",
+}  # fmt: skip
+
+
 def planted_archive(folder: Path, ran: Path) -> str:
     """An archive by the pinned name in ``folder``, whose build code writes the file ``ran``; returns its SHA-256."""
     backend = f"""
@@ -382,8 +389,7 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
         "backend.py": backend,
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
         "PKG-INFO": f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {upstream.VERSION}\n",
-        "vendor/llama.cpp/README.md": "planted\n",
-        "vendor/llama.cpp/conversion/base.py": "planted = 1\n",
+        **{f"vendor/llama.cpp/{name}": text for name, text in PLANTED.items()},
     }
     folder.mkdir()
     archive = folder / f"{upstream.SOURCE}.tar.gz"
@@ -407,6 +413,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]
     return digest, ran
 
 
+@pytest.mark.slow
 def test_nothing_of_an_archive_with_another_hash_runs(planted: tuple[str, Path]) -> None:
     digest, ran = planted
     with pytest.raises(upstream.FetchError) as refused:
@@ -424,13 +431,12 @@ def test_only_the_content_of_the_archive_counts(
     planted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digest, _ = planted
-    whole = {"README.md": "planted\n", "conversion/base.py": "planted = 1\n"}
-    for name, text in whole.items():
+    for name, text in PLANTED.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_text(text)
     monkeypatch.setattr(upstream, "SHA256", digest)
     monkeypatch.setattr(upstream, "TREE_SHA256", upstream.tree_hash(tmp_path / "tree"))
-    monkeypatch.setattr(upstream, "PYTHON_SHA256", upstream.tree_hash(tmp_path / "tree", ("conversion",)))
+    monkeypatch.setattr(upstream, "PYTHON_SHA256", upstream.tree_hash(tmp_path / "tree", upstream._PYTHON))
     monkeypatch.setattr(upstream, "_checked", set())
     folder = upstream.cache_dir() / upstream.SOURCE
     source = folder / "vendor" / "llama.cpp"
@@ -438,7 +444,7 @@ def test_only_the_content_of_the_archive_counts(
     assert upstream.find_source() is None  # empty
     assert upstream.fetch_source() == source and upstream.find_source() == source
     assert f"{folder} is damaged or of another version and is replaced" in capsys.readouterr().err
-    assert {name: (source / name).read_text() for name in whole} == whole
+    assert {name: (source / name).read_text() for name in PLANTED} == PLANTED
     assert sorted(path.name for path in upstream.cache_dir().iterdir()) == [upstream.SOURCE, f"{upstream.SOURCE}.lock"]
     # nothing outside the vendored source is unpacked, and the index is not asked again
     assert [path.name for path in folder.iterdir()] == ["vendor"]
@@ -449,6 +455,7 @@ def test_only_the_content_of_the_archive_counts(
         "changed": lambda: (source / "conversion" / "base.py").write_text("planted = 2\n"),
         "added": lambda: (source / "conversion" / "more.py").write_text(""),
         "gone": lambda: (source / "conversion" / "base.py").unlink(),
+        "a script": lambda: (source / "convert_lora_to_gguf.py").write_text("planted = 3\n"),
         "emptied": lambda: shutil.rmtree(source / "conversion"),
     }
     for name, damage in damages.items():
@@ -485,6 +492,7 @@ def test_own_checkout_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.Mon
         upstream.fetch_source()
 
 
+@pytest.mark.slow
 def test_a_program_with_another_gguf_is_told_to_start_again(tmp_path: Path) -> None:
     """gguf from elsewhere is in use already: the conversion package would not work with it."""
     shutil.copytree(upstream.fetch_source() / "gguf-py" / "gguf", tmp_path / "gguf")

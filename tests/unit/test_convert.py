@@ -26,7 +26,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from checkpoints import ARCHITECTURES, save_model
+from checkpoints import ARCHITECTURES, ONE_OF_A_KIND, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import report
 from gguf_itq3s.checkpoint import policy, reader
@@ -38,6 +38,7 @@ from gguf_itq3s.convert.encode import Encoder, Piece
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
+from selection import some
 
 Make = Callable[[str], Path]
 OWN_KEYS = {
@@ -46,18 +47,14 @@ OWN_KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some(ARCHITECTURES, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
 def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     convert(ConvertOptions(checkpoint(name), out, outtype="f16"))
     assert out.read_bytes() == f16(name).read_bytes()
 
 
-#: Every architecture; but for the first two of them the tests of the F16 file say most.
-SOME_SLOW = [pytest.param(name, marks=pytest.mark.slow if i > 1 else ()) for i, name in enumerate(ARCHITECTURES)]
-
-
-@pytest.mark.parametrize("name", SOME_SLOW)
+@pytest.mark.parametrize("name", some(ARCHITECTURES, lambda name: name == "llama", pytest.mark.slow))
 def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
     out = tmp_path / "out.gguf"
@@ -106,6 +103,7 @@ def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, t
     assert matrices == 16
 
 
+@pytest.mark.slow
 def test_ternary_codec_and_effort_reach_the_file(checkpoint: Make, tmp_path: Path) -> None:
     convert(ConvertOptions(checkpoint("llama"), tmp_path / "ternary.gguf", native=False, codec="ternary"))
     convert(ConvertOptions(checkpoint("llama"), tmp_path / "fast.gguf", native=False, effort="fast"))
@@ -122,7 +120,7 @@ def test_without_the_library_other_types_become_q8_0(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
-    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf"))
+    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf", effort="fast"))
     made = types(tmp_path / "out.gguf")
     assert made["output.weight"] == made["blk.0.ffn_down.weight"] == Type.Q8_0
     assert made["blk.0.attn_q.weight"] == ITQ3_S
@@ -132,15 +130,16 @@ def test_without_the_library_other_types_become_q8_0(
     assert "blk.1.ffn_down.weight: 320 columns, ITQ3_S -> Q8_0" in message
 
 
+@pytest.mark.parametrize("name", some(["llama", "mixtral"], lambda name: name == "llama", pytest.mark.slow))
 def test_dry_run_tells_types_and_size_and_writes_nothing(
-    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.gguf"
-    planned = convert(ConvertOptions(checkpoint("mixtral"), out, dry_run=True, effort="fast"))
-    assert main(["convert", str(checkpoint("mixtral")), str(out), "--dry-run", "--effort", "fast"]) == 0
+    planned = convert(ConvertOptions(checkpoint(name), out, dry_run=True, effort="fast"))
+    assert main(["convert", str(checkpoint(name)), str(out), "--dry-run", "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    made = convert(ConvertOptions(checkpoint("mixtral"), out, effort="fast"))
+    made = convert(ConvertOptions(checkpoint(name), out, effort="fast"))
     assert len(made.rows) > 10
     assert [(row.name, row.type, row.bytes) for row in planned.rows] == [
         (row.name, row.type, row.bytes) for row in made.rows
@@ -152,6 +151,7 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
     assert report.size((tmp_path / "out.gguf").stat().st_size) in text
 
 
+@pytest.mark.slow
 def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", effort="fast", native=False)).rows
     assert main(["convert", str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--effort", "fast"]) == 0
@@ -168,6 +168,7 @@ def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(rf"wrote .*out\.gguf: {re.escape(size)}, [0-9.]+ s", text)
 
 
+@pytest.mark.slow
 def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", native=False)).rows
     stored, coded = tensors(f16("llama")), 0
@@ -482,6 +483,7 @@ def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_a_continued_conversion_keeps_what_is_there(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +513,7 @@ def test_a_continued_conversion_keeps_what_is_there(
     assert out.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_a_torn_journal_costs_only_the_torn_line(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

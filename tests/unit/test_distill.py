@@ -34,6 +34,7 @@ from gguf_itq3s.distill.optimizer import BETAS, Adam, Group, decode_moment, enco
 from gguf_itq3s.distill.options import DistillOptions
 from gguf_itq3s.distill.pipeline import Run, distill, rate
 from gguf_itq3s.errors import UserError
+from selection import some
 
 Make = Callable[[str], Path]
 
@@ -199,7 +200,7 @@ def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, 
     assert written.tensor_type.name == "ITQ3_S" and difference < 1e-6
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse-kl", "cakld"])
+@pytest.mark.parametrize("loss", some(["kl", "reverse-kl", "cakld"], lambda loss: loss == "kl", pytest.mark.slow))
 def test_the_gradient_of_a_step_is_that_of_its_loss(loss: str, uneven: Make, tmp_path: Path) -> None:
     """Between two encodings the loss is smooth: a small step along the gradient lowers it by what the gradient says."""
     model = uneven("llama")
@@ -218,6 +219,7 @@ def test_the_gradient_of_a_step_is_that_of_its_loss(loss: str, uneven: Make, tmp
     assert made._step(0) - before == pytest.approx(-0.02 * before, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma", "qwen2"])
 def test_rescaling_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Before it is coded the student is the teacher, also where a norm adds one to its gain or a matrix has a bias."""
@@ -311,6 +313,7 @@ def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: P
     assert {t.tensor_type.name for n, t in tensors_of(file).items() if "ffn" in n and "norm" not in n} == {"TQ2_0"}
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_model(uneven: Make, tmp_path: Path) -> None:
     results = []
     for name, on in (("kept", False), ("again", True)):
@@ -429,6 +432,7 @@ def test_what_cannot_be_done_is_said(changes: dict[str, Any], said: str, checkpo
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.distilling").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_another_model_is_found_before_it_is_run(checkpoint: Make, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(pipeline, "windows", lambda *_: np.full((4, 32), 512))
     with pytest.raises(UserError, match="gives token 512, and an embedding of 512"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import FAMILIES, MIXTURES, SIZES, save_model
+from checkpoints import FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
 from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.calibration.energies import MeasuredEnergies
@@ -34,6 +34,7 @@ from gguf_itq3s.inspect.reader import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from importance import write
+from selection import some
 
 #: Architectures whose channels are rescaled, beside those of other tests.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,7 +121,7 @@ def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str
     return done
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some(EXACT, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
 def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path]) -> None:
     """In float64, with factors of 2^-2.5 to 2^2.5 on every channel that can be rescaled."""
     checkpoint = open_checkpoint(model_of(name))
@@ -143,6 +144,7 @@ def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path
     assert difference < 2e-6  # norms compute in float32
 
 
+@pytest.mark.slow
 def test_one_factor_in_the_wrong_place_is_seen(model_of: Callable[[str], Path]) -> None:
     """What the test above compares tells: a factor is left out on one side."""
     checkpoint = open_checkpoint(model_of("qwen2"))
@@ -319,6 +321,7 @@ def damaged(source: Path, out: Path, changes: dict[str, Any]) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_descriptions_that_do_not_fit_are_refused(equalized: Path, tmp_path: Path) -> None:
     fields = metadata(equalized)
     sources, exponents = list(fields[rescaling.SOURCES]), str(fields[rescaling.EXPONENTS])  # type: ignore[call-overload]
@@ -344,6 +347,7 @@ def test_descriptions_that_do_not_fit_are_refused(equalized: Path, tmp_path: Pat
     assert of(damaged(equalized, tmp_path / "same.gguf", {})).key == of(equalized).key
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_rescaled_checkpoint(
     equalized: Path, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -361,6 +365,7 @@ def test_verify_compares_with_the_rescaled_checkpoint(
 # -------------------------------------------------------------------------------------------------------- with options
 
 
+@pytest.mark.slow
 def test_statistics_are_brought_to_the_basis_of_the_file(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
     """A Hessian of the file's inputs is one of the inputs divided by what the columns are multiplied by."""
     model, folder = calibrated("qwen2")
@@ -398,37 +403,50 @@ def importance(model: Path, path: Path) -> Path:
     return write(path, moments)
 
 
-def test_on_where_statistics_are_given(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+#: What is converted how -> the sources of rescaled channels, and whether the codes are the nearest to the weights.
+#: Statistics make a matrix be rounded with feedback, which takes seconds in numpy.
+WAYS: dict[str, tuple[set[str], bool | None]] = {
+    "none": (set(), None),
+    "imatrix": ({"attn_norm", "ffn_up"}, False),
+    "imatrix and not": (set(), None),
+    "imatrix and folded": (set(), None),
+    "stock": (set(), None),
+    "calibrated": ({"attn_norm", "ffn_norm", "ffn_up"}, False),
+    "asked": ({"attn_norm", "ffn_norm", "attn_v", "ffn_up"}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "way", some(WAYS, lambda way: not way.startswith(("imatrix", "calibrated")), mark=pytest.mark.slow)
+)
+def test_on_where_statistics_are_given(
+    way: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
     model, folder = calibrated("llama")
     matrix = importance(model, tmp_path / "i.gguf")
-    small: dict[str, Any] = {"effort": "fast", "pure": True}
-    norms, rows = {"attn_norm", "ffn_norm"}, {"attn_v", "ffn_up"}
-    ways: dict[str, tuple[dict[str, Any], set[str]]] = {
-        "none": ({}, set()), "imatrix": ({"imatrix": matrix}, {"attn_norm", "ffn_up"}),
-        "not": ({"imatrix": matrix, "equalize": False}, set()),
-        "folded": ({"imatrix": matrix, "fold_norms": True}, set()),
-        "stock": ({"imatrix": matrix, "outtype": "q8_0"}, set()),
-        "calibrated": ({"calibration": folder}, norms | {"ffn_up"}),
-        "asked": ({"equalize": True, "context": 64, "tokens": 512}, norms | rows),
+    how: dict[str, dict[str, Any]] = {
+        "none": {}, "imatrix": {"imatrix": matrix}, "imatrix and not": {"imatrix": matrix, "equalize": False},
+        "imatrix and folded": {"imatrix": matrix, "fold_norms": True}, "stock": {"imatrix": matrix, "outtype": "q8_0"},
+        "calibrated": {"calibration": folder}, "asked": {"equalize": True, "context": 64, "tokens": 512},
     }  # fmt: skip
-    for name, (how, sources) in ways.items():
-        out = tmp_path / f"{name}.gguf"
-        convert(ConvertOptions(model, out, **small, **how), io.StringIO())
-        assert (rescaling.ID in metadata(out)) == bool(sources), name
-        assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (name == "folded"), name
-        if sources:
-            found = of(out)
-            assert isinstance(found, Equalization)
-            assert {source.split(".")[2] for source in found.channels} == sources, name
+    sources, nearest = WAYS[way]
+    out = tmp_path / "m.gguf"
+    convert(ConvertOptions(model, out, effort="fast", pure=True, **how[way]), io.StringIO())
+    assert (rescaling.ID in metadata(out)) == bool(sources)
+    assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (way == "imatrix and folded")
+    if not sources:
+        return
+    found = of(out)
+    assert isinstance(found, Equalization)
+    assert {source.split(".")[2] for source in found.channels} == sources
     # Asked for without statistics: the nearest codes of the rescaled weights. With them, others.
     weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in open_checkpoint(model).tensors}
-    for name, nearest in (("asked", True), ("imatrix", False), ("calibrated", False)):
-        file = tmp_path / f"{name}.gguf"
-        for tensor in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight"):
-            codes = blocks.quantize(of(file).scale(tensor, weights[tensor]), effort="fast")
-            assert np.array_equal(tensors(file)[tensor].data, codes) == nearest, (name, tensor)
+    for tensor in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight"):
+        codes = blocks.quantize(found.scale(tensor, weights[tensor]), effort="fast")
+        assert np.array_equal(tensors(out)[tensor].data, codes) == nearest, tensor
 
 
+@pytest.mark.slow
 def test_with_feedback_columns_are_even(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """As far as eighths of an exponent go, within blocks of 256 columns, over all that read them."""
     model, folder = calibrated("llama")
@@ -453,6 +471,7 @@ def test_options_that_contradict_equalization(checkpoint: Callable[[str], Path],
             convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", equalize=True, **how))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_dry_run_gives_the_size_of_the_file(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     made = {}
     for dry in (True, False):

@@ -140,6 +140,7 @@ def test_statistics_are_not_written_over(
     assert matrix.read_bytes() == b"GGUF and so on"
 
 
+@pytest.mark.slow
 def test_a_calibration_is_not_written_into_the_model(llama_copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = llama_copy.parent / "text.txt"
     text.write_text("words " * 1000)

@@ -267,6 +267,7 @@ def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     assert again.stdout.count("done before") == len(ALL)
 
 
+@pytest.mark.slow
 def test_programs_built_elsewhere(machine: Machine) -> None:
     for name in ("cmake", "nvcc", "ninja", "compute-sanitizer"):
         (machine.path / name).unlink()
@@ -281,6 +282,7 @@ def test_programs_built_elsewhere(machine: Machine) -> None:
     assert "not run: compute-sanitizer not found" in (machine.out / "gpu_check.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_keeps_nothing_from_running_that_can(machine: Machine) -> None:
     machine.set_faults(not_built="llama-perplexity")
     done = machine.run()
@@ -291,6 +293,7 @@ def test_a_build_that_fails_keeps_nothing_from_running_that_can(machine: Machine
     assert stages["ops"] == stages["sanitizer"] == "done"
 
 
+@pytest.mark.slow
 def test_a_build_that_hits_its_limit_goes_on(machine: Machine) -> None:
     machine.set_faults(slow_build="30")
     done = machine.run(*BUILD, "--limit", "1")
@@ -344,6 +347,7 @@ def test_no_stage_is_begun_when_the_time_is_over(machine: Machine) -> None:
     assert not set(machine.calls()) & {"cmake"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["carried", "named", "missing"])
 def test_cublas_is_found(machine: Machine, place: str) -> None:
     package = machine.folder / "site-packages" / "nvidia" / "cu13"
@@ -365,6 +369,7 @@ def test_a_source_without_the_patches_is_refused(machine: Machine) -> None:
     assert "not the patched source" in machine.problems("source")[0]
 
 
+@pytest.mark.slow
 def test_a_changed_source_compiles_only_what_changed(machine: Machine) -> None:
     machine.run("--only", "source")
     file = machine.folder / "work/llama.cpp/ggml/src/ggml-cuda/itq3s-quantize.cuh"

@@ -46,6 +46,7 @@ def test_what_upstream_includes_is_there(call: list[str], target: str, tmp_path:
     hip.compile_file(call, tmp_path, "a.cu", target, code=True)
 
 
+@pytest.mark.slow
 def test_a_device_function_at_class_scope_is_found(call: list[str], tmp_path: Path) -> None:
     """nvcc takes it; clang refuses it for the host, and only where the class is used."""
     (tmp_path / "a.cu").write_text(

@@ -107,6 +107,7 @@ def test_counts_are_looked_at(tmp_path: Path) -> None:
         imatrix.read(write(tmp_path / "i.gguf", {"a.weight": -rows}, counts=-1.0))
 
 
+@pytest.mark.slow
 def test_the_header_says_what_share_was_rounded_with_statistics(
     uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_damage_to_the_older_form_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in said, kind
 
 
+@pytest.mark.slow
 def test_chance_bytes_take_neither_time_nor_memory(tmp_path: Path) -> None:
     """Every prefix and many changed bytes: a result or one line, never anything else."""
     path = tmp_path / "i.dat"

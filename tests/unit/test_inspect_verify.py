@@ -26,7 +26,7 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("files") / "model.gguf"
-    assert convert_main([str(model), str(out)]) == 0
+    assert convert_main([str(model), str(out), "--effort", "fast"]) == 0
     return out
 
 
@@ -85,6 +85,7 @@ def test_verify_against_checkpoint_and_f16(file: Path, model: Path, tmp_path: Pa
     assert same == pytest.approx({r["name"]: r["error"] for r in results}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_verify_finds_a_damaged_tensor(
     file: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +140,7 @@ FLOATS = {
     Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0], Q.IQ3_S: [0], Q.TQ1_0: [52],
     Q.TQ2_0: [64], ITQ3_S: [96, 98], Q.F16: [0, 2], Q.F32: [2, 6], Q.BF16: [0, 2],
 }  # fmt: skip
+SOME = (ITQ3_S, Q.TQ2_0, Q.Q8_0, Q.F16, Q.F32, Q.BF16)
 
 
 def typed_file(path: Path, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -> Path:
@@ -155,7 +157,7 @@ def typed_file(path: Path, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -
 @pytest.mark.parametrize(
     "bits", some([0x7E00, 0x7C00, 0xFC00, 0x7F80, 0xFFC0], lambda bits: bits == 0x7E00, pytest.mark.slow)
 )
-@pytest.mark.parametrize("qtype", FLOATS, ids=lambda q: str(q.name))
+@pytest.mark.parametrize("qtype", some(FLOATS, lambda q: q in SOME, pytest.mark.slow), ids=lambda q: str(q.name))
 def test_a_value_that_is_not_finite_is_an_error(
     qtype: gguf.GGMLQuantizationType, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS, LEVELS, search
 from gguf_itq3s.rounding import hessian, ldlq
 from hessians import SEARCHES, rows, second_moment
+from selection import some
 
 
 def rotated_error(weights: np.ndarray, data: np.ndarray) -> np.ndarray:
@@ -42,7 +43,7 @@ def test_much_better_where_inputs_are_correlated() -> None:
     assert costs[2] < 0.4 * plain
 
 
-@pytest.mark.parametrize("effort", blocks.EFFORTS)
+@pytest.mark.parametrize("effort", some(blocks.EFFORTS, lambda effort: effort == "fast", pytest.mark.slow))
 @pytest.mark.parametrize("h", [np.eye(512), np.stack([np.eye(256)] * 2) * 3, np.zeros((512, 512))])
 def test_identity_is_plain_rounding(h: np.ndarray, effort: str) -> None:
     weights = rows(20, 512)
@@ -58,6 +59,7 @@ def test_search_of_an_uncoupled_block_is_the_viterbi_search() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_levels_are_those_of_the_selectors() -> None:
     """Committing segment by segment leaves one path through the trellis."""
     weights, h = rows(40, 256), second_moment(256, 60)
@@ -82,6 +84,7 @@ def test_scale_is_the_best_for_its_levels() -> None:
         assert float(d[row]) == pytest.approx(best, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_edge_rows() -> None:
     factor = hessian.factorize(second_moment(256, 100))
     zero = np.zeros((3, 256), dtype=np.float32)

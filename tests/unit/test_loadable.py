@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import ARCHITECTURES
+from checkpoints import ARCHITECTURES, ONE_OF_A_KIND
 from damaged import KINDS, drop, dry_run, halve
 from gguf_itq3s.checkpoint import loadable
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
+from selection import some
 
 
-@pytest.mark.parametrize("damage", [drop, halve], ids=["missing", "halved"])
+@pytest.mark.parametrize("damage", some([drop, halve], lambda damage: damage is drop, pytest.mark.slow))
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_tensor_is_named(llama_copy: Path, name: str, damage: Callable[[Path, str], None]) -> None:
     damage(llama_copy, name)
@@ -26,7 +27,7 @@ def test_a_damaged_tensor_is_named(llama_copy: Path, name: str, damage: Callable
     assert not list(llama_copy.glob("*.gguf*"))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some(ARCHITECTURES, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
 def test_good_models_pass(checkpoint: Callable[[str], Path], name: str) -> None:
     unknown = {"ernie-moe": loadable.BY_NOBODY}
     assert dry_run(checkpoint(name)) == unknown.get(name, loadable.BY_TABLES)

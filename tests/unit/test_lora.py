@@ -85,6 +85,7 @@ def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     assert marks.pop(rescaling.NORMS_FOLDED) is True and marks == metadata(plain)
 
 
+@pytest.mark.slow
 def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """A router and stacked experts read the same norm; the names are those of checkpoints with one matrix an expert."""
     base = uneven("mixtral")
@@ -115,6 +116,7 @@ def convert_f16(base: Path, tmp_path: Path) -> dict[str, np.ndarray]:
     return arrays(tmp_path / "base-f16.gguf")
 
 
+@pytest.mark.slow
 def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
     """Phi-3 has one matrix for q, k and v, and one for gate and up."""
     import transformers
@@ -159,6 +161,7 @@ def test_scaled_before_it_is_rounded(uneven: Callable[[str], Path], tmp_path: Pa
         np.testing.assert_array_equal(values(rounded[name]), values(tensor).astype(np.float16).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_architectures_and_matrices_that_are_not_folded(
     checkpoint: Callable[[str], Path], uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +370,7 @@ def test_command(
         "f16",
         "--fold-norms",
     ]
+    upstream.load_conversion()  # puts folders on the path, once in a process
     before = sys.argv, list(sys.path)
     assert cli.main(arguments) == 0
     assert (sys.argv, sys.path) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +17,11 @@ import pytest
 
 from gguf_files import arrays, metadata, types
 from gguf_itq3s import ITQ3_S, cli
-from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.pipeline import convert
 
 
 @pytest.fixture
-def model(uneven: Callable[[str], Path], tmp_path: Path) -> Path:
-    out = tmp_path / "model.gguf"
-    convert(ConvertOptions(uneven("llama"), out, effort="fast", pure=True), io.StringIO())
+def model(converted: Callable[..., Path], tmp_path: Path) -> Path:
+    out = Path(shutil.copyfile(converted("llama", fold_norms=False), tmp_path / "model.gguf"))
     assert sum(kind == ITQ3_S for kind in types(out).values()) == 16
     return out
 
@@ -45,6 +43,10 @@ def test_dump(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["tensors"]["blk.0.attn_q.weight"]["type"] == "ITQ3_S"
     assert facts["metadata"]["itq3s.norms_folded"]["value"] is False
     assert "ITQ3_S" in printed(capsys, "dump", "--markdown", model)
+
+
+@pytest.mark.slow
+def test_help_is_that_of_the_program() -> None:
     assert "--data-alignment" in subprocess.run(
         [sys.executable, "-m", "gguf_itq3s.cli", "dump", "--help"], capture_output=True, text=True, check=True
     ).stdout  # fmt: skip

@@ -185,6 +185,7 @@ def test_options_of_upstreams_classes(option: str, argument: str, checkpoint: Ma
         assert "blk.0.attn_qkv.weight" in tensors(theirs)
 
 
+@pytest.mark.slow
 def test_fused_experts(tokenizer: Path, tmp_path: Path, any_tokenizer: None) -> None:
     experts = {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
     config = transformers.Qwen3NextConfig(**{**SIZES, **experts}, layer_types=["linear_attention", "full_attention"])
@@ -246,6 +247,7 @@ def test_supported_models_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(said) == count + 2 and "  - LlamaForCausalLM" in said and "MMPROJ models:" in said
 
 
+@pytest.mark.slow
 def test_a_draft_for_a_target_model(checkpoint: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """EAGLE-3: the tokenizer and some sizes are the target's."""
     shapes = {

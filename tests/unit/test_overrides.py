@@ -193,6 +193,7 @@ def test_statistics_follow_their_layers(calibrated: Callable[[str], tuple[Path, 
 # ------------------------------------------------------------------------------------------------ where it came from
 
 
+@pytest.mark.slow
 def test_origin_is_carried(llama_copy: Path, tmp_path: Path) -> None:
     """Base model, licence and the like of the model card; --metadata goes before it, and --quantized-by before that."""
     card = """---
@@ -248,6 +249,7 @@ def test_metadata_that_cannot_be_read(content: str | None, expected: str, checkp
     assert not (tmp_path / "x.gguf").exists()
 
 
+@pytest.mark.slow
 def test_a_model_card_that_gguf_cannot_hold(llama_copy: Path, tmp_path: Path) -> None:
     (llama_copy / "README.md").write_text("---\nlicense: {a: 1}\n---\n")
     with pytest.raises(UserError, match="gives metadata that no GGUF file can hold"):

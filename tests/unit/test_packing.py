@@ -62,6 +62,7 @@ def test_equations_of_the_paper() -> None:
     assert packing.pack_trits([1, -1, 0, 0, 1])[0] == -(-256 * number // 243)
 
 
+@pytest.mark.slow
 @given(trits(256, rows=4), hnp.arrays(np.float16, 4, elements=st.floats(2.0**-10, 128, width=16)))
 def test_blocks_equal_ggml(values: np.ndarray, scales: np.ndarray) -> None:
     scales = np.where((values != 0).any(axis=1), scales, np.float16(0))  # ggml's d is max|w|

@@ -56,6 +56,7 @@ def test_the_70b_case_of_the_paper(llama_70b: Path) -> None:
     assert result["fits"]["IQ3_S"] == {"F16": False, "Q8_0": True, "Q4_0": True}
 
 
+@pytest.mark.slow
 def test_less_memory_does_not_fit(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(llama_70b), "--ctx", "16384", "--vram", "24GB"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("ITQ3_S"))

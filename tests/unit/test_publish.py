@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,12 +27,19 @@ def hub() -> Iterator[FakeHub]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def file(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("file") / "m-ITQ3_S.gguf"
+    convert(ConvertOptions(checkpoint("llama"), out, effort="fast", fold_norms=True))
+    return out
+
+
 @pytest.fixture
-def folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(file: Path, tmp_path: Path) -> Path:
     """A folder with a model, what was measured of it, and a file that is nobody's business."""
     place = tmp_path / "out"
     place.mkdir()
-    convert(ConvertOptions(checkpoint("llama"), place / "m-ITQ3_S.gguf", effort="fast", fold_norms=True))
+    shutil.copy(file, place)
     facts = describe(place / "m-ITQ3_S.gguf")
     figures = dict.fromkeys(
         ("perplexity", "perplexity_error", "mean_kld", "mean_kld_error", "kld_99", "kld_99_error", "same_top",
@@ -73,6 +81,7 @@ def test_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "licence is not known" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_very_tensors(folder: Path, checkpoint: Callable[[str], Path]) -> None:
     convert(ConvertOptions(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast", fold_norms=True))
     assert main(["publish", str(folder)]) == 0
@@ -88,6 +97,7 @@ def test_a_type_of_llama_cpps_needs_no_patch(checkpoint: Callable[[str], Path], 
     assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "How much is lost" not in card
 
 
+@pytest.mark.slow
 def test_a_card_of_somebodys_own_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "README.md").write_text("mine")
     assert main(["publish", str(folder)]) == 1
@@ -97,6 +107,7 @@ def test_a_card_of_somebodys_own_stays(folder: Path, capsys: pytest.CaptureFixtu
     assert main(["publish", str(folder)]) == 0  # its own is replaced
 
 
+@pytest.mark.slow
 def test_nothing_is_uploaded_unasked(hub: FakeHub, folder: Path) -> None:
     done = publish(hub, folder, "--repo", "me/model")
     assert done.returncode == 0, done.stderr

@@ -218,6 +218,7 @@ def test_training_without_a_step_is_none(study: tuple[Reference, torch.Tensor, S
     assert measure(reference, trained, texts, replace(settings, steps=1)) != untrained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [Row("rcp-3", True, True, True), Row("tq2_0", False, False, True)])
 def test_training_moves_every_weight_and_nothing_else(
     row: Row, study: tuple[Reference, torch.Tensor, Settings]

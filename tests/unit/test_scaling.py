@@ -77,6 +77,7 @@ def test_inverses(law: Law, parameters: float, tokens: float) -> None:
         assert found == pytest.approx(given_, rel=1e-6)
 
 
+@pytest.mark.slow
 @given(LAWS, PARAMETERS, st.floats(0, 1))
 def test_no_number_of_tokens_gives_less_than_the_best(law: Law, parameters: float, below: float) -> None:
     assert law.tokens(law.best_loss(parameters) - below, parameters) is None
@@ -152,7 +153,9 @@ def test_parse_count_refuses(text: str) -> None:
         (["--scaling", str(MODEL), "--params", "1B"], "contradicts the folder"),
         (["--params", "1B"], "add --scaling"),
         ([], "MODEL: is not given"),
-        (["--scaling", "--plot", "missing/folder/x.png"], "create the folder first"),
+        pytest.param(
+            ["--scaling", "--plot", "missing/folder/x.png"], "create the folder first", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +177,7 @@ def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     return result
 
 
+@pytest.mark.slow
 def test_json_of_a_folder_and_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters are those of the bundled model's matrices and norms, counted from its shapes; 6 N D = C."""
     result = run_json([str(MODEL), "--flops", "1e18"], capsys)

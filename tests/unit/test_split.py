@@ -22,6 +22,7 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
+from selection import some
 
 Make = Callable[[str], Path]
 
@@ -77,6 +78,7 @@ def test_the_parts_hold_the_whole_file(first: bool, checkpoint: Make, tmp_path: 
     assert first_facts == metadata(tmp_path / "whole.gguf")
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_the_plan(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(checkpoint("llama")), str(tmp_path / "x.gguf"), "--split-max-size", "300K", "--effort", "fast"]
     assert convert_main([*words, "--dry-run"]) == 0
@@ -139,7 +141,7 @@ def asked(model: Path, folder: Path) -> ConvertOptions:
     return ConvertOptions(model, folder / "x.gguf", outtype="f16", split_max_tensors=4, no_tensor_first_split=True)
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 5, 8, 20])
+@pytest.mark.parametrize("number", some([1, 3, 4, 5, 8, 20], lambda number: number in (4, 20), pytest.mark.slow))
 def test_an_interruption_and_the_same_call_continue(
     number: int, checkpoint: Make, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_an_interruption_and_the_same_call_continue(
     assert content(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_an_error_cleans_up(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, error in ((0, KeyboardInterrupt()), (9, ValueError("no")), (9, MemoryError())):
         with monkeypatch.context() as patch:
@@ -167,7 +170,7 @@ class Killed(BaseException):
     """What nothing tidies up after."""
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", some(range(7), lambda number: number in (0, 6), pytest.mark.slow))
 def test_a_kill_during_the_renaming(
     number: int, checkpoint: Make, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +241,7 @@ def test_damaged_parts_are_written_again(
 
 
 @pytest.mark.parametrize("split", [0, 4])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", some([errno.ENOSPC, errno.EIO], lambda code: code == errno.ENOSPC, pytest.mark.slow))
 def test_a_failed_write_keeps_what_is_finished(
     code: int, split: int, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +303,7 @@ def test_a_failed_flush_keeps_what_is_finished(
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_got_too_small_meanwhile_keeps_what_is_finished(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

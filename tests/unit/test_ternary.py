@@ -99,6 +99,7 @@ def test_absmean_is_the_scale_of_training() -> None:
     assert again is not None and (again.trits == found.trits).all()
 
 
+@pytest.mark.slow
 @given(hnp.arrays(np.float32, (1, 40), elements=st.floats(-4, 4, width=32)))
 def test_optimal_scale_has_no_better_neighbour(weights: np.ndarray) -> None:
     best = ternary.relative_error(weights, ternary.ternarize(weights, "optimal"))

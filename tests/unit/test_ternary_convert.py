@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from gguf_files import tensors, values
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import ternary
+from selection import some
 
 Q = gguf.GGMLQuantizationType
 
@@ -42,9 +43,10 @@ def ternary_of(weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(found.trits.astype(np.float32) * np.float32(np.float16(found.scales[0, 0])))
 
 
-@pytest.fixture
-def ternary_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    return edit(checkpoint("llama"), tmp_path / "ternary", lambda _, w: ternary_of(w))
+@pytest.fixture(scope="module")
+def ternary_model(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ternary model; not to be changed."""
+    return edit(checkpoint("llama"), tmp_path_factory.mktemp("ternary") / "model", lambda _, w: ternary_of(w))
 
 
 def convert(model: Path, out: Path, *options: str) -> dict[str, gguf.ReaderTensor]:
@@ -94,6 +96,7 @@ def test_one_ordinary_matrix_keeps_its_type(ternary_model: Path, tmp_path: Path)
     assert found["blk.0.ffn_up.weight"].tensor_type == Q.TQ2_0
 
 
+@pytest.mark.slow
 def test_off_and_ordinary_models_are_left_alone(
     checkpoint: Callable[[str], Path], ternary_model: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +108,9 @@ def test_off_and_ordinary_models_are_left_alone(
     assert "itq3s.ternary" not in gguf.GGUFReader(tmp_path / "plain.gguf").fields
 
 
-@pytest.mark.parametrize("scale", ["absmean", "optimal", "maxabs"])
+@pytest.mark.parametrize(
+    "scale", some(["absmean", "optimal", "maxabs"], lambda name: name == "optimal", pytest.mark.slow)
+)
 def test_force_ternarizes_latent_weights(checkpoint: Callable[[str], Path], tmp_path: Path, scale: str) -> None:
     f16 = convert(checkpoint("llama"), tmp_path / "f16.gguf", "--outtype", "f16")
     found = convert(checkpoint("llama"), tmp_path / "t.gguf", "--ternary", "force", "--ternary-scale", scale)
@@ -116,7 +121,9 @@ def test_force_ternarizes_latent_weights(checkpoint: Callable[[str], Path], tmp_
     assert gguf.GGUFReader(tmp_path / "t.gguf").fields["itq3s.ternary"].contents() == f"force {scale}"
 
 
-@pytest.mark.parametrize("linear_class", ["bitlinear", "autobitlinear"])
+@pytest.mark.parametrize(
+    "linear_class", some(["bitlinear", "autobitlinear"], lambda name: name == "bitlinear", pytest.mark.slow)
+)
 def test_packed_bitnet_weights(ternary_model: Path, tmp_path: Path, linear_class: str) -> None:
     """The uint8 form of BitNet b1.58: four trits a byte down the rows, a scale or its inverse beside it."""
     model = Path(shutil.copytree(ternary_model, tmp_path / "packed"))

@@ -19,6 +19,7 @@ from gguf_itq3s.torch import PackedExperts, PackedLinear, products, use_path
 from gguf_itq3s.torch.experts import Stack
 from gguf_itq3s.torch.memory import StorageTracker
 from packed import TYPES, packed_rows
+from selection import some
 
 EXPERTS, HIDDEN, INNER, TOKENS = 5, 512, 256, 11
 PATHS = ["reference", "dense"]
@@ -128,7 +129,7 @@ def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None
             assert error(layer(x, index, routing), expected) < tolerance
 
 
-@pytest.mark.parametrize("residual", [None, TQ2_0])
+@pytest.mark.parametrize("residual", some([None, TQ2_0], lambda residual: residual is None, pytest.mark.slow))
 def test_gradients_of_gradients(residual: Type | None) -> None:
     layer = built(residual=residual, experts=3, hidden=256)
     x, index, routing = (t.double() if t.is_floating_point() else t for t in routed(3, 256, 4))

@@ -338,6 +338,7 @@ def test_compiles_in_one_graph(layer: PackedLinear, path: str) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_takes_another_path() -> None:
     layer = PackedLinear.from_weight(matrix(9, 512))
     torch._dynamo.reset()
@@ -353,6 +354,7 @@ def test_a_compiled_layer_takes_another_path() -> None:
         assert torch.equal(compiled(x), first) and layer._dense is None
 
 
+@pytest.mark.slow
 def test_operators_follow_pytorchs_rules() -> None:
     x = matrix(2, 256).requires_grad_()
     packed = quantize(matrix(3, 256), residual=True)
@@ -402,6 +404,7 @@ def test_linears_of_a_model_are_replaced() -> None:
     assert replace_linears(model, wanted=lambda name, _: name == "lm_head") == ["lm_head"]
 
 
+@pytest.mark.slow
 def test_the_package_alone_does_not_load_torch() -> None:
     program = "import sys, gguf_itq3s; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

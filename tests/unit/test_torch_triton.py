@@ -20,6 +20,8 @@ NAMES = [qtype.name for qtype in TYPES]
 FLOAT32 = 1e-6
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is not to be had on this platform")
 
 
@@ -38,13 +40,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return program("triton_cases.py", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", triton_shapes.FORWARD, ids=triton_shapes.name)
 def test_product(found: Any, case: triton_shapes.Case) -> None:
     assert found["forward"][triton_shapes.name(case)] <= FLOAT32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient(found: Any, name: str, rows: int) -> None:
@@ -93,7 +93,6 @@ def test_memory(found: Any) -> None:
         assert measured == computed
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """To machine code for two of NVIDIA's and one of AMD's, with tensor cores in use; nothing runs."""
     compiled = program("triton_compile.py", tmp_path)

@@ -37,6 +37,7 @@ from gguf_itq3s.errors import UserError
 from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
 from loading import FAST, TOKENS, difference, load, logits
+from selection import some
 
 
 def packed(model: nn.Module) -> dict[str, PackedLinear]:
@@ -176,6 +177,7 @@ def test_what_stays(uneven: Callable[[str], Path]) -> None:
     assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
 
 
+@pytest.mark.slow
 def test_other_classes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """A model without a head, and one with a head that the checkpoint does not have, folded all the same."""
     config = ITQ3SConfig(**FAST)
@@ -210,6 +212,7 @@ def test_columns_that_are_no_multiple_of_256_stay(checkpoint: Callable[[str], Pa
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.slow
 def test_tied_matrices_stay(uneven: Callable[[str], Path]) -> None:
     model = load(uneven("llama-tied"), ITQ3SConfig(modules_to_not_convert=[], **FAST))
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.float16
@@ -424,7 +427,7 @@ def test_a_config_is_not_written_to(uneven: Callable[[str], Path]) -> None:
 # ---------------------------------------------------------------------------------------------------------- GGUF files
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("name", some(["llama", "llama-tied", "qwen2"], lambda name: name == "llama", pytest.mark.slow))
 def test_a_file_computes_what_its_decoded_form_computes(name: str, converted: Callable[..., Path]) -> None:
     """Plain from_pretrained decodes every tensor; the packed layers give the same to rounding."""
     path = converted(name)
@@ -436,6 +439,7 @@ def test_a_file_computes_what_its_decoded_form_computes(name: str, converted: Ca
     assert model.generate(TOKENS[:1], max_new_tokens=4, do_sample=False).shape == (1, 24)
 
 
+@pytest.mark.slow
 def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
     """ITQ3_S and TQ2_0 beside Q6_K; saved, every layer keeps its type."""
     out = tmp_path / "mixed.gguf"
@@ -457,6 +461,7 @@ def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.slow
 def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "split.gguf"
     convert(

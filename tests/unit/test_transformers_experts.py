@@ -143,6 +143,7 @@ def test_gradients_reach_adapters(saved: tuple[Any, Path]) -> None:
     assert inputs.grad is not None and torch.isfinite(inputs.grad).all() and inputs.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_one_expert_at_a_time(
     uneven: Callable[[str], Path], quantized: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +219,7 @@ def test_what_stays(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(layer.down_proj[2], unread.float())
 
 
+@pytest.mark.slow
 def test_columns_that_are_no_multiple_of_256_stay(tokenizer: Path, tmp_path: Path) -> None:
     kind, changes = MIXTURES["qwen3-moe"]
     torch.manual_seed(0)
@@ -231,6 +233,7 @@ def test_columns_that_are_no_multiple_of_256_stay(tokenizer: Path, tmp_path: Pat
     assert torch.equal(logits(load(tmp_path / "saved")), logits(model))
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_numbers(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(uneven("qwen3-moe"), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -396,6 +399,7 @@ def test_a_file_keeps_its_experts_packed(
     assert file.generate(TOKENS[:1], max_new_tokens=4, do_sample=False).shape == (1, 24)
 
 
+@pytest.mark.slow
 def test_a_file_with_gate_and_up_in_one(converted: Callable[..., Path], tmp_path: Path) -> None:
     def fuse(_: Any, tensors: dict[str, Any]) -> None:
         for block in ("blk.0", "blk.1"):
@@ -409,6 +413,7 @@ def test_a_file_with_gate_and_up_in_one(converted: Callable[..., Path], tmp_path
         assert torch.equal(packed(fused)[path].gate_up_proj, layer.gate_up_proj)
 
 
+@pytest.mark.slow
 def test_a_file_of_several_types(converted: Callable[..., Path]) -> None:
     """The second matrices in another type, and those of one layer in a packed one of their own."""
     types = (("blk.0.ffn_down_exps", "q8_0"), ("blk.1.ffn_up_exps", "f16"))

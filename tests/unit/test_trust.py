@@ -24,6 +24,7 @@ from checkpoints import NOVEL
 from gguf_itq3s.checkpoint import reader, trust
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
+from selection import some
 
 PLANTED = "planted.py"
 MODELS = {
@@ -156,7 +157,7 @@ def pickled(marker: Path, path: Path, *, zipped: bool) -> None:
     torch.save({"model.norm.weight": Payload(marker)}, path, _use_new_zipfile_serialization=zipped)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("zipped", some([True, False], bool, pytest.mark.slow))
 def test_a_pickle_of_weights_runs_nothing(
     zipped: bool, llama_copy: Path, small: Path, marker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +174,13 @@ def test_a_pickle_of_weights_runs_nothing(
     assert marker.exists(), "the payload would have run"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json", "vocab.json", "vocab.pkl", "added_tokens.json"])
+@pytest.mark.parametrize(
+    "name",
+    some(
+        ["tokenizer.model", "tokenizer.json", "vocab.json", "vocab.pkl", "added_tokens.json"],
+        lambda name: name == "vocab.pkl", pytest.mark.slow,
+    ),
+)  # fmt: skip
 def test_a_pickle_among_the_tokenizers_files_runs_nothing(
     name: str, llama_copy: Path, small: Path, marker: Path, tmp_path: Path
 ) -> None:
