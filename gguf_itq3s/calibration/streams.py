@@ -69,6 +69,17 @@ class Batches:
     def all(self) -> tuple[Batch, ...]:
         return self.train + self.held
 
+    def kept(self, context: int) -> slice:
+        """Which of the tokens held out are kept, so that about :data:`HELD_TOKENS` are.
+
+        The step is odd: windows whose length is a power of two are met at other places each.
+
+        Args:
+            context: length of a window.
+        """
+        tokens = sum(map(len, self.held)) * context
+        return slice(0, tokens, max(1, tokens // HELD_TOKENS) | 1)
+
 
 def split(windows: int, batch: int) -> Batches:
     """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_WINDOWS` at most.
@@ -86,14 +97,6 @@ def split(windows: int, batch: int) -> Batches:
         return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
 
     return Batches(parts(train), parts(held))
-
-
-def every(tokens: int) -> int:
-    """Of so many tokens held out, each how-manieth is kept, so that :data:`HELD_TOKENS` are.
-
-    It is odd: windows whose length is a power of two are met at other places each.
-    """
-    return max(1, tokens // HELD_TOKENS) | 1
 
 
 @dataclass
@@ -287,7 +290,7 @@ class Streams:
         )
         self._modules = model.layout.modules(number, first)
         self._few = min(batches.all, key=len)  # to see how the layer runs
-        self._every = every(sum(map(len, batches.held)) * inputs[0].shape[1])
+        self._kept = batches.kept(inputs[0].shape[1])
         groups = model.layout.groups(number, first)
         self.passages = self._in_order(groups)
         self._writers, self._shortcuts = self._find_writers()
@@ -343,28 +346,27 @@ class Streams:
         if passage[0].path in self._shortcuts:
             for which, seen in enumerate((first, second)):
                 self._streams[which].put(passage[0].path, batch, seen.raw)
+        some = self._kept if held else slice(None)
         for group in passage:
             of = result[group.key]
-            now = second.rows(group, gain=True)
+            now = second.rows(group, gain=True)[some]
             if not now.shape[0]:
                 continue
             # Of an expert that is a module of its own, the tokens of the two calls need not be the same.
             alone = group.expert is None and group.readers[0].expert is not None
-            before = now if alone else first.rows(group, second.chosen, gain=True)
+            before = now if alone else first.rows(group, second.chosen, gain=True)[some]
             written = None
             if self._weighted(group):
                 # One matrix alone reads the input of a writer.
-                behind = stream + self._streams[0].layer.get_submodule(group.path)(before)
+                behind = stream[some] + self._streams[0].layer.get_submodule(group.path)(before)
                 root = behind.square().mean(-1, keepdim=True).rsqrt()
                 root = root.where(root.isfinite(), 0)  # a stream of zeros
-                before, now, written = before * root, now * root, (stream - stream_now) * root
+                before, now, written = before * root, now * root, (stream - stream_now)[some] * root
             scale = self._scales(group.readers[0])
             here = rotated(_over(now, scale))
             if held:
-                some = slice(None, None, self._every)
-                flat = here.reshape(len(here), -1)[some]
-                was = rotated(_over(before[some], scale)).reshape(flat.shape)
-                found = Held(flat, was - flat, None if written is None else written[some])
+                flat = here.reshape(len(here), -1)
+                found = Held(flat, rotated(_over(before, scale)).reshape(flat.shape) - flat, written)
                 of.held = found if of.held is None else of.held.and_also(found)
                 continue
             of.hessian.add(here)

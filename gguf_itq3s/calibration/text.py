@@ -18,9 +18,9 @@ BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
-#: Length of a window unless another is asked for: not more than that, and shorter, down to the least, where the tokens
-#: would be fewer windows than so many: many places of a text say more than few.
-LONGEST: Final = 2048
+# Length of a window unless another is asked for: at most the longest, and shorter, down to the least, where the tokens
+# would be fewer windows than so many: many places of a text say more than few.
+_LONGEST: Final = 2048
 _LEAST: Final = 512
 _WINDOWS: Final = 40
 
@@ -47,7 +47,7 @@ def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
 
 def usual_context(tokens: int) -> int:
     """The length of a window where none is asked for: a power of two."""
-    context = LONGEST
+    context = _LONGEST
     while context > _LEAST and tokens < _WINDOWS * context:
         context //= 2
     return context

@@ -66,7 +66,8 @@ class ConvertOptions:
         calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
             bundled text, None for no such thing.
         tokens: of these texts, about how many tokens are run.
-        context: length of their windows; None for the model's own, at most 2048.
+        context: length of their windows; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the
+            model's.
         hessian: form of the sums over their tokens, as :class:`gguf_itq3s.calibration.options.CalibrationOptions`.
         device: torch device that the model runs on.
         batch: windows at a time.

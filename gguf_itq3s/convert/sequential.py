@@ -32,7 +32,7 @@ from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import save
 from ..calibration.products import quick_products
 from ..calibration.store import model_hash
-from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, every, row_order, split
+from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
@@ -235,8 +235,8 @@ class Sequential:
             largest = largest.or_larger(size)
         vocabulary, hidden = self.rescaled["token_embd.weight"].shape[-2:]
         batch = min(self.calibration.batch, len(inputs)) * inputs.shape[1]
-        held = sum(len(part) for part in self._split(inputs).held) * inputs.shape[1]
-        held = -(-held // every(held))
+        kept = self._split(inputs).kept(inputs.shape[1])
+        held = len(range(kept.start, kept.stop, kept.step))
         rounding = 8 * largest.weights + largest.solving + 4 * (8 * batch + 3 * held) * largest.columns
         # The output matrix as it was and as it is, and logits of both.
         ends = 12 * vocabulary * hidden + 4 * 6 * _MEASURED * vocabulary

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ..codec.transform import BLOCK, FloatArray
 
-#: Share of the mean diagonal added to the diagonal, of very many tokens and for each column that a token has; measured
-#: in docs/calibration.md.
+#: Share of the mean diagonal added to the diagonal where tokens are many; measured in docs/calibration.md, as the next.
 DAMPING: Final = 0.003
+#: What is added to it, times columns over tokens.
 _CHANCE: Final = 0.4
 
 Hessian = npt.NDArray[np.floating]

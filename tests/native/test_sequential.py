@@ -202,6 +202,14 @@ def test_a_tenth_of_the_windows_is_held_out(count: int, held: int) -> None:
     assert sum(map(len, found.held)) == held
 
 
+@pytest.mark.parametrize(("count", "tokens"), [(1, 0), (25, 1024), (400, 3277)])
+def test_of_many_tokens_held_out_some_are_kept(count: int, tokens: int) -> None:
+    """16,384 at steps of 5, so that they stand at every place of a window."""
+    kept = np.arange(400 * 512)[split(count, 4).kept(512)]
+    assert len(kept) == tokens
+    assert tokens < 1024 or set(kept % 512) == set(range(512))
+
+
 def test_a_norm_behind_a_matrix_parts_it_from_the_residual_stream(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
