@@ -173,6 +173,7 @@ class LayeredModel:
                     module.weight.copy_(torch.from_numpy(weights))
             else:
                 self._fill(module, names[embedding] if tied else names[module])
+            module.requires_grad_(False)  # a gradient of the output matrix is as large as it is
         own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -441,11 +441,13 @@ class Sequential:
         matrices: dict[str, np.ndarray],
         finished: Finished,
     ) -> None:
+        if not any(self._quantized(reader) for group in passage for reader in group.readers):
+            return
         sums = streams.sums(passage)
         stacks: dict[str, np.ndarray] = {}
         for group in passage:
             of = sums.pop(group.key)
-            readers = [reader for reader in group.readers if self.types.get(reader.name) not in (None, *_KEPT)]
+            readers = [reader for reader in group.readers if self._quantized(reader)]
             if not readers:
                 continue
             decomposition = self._decompose(group, of, finished)
@@ -470,6 +472,10 @@ class Sequential:
                     float(np.square(weights, dtype=np.float64).sum()),
                 )
                 self._put(streams, reader, order, decoded)
+
+    def _quantized(self, reader: Reader) -> bool:
+        """Whether a matrix is written in a type that changes it."""
+        return self.types.get(reader.name) not in (None, *_KEPT)
 
     def _decompose(self, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
