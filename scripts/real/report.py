@@ -38,6 +38,8 @@ _MARKERS: Final = (
     ("imatrix", "o", "importance matrix"), ("", "s", "no data"),
 )  # fmt: skip
 _DAGGER: Final = "†"
+#: What it says.
+OLDER: Final = f"{_DAGGER} made by an earlier state of the converter.\n"
 
 
 def _whole(row: Result) -> bool:
@@ -155,7 +157,9 @@ def picture(rows: Sequence[Result], title: str, path: Path) -> None:
         ("the layers' bits (embedding and output in F16)", [row for row in rows if not _whole(row)]),
         ("bits of all matrices (mixes, as whole files)", [row for row in rows if _whole(row)]),
     ]
-    groups = [group for group in groups if group[1]]
+    # A panel of one point compares nothing.
+    groups = [group for group in groups if len(group[1]) > 1] or [group for group in groups if group[1]]
+    rows = [row for _, members in groups for row in members]
     figure, axes = plt.subplots(1, len(groups), figsize=(4.6 * len(groups) + 1.8, 4.6), squeeze=False)
     types = list(dict.fromkeys(row["type"] for row in sorted(rows, key=lambda r: (r["type"] != "ITQ3_S", r["type"]))))
     palette = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 3]  # without the red, which is ours
