@@ -56,6 +56,9 @@ _LIBRARIES: Final = 600 << 20
 _PIECE: Final = 1 << 22
 #: Tokens that the result is measured on at most: their logits are held twice.
 _MEASURED: Final = 1024
+#: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
+#: layer likes the next ones do.
+_SEARCHED: Final = 4
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 _KEPT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
 
@@ -450,7 +453,7 @@ class Sequential:
             readers = [reader for reader in group.readers if self._quantized(reader)]
             if not readers:
                 continue
-            decomposition = self._decompose(group, of, finished)
+            decomposition = self._decompose(number, group, of, finished)
             factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
             for reader in readers:
                 weights = self._weights(reader, self.rescaled, stacks)
@@ -477,7 +480,7 @@ class Sequential:
         """Whether a matrix is written in a type that changes it."""
         return self.types.get(reader.name) not in (None, *_KEPT)
 
-    def _decompose(self, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
+    def _decompose(self, number: int, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
         if of.hessian.total is None:
             return None
@@ -486,7 +489,8 @@ class Sequential:
             if self.options.damping is not None:
                 finished.dampings[kind] = self.options.damping
                 return Decomposition.of(of.hessian.total, self.options.damping)
-            held = None if of.held is None else of.held.inputs
+            settled = kind in finished.dampings and number % _SEARCHED and len(of.hessian.total) > WIDE
+            held = None if of.held is None or settled else of.held.inputs
             start = finished.dampings.get(kind, target.DAMPING)
             finished.dampings[kind], result = target.decompose(of.hessian.total, held, start)
         except ValueError as problem:
@@ -508,29 +512,30 @@ class Sequential:
 
         if of.held is None or of.hessian.total is None:
             return weights
-        plain = rotate(torch.from_numpy(weights).to(of.hessian.total))
+        # In float32: damped as they are, these sums are far from singular.
+        plain = rotate(torch.from_numpy(weights).to(of.hessian.total.device))
         missing = of.missing.get(reader.entry)
         if missing is not None:
-            missing = missing[torch.from_numpy(order).to(missing.device)]
+            missing = missing[torch.from_numpy(order).to(missing.device)].float()
         elif of.cross.total is None or not of.cross.total.any():
             return weights
         elif of.cross.full:
-            missing = plain @ of.cross.total
+            missing = plain @ of.cross.total.float()
         else:
             blocks = plain.reshape(len(plain), *of.cross.total.shape[:2])
-            missing = torch.einsum("mbi,bij->mbj", blocks, of.cross.total).reshape(plain.shape)
+            missing = torch.einsum("mbi,bij->mbj", blocks, of.cross.total.float()).reshape(plain.shape)
         correction = decomposition.solve(missing)
         held = of.held
-        lacking = held.difference @ plain.float().T
+        lacking = held.difference @ plain.T
         if held.written is not None:
             lacking = lacking + held.written[:, torch.from_numpy(order).to(held.written.device)]
-        step = target.line_search(lacking, held.inputs @ correction.float().T)
+        step = target.line_search(lacking, held.inputs @ correction.T)
         correction *= step
         if float(correction.square().sum()) > float(plain.square().sum()):
             what = "would be rounded to a target that is further from it than it is large"
             remedy = "give more --tokens, or --calibration or --imatrix in place of --calibrate"
             raise UserError(self.calibration.model, what, remedy, reader.entry)
-        return weights if step == 0 else weights + rotate(correction).float().cpu().numpy()
+        return weights if step == 0 else weights + rotate(correction).cpu().numpy()
 
     def _weights(
         self, reader: Reader, tensors: Mapping[str, SourceTensor], stacks: dict[str, np.ndarray]

@@ -112,7 +112,7 @@ class Decomposition:
         return float(solved.square().sum()) / energy if energy else 1.0
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """``right (U U^T)^-1``.
+        """``right (U U^T)^-1``, in the precision of ``right``.
 
         Args:
             right: (m, n).
@@ -120,11 +120,12 @@ class Decomposition:
         import torch
 
         blocks, size = self.upper.shape[:2]
-        columns = right.to(self.upper).reshape(len(right), blocks, size).permute(1, 2, 0)
+        upper = self.upper.to(right)
+        columns = right.reshape(len(right), blocks, size).permute(1, 2, 0)
         # U U^T X^T = right^T: U first, its transpose then.
-        half = torch.linalg.solve_triangular(self.upper, columns, upper=True)
-        whole = torch.linalg.solve_triangular(self.upper.mT, half, upper=False)
-        return whole.permute(2, 0, 1).reshape(right.shape).to(right)
+        half = torch.linalg.solve_triangular(upper, columns, upper=True)
+        whole = torch.linalg.solve_triangular(upper.mT, half, upper=False)
+        return whole.permute(2, 0, 1).reshape(right.shape)
 
 
 def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) -> tuple[float, Decomposition]:
