@@ -208,7 +208,6 @@ class OutputFisher:
         """
         import torch
 
-        layer.requires_grad_(False)
         folder = self.folder / "gradients"
         source = activations(self.folder, number, shape, "r")
         behind = activations(folder, number + 1, shape, "r")

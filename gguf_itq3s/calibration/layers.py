@@ -46,7 +46,8 @@ class LayeredModel:
             with trust.transformers_for(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
                 self.config = transformers.AutoConfig.from_pretrained(options.model)
                 model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-                self.model = model.eval()
+                # Gradients are of activations alone: that of the output matrix is as large as it is.
+                self.model = model.eval().requires_grad_(False)
         except UserError:
             raise
         except Exception as error:  # a config can be wrong in many ways
@@ -173,7 +174,6 @@ class LayeredModel:
                     module.weight.copy_(torch.from_numpy(weights))
             else:
                 self._fill(module, names[embedding] if tied else names[module])
-            module.requires_grad_(False)  # a gradient of the output matrix is as large as it is
         own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,6 @@ _MARKERS: Final = (
     ("imatrix", "o", "importance matrix"), ("", "s", "no data"),
 )  # fmt: skip
 _DAGGER: Final = "†"
-#: What it says.
-OLDER: Final = f"{_DAGGER} made by an earlier state of the converter.\n"
 
 
 def _whole(row: Result) -> bool:
@@ -55,6 +53,11 @@ def _bits(row: Result) -> float:
 def _label(row: Result) -> str:
     made = row["how"] + _DAGGER * row["older"]
     return f"**{row['type']}**, {made}" if row["maker"] == "package" else f"{row['type']}, {made}"
+
+
+def older(rows: Sequence[Result]) -> str:
+    """What a dagger in a table of these rows says; empty where none has one."""
+    return f"{_DAGGER} made by an earlier state of the converter.\n" if any(row["older"] for row in rows) else ""
 
 
 def quality(rows: Sequence[Result]) -> str:

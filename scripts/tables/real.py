@@ -223,8 +223,8 @@ def page_of(facts: dict[str, Any]) -> str:
     ):  # fmt: skip
         if members:
             parts += [title + "\n", pages.quality(members)]
-    if any(row["older"] for row in rows):
-        parts.append(pages.OLDER)
+    if note := pages.older(rows):
+        parts.append(note)
     parts += ["Mean KL divergence over that of another row, the same windows, paired errors:\n", pages.ratios(rows)]
     parts += ["What making the files took (core minutes are those of all threads together):\n", pages.making(rows)]
     if facts["speed"]:
@@ -268,8 +268,8 @@ def readme_section(source: Source, rows: Sequence[Result]) -> str:
     )
     head = report.markdown(["how much is lost (lower is better)", "how fast (higher is better)"], [pictures], left=2)
     said = f"Mean KL divergence from F16 of {source.title}, the matrices of its layers in the type ([docs/real.md]"
-    note = f"\n{pages.OLDER}" if any(row["older"] for row in rows if row["key"] in SUMMARY) else ""
-    return f"{head}\n{said}(docs/real.md)):\n\n{pages.summary(rows, SUMMARY)}{note}"
+    parts = [pages.summary(rows, SUMMARY), pages.older([row for row in rows if row["key"] in SUMMARY])]
+    return f"{head}\n{said}(docs/real.md)):\n\n" + "\n".join(filter(None, parts))
 
 
 @report_errors
