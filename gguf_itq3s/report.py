@@ -12,6 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from .errors import UserError
+from .journal import write_text
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ def replace_section(path: Path, name: str, text: str) -> None:
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise UserError(path, f"has no {begin} ... {end}", "add the two lines, once each, where the section goes")
     head, tail = page.split(begin)[0], page.split(end)[1]
-    partial = path.with_suffix(".partial")
-    partial.write_text(f"{head}{begin}\n\n{text.rstrip()}\n\n{end}{tail}", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, f"{head}{begin}\n\n{text.rstrip()}\n\n{end}{tail}")
 
 
 def require_matplotlib() -> None:

@@ -8,7 +8,6 @@ with gradients; one layer's weights are in memory at any time.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ from tqdm import tqdm
 
 from ..codec.transform import BLOCK
 from ..errors import UserError
+from ..journal import Journal, save_arrays
 from ..rounding.target import DAMPING, decompose
 from .activations import activation_path, activations
 from .groups import Reader
 from .layers import LayeredModel
 from .moments import Moment, rotated
-from .pipeline import save
 from .streams import Batches, split
 
 if TYPE_CHECKING:
@@ -96,15 +95,15 @@ class OutputFisher:
         """
         import torch
 
-        journal = self.folder / _JOURNAL
-        try:
-            state = json.loads(journal.read_text())
-        except (OSError, ValueError):
-            state = {}
-        if state.get("key") != key:
+        journal = Journal(self.folder / _JOURNAL, key)
+        records = journal.records()
+        if records is None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            state = {"key": key, "forward": 0, "left": model.layers, "few": 0, "experts": 0}
+        journal.begin(len(records or ()))
+        state = {"forward": 0, "left": model.layers, "few": 0, "experts": 0}
+        for record in records or ():
+            state.update(record)
         if not state["left"]:
             return
         parts = split(len(windows), batch)
@@ -113,9 +112,7 @@ class OutputFisher:
 
         def done(**changes: int) -> None:
             state.update(changes)
-            partial = journal.with_suffix(".partial")
-            partial.write_text(json.dumps(state))
-            partial.replace(journal)
+            journal.note(changes)
 
         keywords = model.start(self.folder, windows, batches, state["forward"])
         total = 2 * model.layers + 1
@@ -189,7 +186,7 @@ class OutputFisher:
                     squares[:] = [sum(squares[1:], squares[0])]
                 target[part] = torch.cat(gradients).reshape(target[part].shape).numpy()
             handle.remove()
-        save({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
+        save_arrays({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, folder)
 
     def _backward(
@@ -258,8 +255,8 @@ class OutputFisher:
                 raise UserError(model.folder, what, "leave --fisher out", name.rpartition("/")[0])
         if first is not None:
             found = {"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}
-            save(found, self.folder / _INPUT)
-        save(matrices, self.folder / _file(number))
+            save_arrays(found, self.folder / _INPUT)
+        save_arrays(matrices, self.folder / _file(number))
         self._keep(number, target, folder)
         return few, experts
 

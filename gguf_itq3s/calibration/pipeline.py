@@ -6,21 +6,18 @@ The activations between layers are files in the output folder, which is also whe
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 import shutil
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reader import open_checkpoint
 from ..errors import UserError, output_error
+from ..journal import save_arrays
 from ..rounding import hessian
 from . import ends
 from .activations import activation_path, activations
@@ -115,43 +112,19 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
             # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
             partial = options.out / _PARTIAL
             partial.mkdir(exist_ok=True)
-            save(statistics, options.out / file, partial)
+            save_arrays(statistics, options.out / file, partial)
             target.flush()
             del source, target
             activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
             for name, (key, tokens, norm) in collector.entries().items():
                 manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
             if number + 1 == model.layers:
-                full = options.full(model.hidden)
-                save(ends.collect(model, options.out, inputs, batches, full=full), options.out / ends.ENDS, partial)
+                found = ends.collect(model, options.out, inputs, batches, full=options.full(model.hidden))
+                save_arrays(found, options.out / ends.ENDS, partial)
             manifest.complete = number + 1 == model.layers
             manifest.write(options.out)
             activation_path(options.out, number).unlink()
             model.unload(number)
-
-
-def save(
-    arrays: dict[str, np.ndarray], path: Path, folder: Path | None = None, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file whole or not at all.
-
-    Args:
-        arrays: its tensors.
-        path: its name, also of one that is replaced.
-        folder: on the same disk, where it is written before it gets its name; by default its own.
-        metadata: of the file.
-
-    Raises:
-        OSError: it cannot be written; also where the disk is full, as from any other writer.
-    """
-    partial = (folder or path.parent) / f"{path.name}.partial"
-    try:
-        save_file(arrays, partial, metadata)
-    except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
-    partial.replace(path)
 
 
 def _layers_done(folder: Path, manifest: Manifest) -> int:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.files import listed_file
 from ..errors import UserError
+from ..journal import write_text
 from ..rounding import hessian
 from ..rounding.factors import tensor_entry
 
@@ -72,9 +73,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest in one step."""
-        partial = folder / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
-        partial.replace(folder / MANIFEST)
+        write_text(folder / MANIFEST, json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
 
     def same_run(self, other: Manifest) -> bool:
         """Whether the other manifest is of the same model, text and options."""

@@ -18,14 +18,13 @@ matrix by the Fisher information of their logit, or by the same frequency. A tie
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import gguf
 import numpy as np
@@ -47,6 +46,7 @@ from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
+from ..journal import Journal
 from ..rounding import allocation, fisher, hessian
 from ..rounding.allocation import Candidates
 from ..rounding.factors import HessianFactors, Statistics, tensor_entry
@@ -524,8 +524,8 @@ def choose(
         return budget.plan(dict(_scored(budget, scores, {}, lambda *_: None, messages)))
     folder = work / STATISTICS
     try:
-        journal = work / SCORES
-        done = _resume(journal, folder, fingerprint)
+        journal = Journal(work / SCORES, fingerprint)
+        done = _resume(journal, folder)
         # One Hessian at a time may be wide in memory; all of them together are files.
         calibrate(replace(sequential.calibration, out=folder, widest=FULL_COLUMNS))
         factors = factors_of(store.open_calibration(folder, checkpoint.files))
@@ -538,13 +538,11 @@ def choose(
                 model, sequential.collect_fisher(work, model, inputs), sequential.plain, sequential.rescaling
             )
         scores = Scores(checkpoint, factors, encoder, ends.read(folder), rows)
-        with journal.open("a") as file:
 
-            def note(name: str, score: Score) -> None:
-                file.write(json.dumps({"name": name, "relative": score.relative, "fisher": score.fisher}) + "\n")
-                file.flush()
+        def note(name: str, score: Score) -> None:
+            journal.note({"name": name, "relative": score.relative, "fisher": score.fisher})
 
-            return budget.plan(dict(_scored(budget, scores, done, note, messages)))
+        return budget.plan(dict(_scored(budget, scores, done, note, messages)))
     except OSError as error:
         raise output_error(work, error) from error
     except UserError:
@@ -571,18 +569,14 @@ def _scored(
             yield tensor.name, score
 
 
-def _resume(journal: Path, statistics: Path, fingerprint: str) -> dict[str, Score]:
+def _resume(journal: Journal, statistics: Path) -> dict[str, Score]:
     """The scores that an interrupted run of the same kind has left."""
-    try:
-        lines: list[dict[str, Any]] = [json.loads(line) for line in journal.read_text().splitlines()]
-    except (OSError, ValueError):
-        lines = []
-    if not lines or lines[0] != {"run": fingerprint}:
+    records = journal.records()
+    if records is None:
         shutil.rmtree(statistics, ignore_errors=True)
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        journal.write_text(json.dumps({"run": fingerprint}) + "\n")
-        return {}
+        journal.path.parent.mkdir(parents=True, exist_ok=True)
+    journal.begin(len(records or ()))
     return {
         line["name"]: Score(tuple(line["relative"]), None if line["fisher"] is None else tuple(line["fisher"]))
-        for line in lines[1:]
+        for line in records or ()
     }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -22,12 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
 
+import gguf
 import numpy as np
 
 from .. import report
 from ..errors import UserError, output_error
+from ..journal import Journal
 
-_ALIGNMENT: Final = 32  # GGUF's default
 _PARTIAL: Final = ".partial"
 _JOURNAL: Final = ".partial.journal"
 # Bytes of a file's name, on every file system in use.
@@ -67,7 +67,7 @@ class Part:
 
 def padded(size: int) -> int:
     """A size, up to the next multiple of GGUF's alignment."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 def check_place(path: Path) -> None:
@@ -105,15 +105,14 @@ class Output:
     """
 
     def __init__(self, parts: Sequence[Part], fingerprint: str) -> None:
-        self.parts, self.fingerprint = tuple(parts), fingerprint
+        self.parts = tuple(parts)
         #: The name that messages have.
         self.path = self.parts[0].path
-        self.journal = self.path.with_name(self.path.name + _JOURNAL)
+        self._journal = Journal(self.path.with_name(self.path.name + _JOURNAL), fingerprint)
         #: One record for every tensor that is in the files, as passed to :meth:`write`.
         self.records: list[dict[str, Any]] = []
         self._number = 0  # of the part that is being written
         self._keep = False
-        self._lines: IO[bytes] | None = None
 
     @property
     def size(self) -> int:
@@ -147,19 +146,12 @@ class Output:
 
     def _begin(self) -> None:
         """Go on after the tensors that an earlier run has written, if any."""
-        lines = self._journal_lines()
-        if len(lines) > self.tensors and lines[0][0] == {"fingerprint": self.fingerprint}:
+        noted = self._journal.records() or []
+        if noted and len(noted) >= self.tensors:
             self._take_back()
-        self.records = self._finished([record for record, _ in lines])
+        self.records = self._finished(noted)
         self._check_space()
-        # Cut, not written anew: there may be no room for it.
-        kept = lines[len(self.records)][1] if self.records else 0
-        handle = os.open(self.journal, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        self._lines = os.fdopen(handle, "r+b", buffering=0)
-        self._lines.truncate(kept)
-        self._lines.seek(kept)
-        if not kept:
-            self._note({"fingerprint": self.fingerprint})
+        self._journal.begin(len(self.records))
         left = len(self.records)
         while left >= len(self.parts[self._number].sizes) and self._number + 1 < len(self.parts):
             left -= len(self.parts[self._number].sizes)
@@ -232,7 +224,7 @@ class Output:
             self._file.write(bytes(padded(size) - size))
             self._file.flush()
             noted = {**record(), "crc32": checksum}
-            self._note(noted)
+            self._journal.note(noted)
         self.records.append(noted)
 
     def _left_in_part(self) -> int:
@@ -254,16 +246,6 @@ class Output:
             return problem
         kept = f"{len(self.records)} of {self.tensors} tensors are kept, the same command continues after them"
         return UserError(self.path, problem.what, f"{problem.remedy}; {kept}")
-
-    def _note(self, record: dict[str, Any]) -> None:
-        """Add a line to the journal, whole or with an error."""
-        assert self._lines is not None
-        data = json.dumps(record).encode() + b"\n"
-        while data:  # unbuffered: what could not be written must not be tried again at the closing
-            written = self._lines.write(data)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            data = data[written:]
 
     # -------------------------------------------------------------------------------------------------------- the end
 
@@ -299,7 +281,7 @@ class Output:
         for part in (*self.parts[1:], self.parts[0]):
             part.partial.replace(part.path)
         # While the lock is held: behind it, another process may have begun its own.
-        self.journal.unlink()
+        self._journal.path.unlink()
 
     def _take_back(self) -> None:
         """Undo the renaming of parts that was interrupted before the first one got its name."""
@@ -312,17 +294,16 @@ class Output:
         """Close everything, and remove it unless it is to be kept."""
         if not self._keep:
             # While the lock is held, as above.
-            for path in (*(part.partial for part in self.parts), self.journal):
+            for path in (*(part.partial for part in self.parts), self._journal.path):
                 with contextlib.suppress(OSError):
                     path.unlink()
         self._close()
 
     def _close(self) -> None:
-        for file in (self._lines, self._file, self._first):
+        for file in (self._file, self._first):
             # What cannot be flushed is lost; the journal's checksums find that out.
             with contextlib.suppress(OSError):
-                if file is not None:
-                    file.close()
+                file.close()
 
     # ---------------------------------------------------------------------------------------------------- what is there
 
@@ -362,11 +343,8 @@ class Output:
             what = f"needs {report.size(self.size)}, {report.size(free)} are free"
             raise UserError(self.path, what, "free some space or choose another folder")
 
-    def _finished(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _finished(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records of the tensors that an earlier run of the same conversion has written, as far as they are intact."""
-        first, *records = lines or [{}]
-        if first != {"fingerprint": self.fingerprint}:
-            return []
         done = 0
         for number, part in enumerate(self.parts):
             if done >= len(records):
@@ -387,20 +365,6 @@ class Output:
                         return records[: done + tensor]
                 done += len(part.sizes)
         return records[:done]
-
-    def _journal_lines(self) -> list[tuple[dict[str, Any], int]]:
-        """The lines, each with the place behind it, up to the first that is not a whole record: a kill may tear the
-        last one."""
-        lines: list[tuple[dict[str, Any], int]] = []
-        end = 0
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            for text in self.journal.read_bytes().splitlines(keepends=True):
-                line = json.loads(text)
-                if not isinstance(line, dict) or not text.endswith(b"\n"):
-                    break
-                end += len(text)
-                lines.append((line, end))
-        return lines
 
 
 def _checksum(file: IO[bytes], size: int) -> int | None:

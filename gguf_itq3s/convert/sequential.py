@@ -8,8 +8,6 @@ a folder of work, where an interrupted run goes on, and from which the writer ta
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -29,7 +27,6 @@ from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.moments import rotate, rotate_both
 from ..calibration.options import CalibrationOptions
-from ..calibration.pipeline import save
 from ..calibration.products import quick_products
 from ..calibration.store import model_hash
 from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
@@ -39,6 +36,7 @@ from ..checkpoint.rescaling import Rescaling
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
+from ..journal import Journal, key_of, save_arrays
 from ..rounding import fisher, target
 from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
@@ -207,13 +205,13 @@ class Sequential:
         self.folder = folder
         model = LayeredModel(self.calibration, self.checkpoint)
         inputs = windows(self.calibration, model.context)
-        key = hashlib.sha256(fingerprint.encode() + inputs.tobytes()).hexdigest()
-        finished = self._resume(key)
+        journal = Journal(folder / _JOURNAL, key_of(fingerprint, inputs.tobytes()))
+        finished = self._resume(journal)
         try:
             self._check_room(model, inputs)
             if self.options.fisher:
                 self._fisher = self.collect_fisher(folder, model, inputs)
-            self._layers(model, inputs, finished, len(set(finished.files.values())))
+            self._layers(model, inputs, finished, journal, len(set(finished.files.values())))
         except UserError:
             if not finished.files:
                 finished.remove()
@@ -271,21 +269,16 @@ class Sequential:
         batch, device = self.calibration.batch, self.calibration.device
         blocks = (self.options.fisher_rows, self.options.fisher_block)
         form = (model_hash(self.checkpoint.files), *blocks, batch, device, "a tenth held out")
-        key = hashlib.sha256(f"{form} {inputs.shape} ".encode() + inputs.tobytes()).hexdigest()
-        found.collect(model, inputs, batch, key, self.messages)
+        found.collect(model, inputs, batch, key_of(form, inputs.shape, inputs.tobytes()), self.messages)
         return found
 
-    def _resume(self, key: str) -> Finished:
+    def _resume(self, journal: Journal) -> Finished:
         """What an earlier run of the same kind has finished."""
         finished = Finished(self.folder)
-        journal = self.folder / _JOURNAL
-        try:
-            lines = [json.loads(line) for line in journal.read_text().splitlines()]
-        except (OSError, ValueError):
-            lines = []
-        if not lines or lines[0] != {"run": key}:
+        records = journal.records()
+        if records is None:
             if (
-                not lines
+                not journal.present
                 and self.folder.exists()
                 and (not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {*_SHARED, *_STREAMS})
             ):
@@ -295,12 +288,13 @@ class Sequential:
                 _clear(self.folder)
                 for stream in _STREAMS:
                     (self.folder / stream).mkdir()
-                journal.write_text(json.dumps({"run": key}) + "\n")
+                journal.begin()
             except OSError as error:
                 raise output_error(self.folder, error) from error
             return finished
-        for line in lines[1:]:
+        for done, line in enumerate(records):
             if not (self.folder / line["file"]).is_file():
+                journal.begin(done)
                 break
             for entry, (squared, energy) in line["matrices"].items():
                 finished.files[entry] = self.folder / line["file"]
@@ -309,7 +303,7 @@ class Sequential:
             finished.dampings = line["dampings"]
         return finished
 
-    def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, done: int) -> None:
+    def _layers(self, model: LayeredModel, inputs: np.ndarray, finished: Finished, journal: Journal, done: int) -> None:
         batches = self._split(inputs)
         shape = (*inputs.shape, model.hidden)
         original, quantized = (self.folder / stream for stream in _STREAMS)
@@ -349,14 +343,13 @@ class Sequential:
                     activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
                 del sources, targets
                 file = f"layer-{number:04d}.safetensors"
-                save(matrices, self.folder / file)
+                save_arrays(matrices, self.folder / file)
                 errors = {entry: (finished.errors[entry].error, finished.errors[entry].energy) for entry in matrices}
                 line = {
                     "file": file, "matrices": errors, "unseen": sorted(finished.unseen & set(matrices)),
                     "dampings": finished.dampings,
                 }  # fmt: skip
-                with (self.folder / _JOURNAL).open("a") as journal:
-                    journal.write(json.dumps(line) + "\n")
+                journal.note(line)
                 finished.files |= dict.fromkeys(matrices, self.folder / file)
                 for folder in (original, quantized):
                     activation_path(folder, number).unlink()

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..calibration.pipeline import save
 from ..errors import UserError
+from ..journal import save_arrays
 
 _FACTS: Final = "distill"
 
@@ -28,7 +28,7 @@ def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[
         OSError: it cannot be written.
     """
     arrays = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
-    save(arrays, path, metadata={_FACTS: json.dumps(facts)})
+    save_arrays(arrays, path, metadata={_FACTS: json.dumps(facts)})
 
 
 def read_state(path: Path, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from .. import report
 from ..checkpoint.rescaling import ID, NORMS_FOLDED
 from ..errors import UserError
 from ..evaluate.command import results_table
+from ..journal import write_text
 from .folder import CARD, Content, Model
 
 #: In every card that this module has written; others are not replaced.
@@ -144,10 +145,8 @@ def write(folder: Path, card: str, *, force: bool = False) -> Path:
         old = path.read_text(encoding="utf-8", errors="replace")
         if MARK not in old:
             raise UserError(path, "is not one that publish has written", "move it away, or give --force")
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(card, encoding="utf-8")
-        partial.replace(path)
+        write_text(path, card)
     except OSError as error:
         raise UserError(path, f"cannot be written: {error.strerror or error}", "choose a folder that can be") from error
     return path

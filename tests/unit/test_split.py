@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from gguf_itq3s.checkpoint import reader
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.encode import Encoder
 from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.output import Output
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
+from gguf_itq3s.journal import Journal
 from selection import some
 
 Make = Callable[[str], Path]
@@ -246,17 +246,17 @@ def test_a_failed_write_keeps_what_is_finished(
     code: int, split: int, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16", split_max_tensors=split)
-    note, count = Output._note, iter(range(10**6))
+    note, count = Journal.note, iter(range(10**6))
 
-    def failing(self: Output, record: dict[str, Any]) -> None:
+    def failing(self: Journal, record: Mapping[str, Any]) -> None:
         if next(count) == 6:
-            assert self._lines is not None
-            self._lines.write(b'{"name": "tor')  # half a line still fitted
+            with self.path.open("ab") as file:
+                file.write(b'{"name": "tor')  # half a line still fitted
             raise OSError(code, os.strerror(code))
         note(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "_note", failing)
+        patch.setattr(Journal, "note", failing)
         with pytest.raises(UserError) as caught:
             convert(options)
     said = str(caught.value)

@@ -1,0 +1,57 @@
+"""Journals of long work: what counts after an interruption."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_itq3s.journal import Journal, key_of, save_arrays, write_text
+
+
+def test_a_run_goes_on_behind_its_own_records_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    first = Journal(path, "a")
+    assert first.records() is None and not first.present
+    first.begin()
+    assert first.records() == [] and first.present
+    for number in range(3):
+        first.note({"number": number})
+    assert Journal(path, "a").records() == [{"number": 0}, {"number": 1}, {"number": 2}]
+    other = Journal(path, "b")
+    assert other.records() is None and other.present
+    other.begin()
+    assert other.records() == [] and first.records() is None
+
+
+@pytest.mark.parametrize("torn", [b'{"number": 3}', b'{"num', b"[1]\n", b"\xff\n", b"[" * 10**5])
+def test_a_torn_line_counts_for_nothing_and_is_cut(tmp_path: Path, torn: bytes) -> None:
+    journal = Journal(tmp_path / "journal", "a")
+    journal.begin()
+    journal.note({"number": 0})
+    journal.note({"number": 1})
+    with journal.path.open("ab") as file:
+        file.write(torn)
+    records = journal.records()
+    assert records == [{"number": 0}, {"number": 1}]
+    journal.begin(len(records))
+    journal.note({"number": 2})
+    assert journal.records() == [*records, {"number": 2}]
+    journal.begin(1)
+    assert journal.records() == records[:1]
+
+
+def test_keys_differ_by_every_part_and_where_it_ends() -> None:
+    keys = [key_of(*parts) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), ("abc",), (("a", 1),), (("a", 2),))]
+    assert len(set(keys)) == len(keys)
+    assert key_of("a", 1) == key_of("a", 1)
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\udcff")
+    assert path.read_text() == "old"
+    with pytest.raises(OSError):
+        save_arrays({"x": np.zeros(3)}, tmp_path / "no folder" / "x")
+    assert not (tmp_path / "no folder").exists()
