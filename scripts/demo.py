@@ -77,7 +77,7 @@ def main() -> int:
     files = {outtype: OUT / f"{args.model.resolve().name}-{outtype.upper()}.gguf" for outtype in ("f16", "itq3_s")}
     for outtype, path in files.items():
         print(f"\n$ convert-hf-to-itq3s {shown(args.model)} {shown(path)} --outtype {outtype}")
-        print(describe(convert(ConvertOptions(args.model, path, outtype=outtype, threads=args.threads))))
+        print(describe(convert(ConvertOptions.of(args.model, path, outtype=outtype, threads=args.threads))))
 
     sampling = ["-n", str(args.tokens), "--temp", "0.7", "--seed", str(args.seed), "-t", str(args.threads)]
     for text in [args.prompt] if args.prompt else PROMPTS:

@@ -124,7 +124,7 @@ def calibrated(
     def make(name: str) -> tuple[Path, Path]:
         if name not in made:
             out = tmp_path_factory.mktemp("hessians") / name
-            calibrate(options(uneven(name), out))
+            calibrate(options(uneven(name)), out)
             made[name] = uneven(name), out
         return made[name]
 

@@ -75,7 +75,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     """Run a model and measure its inputs.
 
     Args:
-        options: model, text and tokens; ``out`` does not count.
+        options: model, text and tokens.
         checkpoint: the model as it was read.
         messages: where progress goes.
 

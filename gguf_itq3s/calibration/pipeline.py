@@ -33,8 +33,12 @@ _PARTIAL: Final = "partial"
 
 
 @quick_products()
-def calibrate(options: CalibrationOptions) -> Manifest:
+def calibrate(options: CalibrationOptions, out: Path) -> Manifest:
     """Run the model and write the statistics.
+
+    Args:
+        options: model and text.
+        out: the folder to write.
 
     Returns:
         The manifest of the finished folder.
@@ -43,7 +47,7 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         UserError: the model, the text or the folder cannot be used.
         KeyboardInterrupt: interrupted; the same call continues.
     """
-    check_output(options.out, (options.model, *options.text), folder=True)
+    check_output(out, (options.model, *options.text), folder=True)
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
     if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
@@ -58,42 +62,42 @@ def calibrate(options: CalibrationOptions) -> Manifest:
         options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto"},
     )
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        if (options.out / MANIFEST).exists():
-            found = read_manifest(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / MANIFEST).exists():
+            found = read_manifest(out)
             if not found.same_run(manifest):
                 what = "holds a calibration of another model, text or other options"
-                raise UserError(options.out, what, "choose another folder")
+                raise UserError(out, what, "choose another folder")
             manifest = found
         if not manifest.complete:
-            _run(options, model, inputs, manifest)
+            _run(options, out, model, inputs, manifest)
         # Also of runs that were killed, the last of them when it was done.
-        for path in options.out.glob("activations-*"):
+        for path in out.glob("activations-*"):
             path.unlink()
-        shutil.rmtree(options.out / _PARTIAL, ignore_errors=True)
+        shutil.rmtree(out / _PARTIAL, ignore_errors=True)
     except OSError as error:
-        raise output_error(options.out, error) from error
+        raise output_error(out, error) from error
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; the same command continues from {options.out}") from None
+        raise KeyboardInterrupt(f"interrupted; the same command continues from {out}") from None
     if not manifest.entries:
         what = "has no matrix with statistics: rows have to be a multiple of 256 long"
         raise UserError(options.model, what, "convert it without a calibration")
     return manifest
 
 
-def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, manifest: Manifest) -> None:
+def _run(options: CalibrationOptions, out: Path, model: LayeredModel, inputs: np.ndarray, manifest: Manifest) -> None:
     """All layers that are not done yet."""
 
     batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
-    done = _layers_done(options.out, manifest)
+    done = _layers_done(out, manifest)
     with tqdm(total=model.layers * len(batches), unit="batch", initial=done * len(batches)) as bar:
-        keywords = model.start(options.out, inputs, batches, done)
+        keywords = model.start(out, inputs, batches, done)
         for number in range(done, model.layers):
             bar.set_postfix_str(f"layer {number}", refresh=False)
             layer = model.load(number)
             collector = Collector(model, number, layer, options)
-            source = activations(options.out, number, (*inputs.shape, model.hidden), "r")
-            target = activations(options.out, number + 1, (*inputs.shape, model.hidden), "w+", partial=True)
+            source = activations(out, number, (*inputs.shape, model.hidden), "r")
+            target = activations(out, number + 1, (*inputs.shape, model.hidden), "w+", partial=True)
             for batch in batches:
                 target[batch] = model.step(layer, source[batch], keywords[number][len(target[batch])])
                 bar.update()
@@ -110,20 +114,20 @@ def _run(options: CalibrationOptions, model: LayeredModel, inputs: np.ndarray, m
                     what = f"gives inputs of layer {number} that tell no column from another"
                     raise UserError(options.model, what, "repair the checkpoint or download it again", key)
             # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
-            partial = options.out / _PARTIAL
+            partial = out / _PARTIAL
             partial.mkdir(exist_ok=True)
-            save_arrays(statistics, options.out / file, partial)
+            save_arrays(statistics, out / file, partial)
             target.flush()
             del source, target
-            activation_path(options.out, number + 1, partial=True).replace(activation_path(options.out, number + 1))
+            activation_path(out, number + 1, partial=True).replace(activation_path(out, number + 1))
             for name, (key, tokens, norm) in collector.entries().items():
                 manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
             if number + 1 == model.layers:
-                found = ends.collect(model, options.out, inputs, batches, full=options.full(model.hidden))
-                save_arrays(found, options.out / ends.ENDS, partial)
+                found = ends.collect(model, out, inputs, batches, full=options.full(model.hidden))
+                save_arrays(found, out / ends.ENDS, partial)
             manifest.complete = number + 1 == model.layers
-            manifest.write(options.out)
-            activation_path(options.out, number).unlink()
+            manifest.write(out)
+            activation_path(out, number).unlink()
             model.unload(number)
 
 

@@ -13,9 +13,6 @@ from ..checkpoint import trust
 from ..errors import UserError
 from .options import CalibrationOptions
 
-#: The text that comes with the package; beside it stands where it is from.
-BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
-
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
 # Length of a window unless another is asked for: at most the longest, and shorter, down to the least, where the tokens

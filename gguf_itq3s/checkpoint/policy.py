@@ -16,7 +16,7 @@ from typing import Final
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as Type
 
-from ..codec.types import ITQ3_S
+from ..codec.types import ITQ3_S, NUMPY_TYPES
 
 #: Types whose rows are 256 weights a block, and what takes their place where a row is not whole blocks.
 FALLBACKS: Final[Mapping[Type, Type]] = {
@@ -32,14 +32,6 @@ FALLBACKS: Final[Mapping[Type, Type]] = {
     Type.Q5_K: Type.Q5_1,
     Type.Q6_K: Type.Q8_0,
 }
-
-#: Types gguf-py quantizes in numpy, so they need no built library.
-NUMPY_TYPES: Final = frozenset(
-    {
-        Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.TQ1_0, Type.TQ2_0,
-        ITQ3_S,
-    }
-)  # fmt: skip
 
 #: Types that a tensor may be given by name: all that are written without an importance matrix.
 GIVEN_TYPES: Final = tuple(

@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, Final, TypeVar
 
 import gguf
+from gguf import GGMLQuantizationType as Type
 
 from .formats import ITQ3_S_FORMAT
 from .transform import BLOCK
@@ -47,3 +48,11 @@ ITQ3_S: Final = _add_member(gguf.GGMLQuantizationType, "ITQ3_S", 500)
 MOSTLY_ITQ3_S: Final = _add_member(gguf.LlamaFileType, "MOSTLY_ITQ3_S", 500)
 
 gguf.GGML_QUANT_SIZES[ITQ3_S] = (BLOCK, ITQ3_S_FORMAT.block_bytes)
+
+#: Types gguf-py quantizes in numpy, so they need no built library.
+NUMPY_TYPES: Final = frozenset(
+    {
+        Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.TQ1_0, Type.TQ2_0,
+        ITQ3_S,
+    }
+)  # fmt: skip

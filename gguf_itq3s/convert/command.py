@@ -8,27 +8,45 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report, upstream
-from ..calibration.options import FORMS, FULL_COLUMNS_AT_ONCE
+from ..calibration.options import FULL_COLUMNS_AT_ONCE
+from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from ..errors import positive
-from .bits import bits_per_weight
-from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
-from .overrides import layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
+from .options import (
+    EFFORTS,
+    OUTTYPES,
+    PLAIN_OUTTYPES,
+    TENSOR_TYPES,
+    TERNARY_MODES,
+    TERNARY_TYPES,
+    ConvertOptions,
+    EncoderOptions,
+    StatisticsOptions,
+    TernaryOptions,
+    TypeOptions,
+)
+from .overrides import bits_per_weight, layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
 DESCRIPTION: Final = (
     "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0 or TQ2_0 tensors, or as llama.cpp's own converter. "
     "Options that convert_hf_to_gguf.py and llama-quantize have too mean the same here."
 )
+#: Arguments that are no options of a conversion, or other ones by then.
+_COMMAND: Final = frozenset(
+    {
+        "command", "run", "needs_source", "parser", "outfile", "tensor_type", "tensor_type_file", "remote",
+        "print_supported_models",
+    }
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, on any parser."""
-    defaults = ConvertOptions(Path())
     parser.add_argument(
         "model", metavar="model_dir", nargs="?", help="Hugging Face folder, or hf:organisation/name to download"
     )
@@ -38,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "convention, in the model's folder)",
     )  # fmt: skip
     _add_output(parser.add_argument_group("output"))
-    _add_types(parser.add_argument_group("types of the tensors"), defaults)
-    _add_encoder(parser.add_argument_group("ITQ3_S and its statistics"), defaults)
-    _add_calibrate(parser.add_argument_group("calibrating while converting"), defaults)
-    _add_ternary(parser.add_argument_group("ternary models"), defaults)
+    _add_types(parser.add_argument_group("types of the tensors"))
+    _add_encoder(parser.add_argument_group("ITQ3_S and its statistics"))
+    _add_calibrate(parser.add_argument_group("calibrating while converting"))
+    _add_ternary(parser.add_argument_group("ternary models"))
     _add_model(parser.add_argument_group("what is read of the model"))
     _add_metadata(parser.add_argument_group("metadata"))
     parser.add_argument(
@@ -72,10 +90,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_types(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+def _add_types(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--outtype", choices=OUTTYPES, default="",
-        help=f"type of the matrices (default: {defaults.outtype}); {', '.join(PLAIN_OUTTYPES)} write what "
+        help=f"type of the matrices (default: {TypeOptions.outtype}); {', '.join(PLAIN_OUTTYPES)} write what "
         "convert_hf_to_gguf.py writes",
     )  # fmt: skip
     group.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
@@ -107,21 +125,21 @@ def _add_types(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None
     group.add_argument("--leave-output-tensor", action="store_true", help="output.weight is not quantized")
 
 
-def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+def _add_encoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--codec", choices=CODECS, default=defaults.codec,
+        "--codec", choices=CODECS, default=EncoderOptions.codec,
         help="ternary is the literal code of the paper, for comparison (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--effort", choices=EFFORTS, default=defaults.effort,
+        "--effort", choices=EFFORTS, default=EncoderOptions.effort,
         help="start scales the search tries; best looks further too where statistics are given (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--fold-norms", action=argparse.BooleanOptionalAction, default=defaults.fold_norms,
+        "--fold-norms", action=argparse.BooleanOptionalAction, default=StatisticsOptions.fold_norms,
         help="multiply norm gains into the matrices that read them, exact (default: no)",
     )  # fmt: skip
     group.add_argument(
-        "--equalize", action=argparse.BooleanOptionalAction, default=defaults.equalize,
+        "--equalize", action=argparse.BooleanOptionalAction, default=StatisticsOptions.equalize,
         help="rescale channels so that rounding costs least, exact; for rounding without statistics, a short run of "
         "the model measures its inputs (default: for ITQ3_S where statistics are given)",
     )  # fmt: skip
@@ -145,12 +163,12 @@ def _add_encoder(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> No
     group.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
     group.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
     group.add_argument(
-        "--native", action=argparse.BooleanOptionalAction, default=defaults.native,
+        "--native", action=argparse.BooleanOptionalAction, default=EncoderOptions.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
     )  # fmt: skip
 
 
-def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+def _add_calibrate(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--calibrate", type=Path, nargs="*", metavar="TEXT",
         help="quantize layer by layer, each on the inputs that the quantized layers before it give; files of text, "
@@ -163,32 +181,20 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
         "--fisher-block", type=positive, metavar="ROWS",
         help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
     )  # fmt: skip
-    group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
-    group.add_argument(
-        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
-    )
-    group.add_argument(
-        "--hessian",
-        choices=FORMS,
-        help=f"form of the sums (default: full up to {FULL_COLUMNS_AT_ONCE} columns, else block)",
-    )
-    group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
-    group.add_argument(
-        "--batch", type=positive, default=defaults.batch, metavar="N", help="windows at a time (default: %(default)s)"
-    )
+    add_run_arguments(group, FULL_COLUMNS_AT_ONCE)
 
 
-def _add_ternary(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> None:
+def _add_ternary(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ternary", choices=TERNARY_MODES, default=defaults.ternary,
+        "--ternary", choices=TERNARY_MODES, default=TernaryOptions.ternary,
         help="matrices that are ternary after a scale go to a ternary type without loss; force ternarizes the other "
         "matrices of the layers, as latent weights need (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--ternary-type", choices=TERNARY_TYPES, default=defaults.ternary_type, help="default: %(default)s"
+        "--ternary-type", choices=TERNARY_TYPES, default=TernaryOptions.ternary_type, help="default: %(default)s"
     )
     group.add_argument(
-        "--ternary-scale", choices=tuple(SCALES), default=defaults.ternary_scale,
+        "--ternary-scale", choices=tuple(SCALES), default=TernaryOptions.ternary_scale,
         help="of --ternary force: mean|W| as in training, least error, or max|W| (default: %(default)s)",
     )  # fmt: skip
 
@@ -260,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ConvertOptions:
     """What the arguments ask for; a model of the hub is downloaded."""
-    values = {key: value for key, value in vars(args).items() if key in ConvertOptions.__dataclass_fields__}
+    values = {key: value for key, value in vars(args).items() if key not in _COMMAND}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     patterns = [*args.tensor_type]
     for path in args.tensor_type_file:
@@ -277,7 +283,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
         values["model"] = download(repository, trust_remote_code=args.trust_remote_code)
     else:
         values["model"] = Path(name)
-    return ConvertOptions(**values)
+    return ConvertOptions.of(**values)
 
 
 def supported_models() -> str:

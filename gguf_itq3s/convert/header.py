@@ -8,7 +8,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import gguf
@@ -23,7 +23,7 @@ from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..rounding.imatrix import ImportanceMatrix
-from .options import NEUTRAL, TERNARY_TYPES, ConvertOptions
+from .options import TERNARY_TYPES, ConvertOptions, Destination
 from .output import padded
 from .ternary import Ternaries
 
@@ -73,13 +73,13 @@ def header(
         UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
     """
     writer = checkpoint.writer
-    if not options.plain and not options.vocab_only:  # else what upstream wrote stands
+    if not options.plain and not options.request.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type(checkpoint, choices, options))
     if any(choice.type == ITQ3_S for choice in choices):
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
-        writer.add_string("itq3s.codec", options.codec)
-        writer.add_string("itq3s.effort", options.effort)
+        writer.add_string("itq3s.codec", options.encoder.codec)
+        writer.add_string("itq3s.effort", options.encoder.effort)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
         if NORMS_FOLDED not in rescaling.metadata():
@@ -117,11 +117,10 @@ def render(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOp
         UserError: as :func:`header`.
     """
     tensors = list(zip(checkpoint.tensors, choices, strict=True))
-    whole, _ = _render(checkpoint, tensors, replace(options, split_max_size=0, split_max_tensors=0,
-                                                    no_tensor_first_split=False))  # fmt: skip
-    if not options.splits:
+    whole, _ = _render(checkpoint, tensors, Destination())
+    if not options.to.splits:
         return Head(whole[0], (whole[0],), (len(tensors),))
-    parts, counts = _render(checkpoint, tensors, options)
+    parts, counts = _render(checkpoint, tensors, options.to)
     if len(parts) > 1:  # upstream fills up the head of a part without tensors
         parts = [part.ljust(padded(len(part)), b"\0") if not n else part for part, n in zip(parts, counts, strict=True)]
     return Head(whole[0], tuple(parts), tuple(counts))
@@ -133,7 +132,7 @@ def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: 
     def cut(text: str) -> str:
         return text.encode()[:127].decode(errors="ignore")
 
-    writer.add_string("quantize.imatrix.file", cut(str(options.imatrix)))
+    writer.add_string("quantize.imatrix.file", cut(str(options.statistics.imatrix)))
     if matrix.datasets:
         writer.add_string("quantize.imatrix.dataset", cut(matrix.datasets[0]))
     writer.add_uint32("quantize.imatrix.entries_count", len(matrix.moments))
@@ -142,12 +141,12 @@ def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: 
 
 
 def _render(
-    checkpoint: Checkpoint, tensors: Sequence[tuple[SourceTensor, Choice]], options: ConvertOptions
+    checkpoint: Checkpoint, tensors: Sequence[tuple[SourceTensor, Choice]], to: Destination
 ) -> tuple[list[bytes], list[int]]:
     """Heads by upstream's writer, split as it splits, and the number of tensors in each."""
     writer = checkpoint.writer
-    writer.split_max_tensors, writer.split_max_size = options.split_max_tensors, options.split_max_size
-    writer.tensors = [{}, {}] if options.no_tensor_first_split else [{}]
+    writer.split_max_tensors, writer.split_max_size = to.split_max_tensors, to.split_max_size
+    writer.tensors = [{}, {}] if to.no_tensor_first_split else [{}]
     writer.state = WriterState.NO_FILE
     for tensor, choice in tensors:
         size = tensor.bytes_in(choice.type)
@@ -177,33 +176,34 @@ def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: Conver
 
     Where types are chosen for a size, it is that of the type of most weights.
     """
-    if options.plain or options.vocab_only:
+    if options.plain or options.request.vocab_only:
         return checkpoint.ftype
     weights: Counter[str] = Counter()
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         weights[choice.type.name.lower()] += tensor.size
-    if options.budgeted:
+    if options.types.budgeted:
         name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
         return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
     ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
     if weights[ternary] > weights[options.target.name.lower()]:
         return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
-    return options.stock or LlamaFileType[f"MOSTLY_{options.outtype.upper()}"]
+    return options.stock or LlamaFileType[f"MOSTLY_{options.types.outtype.upper()}"]
 
 
 def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:
     """Equal for two runs that would write the same bytes."""
-    how = {name: str(value) for name, value in asdict(options).items() if name not in NEUTRAL}
+    how = options.deciding()
     how["version"] = __version__
-    how["rescales"] = str(PLAN_VERSION if options.fold_norms or options.equalizes else 0)
+    how["rescales"] = str(PLAN_VERSION if options.statistics.fold_norms or options.equalizes else 0)
     files = [*checkpoint.files]
-    if options.sentence_transformers_dense_modules:
+    if options.request.sentence_transformers_dense_modules:
         files += sorted(options.model.glob("*/model.safetensors"))
-    if options.target_model_dir:
-        files += sorted(options.target_model_dir.glob("*.safetensors"))
+    if options.request.target_model_dir:
+        files += sorted(options.request.target_model_dir.glob("*.safetensors"))
     how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    if options.calibration:
-        how["calibration"] = (options.calibration / "manifest.json").read_text()
-    if options.imatrix:
-        how["imatrix"] = hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
+    given = options.statistics
+    if given.calibration:
+        how["calibration"] = (given.calibration / "manifest.json").read_text()
+    if given.imatrix:
+        how["imatrix"] = hashlib.sha256(given.imatrix.read_bytes()).hexdigest()
     return hashlib.sha256(b"".join(head.parts) + json.dumps(how, sort_keys=True).encode()).hexdigest()

@@ -10,6 +10,7 @@ import gguf
 from gguf import LlamaFileType
 from gguf.gguf_writer import SHARD_NAME_FORMAT
 
+from ..checkpoint.request import Request
 from ..errors import UserError
 from .options import ConvertOptions
 
@@ -21,7 +22,7 @@ def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaF
     """The file to write.
 
     Args:
-        options: its ``out`` and ``folder``.
+        options: of the conversion.
         described: the model's name and its parts.
         ftype: ``general.file_type``.
 
@@ -29,11 +30,12 @@ def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaF
         UserError: the template has a field that is not known.
     """
     kind = ftype.name.partition("_")[2]
-    if options.out is not None:
-        return filled(options.out, kind)
-    if options.folder is None and options.repository is not None:
-        return filled(Path(_file_name(options.repository, "-{ftype}.gguf")), kind)
-    return (options.folder or options.model) / default_name(options, described, kind)
+    to, repository = options.to, options.request.repository
+    if to.out is not None:
+        return filled(to.out, kind)
+    if to.folder is None and repository is not None:
+        return filled(Path(_file_name(repository, "-{ftype}.gguf")), kind)
+    return (to.folder or options.model) / default_name(options.request, described, kind)
 
 
 def is_template(path: Path) -> bool:
@@ -59,15 +61,15 @@ def filled(path: Path, kind: str) -> Path:
     return path.with_name(name)
 
 
-def default_name(options: ConvertOptions, described: gguf.Metadata, kind: str) -> str:
+def default_name(request: Request, described: gguf.Metadata, kind: str) -> str:
     """The name of a file by the GGUF naming convention; a model card's words cannot lead out of the folder."""
     parts = (described.name, described.basename, described.finetune, described.version)
     words = [None if part is None else str(part) for part in parts]
     label = None if described.size_label is None else str(described.size_label)
-    if options.vocab_only:
+    if request.vocab_only:
         return _file_name(gguf.naming_convention(*words, None, None, "vocab"))
-    if options.mmproj or options.mtp:
-        prefix = "mmproj-" if options.mmproj else "mtp-"
+    if request.mmproj or request.mtp:
+        prefix = "mmproj-" if request.mmproj else "mtp-"
         return _file_name(prefix + gguf.naming_convention(*words, None, kind))
     return _file_name(gguf.naming_convention(*words, label, kind))
 

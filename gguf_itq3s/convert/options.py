@@ -1,10 +1,10 @@
-"""What a conversion is asked for."""
+"""What a conversion is asked for: one dataclass for each subject, handed on whole to what needs it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
@@ -32,176 +32,64 @@ _FTYPES: Final = {
 }  # fmt: skip
 
 #: The options that do not change a byte of the file.
-NEUTRAL: Final = frozenset({"model", "out", "folder", "threads", "native", "dry_run", "verbose"})
+_NEUTRAL: Final = frozenset({"model", "out", "folder", "threads", "native", "dry_run", "verbose"})
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """What to convert and how; the fields are the options of the command.
+class Destination:
+    """Where the file goes, in how many parts.
 
     Attributes:
-        model: a local Hugging Face folder.
         out: the GGUF file to write, perhaps with ``{ftype}`` and the like in its name; None for a name by the GGUF
             naming convention in ``folder``.
         folder: where such a name goes; None for the model's folder.
-        outtype: one of :data:`OUTTYPES`; empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
-        pure: every matrix in that type, embeddings and output too.
-        target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
-        target_size: the same by the bytes of the whole file.
-        codec: of ITQ3_S, ``trellis`` or ``ternary``.
-        effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
-        threads: threads that quantize.
-        native: quantize with the built C library (True), in numpy (False), or with what is there (None).
-        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
-        ternary_type: ``tq2_0`` or ``tq1_0``.
-        ternary_scale: of ``force``, a key of ``codec.ternary.SCALES``.
         dry_run: find out everything and write nothing.
-        model_name: ``general.name`` in the file.
-        verbose: show what llama.cpp's converter logs.
-        fold_norms: multiply norm gains into the matrices that read them.
-        equalize: rescale channels so that rounding costs least; None: for ITQ3_S where statistics
-            are given.
-        calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
-        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
-        calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for the
-            bundled text, None for no such thing.
-        tokens: of these texts, about how many tokens are run.
-        context: length of their windows; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the
-            model's.
-        hessian: form of the sums over their tokens, as :class:`gguf_itq3s.calibration.options.CalibrationOptions`.
-        device: torch device that the model runs on.
-        batch: windows at a time.
-        fisher: errors are fed across rows too, by the Fisher information of the outputs.
-        fisher_block: rows of the blocks kept of each output Fisher matrix; None for whole ones up to 8192 rows.
-        include_weights: of the importance matrix, only entries with one of these in their names.
-        exclude_weights: of the importance matrix, only entries with none of these in their names.
-        damping: of the Hessians, share of the mean diagonal.
-        segment: columns that the calibrated search commits at a time.
-        lookahead: columns it searches past them before.
-        token_embedding_type: type of the token embedding, by its GGUF name, instead of the mix's.
-        output_tensor_type: the same for the output matrix.
-        tensor_types: patterns of names and the type of what they match.
-        leave_output_tensor: the output matrix stays as it would be in an F16 file.
-        prune_layers: layers that are left out.
-        override_kv: metadata, ``KEY=TYPE:VALUE``.
         split_max_tensors: tensors of a part, 0 for any number.
         split_max_size: bytes of the tensors of a part, 0 for any number.
         no_tensor_first_split: the first part has metadata alone.
-        trust_remote_code: Python code of the model folder may run, as its tokenizer.
-
-    The others are those of :class:`gguf_itq3s.checkpoint.request.Request`.
     """
 
-    model: Path
     out: Path | None = None
     folder: Path | None = None
-    outtype: str = ""
-    pure: bool = False
-    target_bpw: float | None = None
-    target_size: int | None = None
-    codec: str = "trellis"
-    effort: str = "default"
-    threads: int = 1
-    native: bool | None = None
-    ternary: str = "auto"
-    ternary_type: str = "tq2_0"
-    ternary_scale: str = "absmean"
     dry_run: bool = False
-    model_name: str | None = None
-    verbose: bool = False
-    fold_norms: bool = False
-    equalize: bool | None = None
-    calibration: Path | None = None
-    imatrix: Path | None = None
-    calibrate: tuple[Path, ...] | None = None
-    tokens: int = CalibrationOptions.tokens
-    context: int | None = None
-    hessian: str | None = None
-    device: str = "cpu"
-    batch: int = CalibrationOptions.batch
-    fisher: bool = False
-    fisher_block: int | None = None
-    include_weights: tuple[str, ...] = ()
-    exclude_weights: tuple[str, ...] = ()
-    damping: float | None = None
-    segment: int | None = None
-    lookahead: int | None = None
-    token_embedding_type: str | None = None
-    output_tensor_type: str | None = None
-    tensor_types: tuple[tuple[str, str], ...] = ()
-    leave_output_tensor: bool = False
-    prune_layers: tuple[int, ...] = ()
-    override_kv: tuple[str, ...] = ()
     split_max_tensors: int = 0
     split_max_size: int = 0
     no_tensor_first_split: bool = False
-    trust_remote_code: bool = False
-    mmproj: bool = False
-    mtp: bool = False
-    no_nextn: bool = False
-    vocab_only: bool = False
-    metadata: Path | None = None
-    quantized_by: str | None = None
-    repository: str | None = None
-    no_lazy: bool = False
-    fuse_gate_up_exps: bool = False
-    fp8_as_q8: bool = False
-    fuse_qkv: bool = False
-    sentence_transformers_dense_modules: bool = False
-    target_model_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not self.outtype:
-            object.__setattr__(self, "outtype", "auto" if self.mmproj or self.vocab_only else "itq3_s")
-
-    @property
-    def plain(self) -> bool:
-        """Whether the file is one that upstream's converter writes."""
-        return self.outtype in PLAIN_OUTTYPES and not (self.outtype == "q8_0" and self.calibrated)
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether matrices are rounded with statistics of their inputs."""
-        return self.statistics is not None or self.calibrate is not None
-
-    @property
-    def equalizes(self) -> bool:
-        """Whether channels are rescaled by statistics."""
-        if self.equalize is not None:
-            return self.equalize
-        return self.calibrated and self.outtype == "itq3_s" and not self.fold_norms
-
-    @property
-    def stock(self) -> LlamaFileType | None:
-        """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
-        return STOCK_TYPES[self.outtype][1] if self.outtype in STOCK_TYPES and not self.plain else None
-
-    @property
-    def codec_effort(self) -> str:
-        """The effort of the codec."""
-        return "default" if self.effort == "best" else self.effort
 
     @property
     def splits(self) -> bool:
         """Whether the file is to be split."""
         return bool(self.split_max_tensors or self.split_max_size or self.no_tensor_first_split)
 
+
+@dataclass(frozen=True)
+class TypeOptions:
+    """Which type each tensor becomes.
+
+    Attributes:
+        outtype: one of :data:`OUTTYPES`.
+        pure: every matrix in that type, embeddings and output too.
+        target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
+        target_size: the same by the bytes of the whole file.
+        token_embedding_type: type of the token embedding, by its GGUF name, instead of the mix's.
+        output_tensor_type: the same for the output matrix.
+        tensor_types: patterns of names and the type of what they match.
+        leave_output_tensor: the output matrix stays as it would be in an F16 file.
+    """
+
+    outtype: str = "itq3_s"
+    pure: bool = False
+    target_bpw: float | None = None
+    target_size: int | None = None
+    token_embedding_type: str | None = None
+    output_tensor_type: str | None = None
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    leave_output_tensor: bool = False
+
     @property
     def budgeted(self) -> bool:
         """Whether types are chosen for a size."""
         return self.target_bpw is not None or self.target_size is not None
-
-    @property
-    def statistics(self) -> Path | None:
-        """The calibration folder or the importance matrix."""
-        return self.calibration or self.imatrix
-
-    @property
-    def target(self) -> Type:
-        """The type of the matrices; F16 where they are stored as upstream stores them."""
-        if self.plain:
-            return Type.F16
-        return STOCK_TYPES[self.outtype][0] if self.outtype in STOCK_TYPES else Type[self.outtype.upper()]
 
     @property
     def overrides(self) -> Overrides:
@@ -214,9 +102,192 @@ class ConvertOptions:
             self.leave_output_tensor,
         )
 
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """How weights become codes.
+
+    Attributes:
+        codec: of ITQ3_S, ``trellis`` or ``ternary``.
+        effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
+        damping: of the Hessians, share of the mean diagonal.
+        segment: columns that the calibrated search commits at a time.
+        lookahead: columns it searches past them before.
+        threads: threads that quantize.
+        native: quantize with the built C library (True), in numpy (False), or with what is there (None).
+    """
+
+    codec: str = "trellis"
+    effort: str = "default"
+    damping: float | None = None
+    segment: int | None = None
+    lookahead: int | None = None
+    threads: int = 1
+    native: bool | None = None
+
+
+@dataclass(frozen=True)
+class StatisticsOptions:
+    """Statistics that are there already, and what they are used for.
+
+    Attributes:
+        calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
+        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
+        include_weights: of the importance matrix, only entries with one of these in their names.
+        exclude_weights: of the importance matrix, only entries with none of these in their names.
+        fold_norms: multiply norm gains into the matrices that read them.
+        equalize: rescale channels so that rounding costs least; None: for ITQ3_S where statistics are given.
+    """
+
+    calibration: Path | None = None
+    imatrix: Path | None = None
+    include_weights: tuple[str, ...] = ()
+    exclude_weights: tuple[str, ...] = ()
+    fold_norms: bool = False
+    equalize: bool | None = None
+
     @property
-    def request(self) -> Request:
-        """What is to be read of the checkpoint."""
-        fields = {name: getattr(self, name) for name in Request.__dataclass_fields__ if name != "ftype"}
-        ftype = _FTYPES.get(self.outtype, LlamaFileType.MOSTLY_F16) if self.plain else LlamaFileType.MOSTLY_F16
-        return Request(ftype=ftype, **fields)
+    def path(self) -> Path | None:
+        """The calibration folder or the importance matrix."""
+        return self.calibration or self.imatrix
+
+
+@dataclass(frozen=True)
+class LayerwiseOptions:
+    """Quantizing while the model is calibrated, layer by layer.
+
+    Attributes:
+        calibrate: whether that is asked for.
+        fisher: errors are fed across rows too, by the Fisher information of the outputs.
+        fisher_block: rows of the blocks kept of each output Fisher matrix; None for whole ones up to 8192 rows.
+    """
+
+    calibrate: bool = False
+    fisher: bool = False
+    fisher_block: int | None = None
+
+
+@dataclass(frozen=True)
+class TernaryOptions:
+    """What becomes of ternary matrices.
+
+    Attributes:
+        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
+        ternary_type: ``tq2_0`` or ``tq1_0``.
+        ternary_scale: of ``force``, a key of ``codec.ternary.SCALES``.
+    """
+
+    ternary: str = "auto"
+    ternary_type: str = "tq2_0"
+    ternary_scale: str = "absmean"
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What to convert and how; the fields of the parts are the options of the command, see :meth:`of`.
+
+    Attributes:
+        run: the model, and how it is run where statistics are taken.
+        to: where the file goes.
+        types: which type each tensor becomes.
+        encoder: how weights become codes.
+        statistics: those that are given, and what they are used for.
+        layerwise: quantizing while the model is calibrated.
+        ternary: what becomes of ternary matrices.
+        request: what is read of the checkpoint.
+        prune_layers: layers that are left out.
+        override_kv: metadata, ``KEY=TYPE:VALUE``.
+        model_name: ``general.name`` in the file.
+        verbose: show what llama.cpp's converter logs.
+    """
+
+    run: CalibrationOptions
+    to: Destination = field(default_factory=Destination)
+    types: TypeOptions = field(default_factory=TypeOptions)
+    encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    statistics: StatisticsOptions = field(default_factory=StatisticsOptions)
+    layerwise: LayerwiseOptions = field(default_factory=LayerwiseOptions)
+    ternary: TernaryOptions = field(default_factory=TernaryOptions)
+    request: Request = field(default_factory=Request)
+    prune_layers: tuple[int, ...] = ()
+    override_kv: tuple[str, ...] = ()
+    model_name: str | None = None
+    verbose: bool = False
+
+    @classmethod
+    def of(
+        cls, model: Path, out: Path | None = None, *, calibrate: tuple[Path, ...] | None = None, outtype: str = "",
+        **values: Any,
+    ) -> ConvertOptions:  # fmt: skip
+        """The options by their names on the command line.
+
+        Args:
+            model: a local Hugging Face folder.
+            out: the file to write.
+            calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for
+                the bundled text, None for no such thing.
+            outtype: empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
+            values: fields of the parts.
+
+        Raises:
+            TypeError: no part has such a field.
+        """
+        outtype = outtype or ("auto" if values.get("mmproj") or values.get("vocab_only") else "itq3_s")
+        values |= {"model": model, "out": out, "outtype": outtype, "calibrate": calibrate is not None}
+        if calibrate:
+            values["text"] = calibrate
+        parts: dict[str, Any] = {}
+        for name, kind in _PARTS.items():
+            own = {part.name for part in fields(kind)} & values.keys()
+            parts[name] = kind(**{key: values.pop(key) for key in own})
+        found = cls(**parts, **values)
+        ftype = _FTYPES.get(outtype, LlamaFileType.MOSTLY_F16) if found.plain else LlamaFileType.MOSTLY_F16
+        return replace(found, request=replace(found.request, ftype=ftype))
+
+    def deciding(self) -> dict[str, str]:
+        """By name, all that decides the bytes of the file."""
+        parts = (getattr(self, name) for name in _PARTS)
+        values = {part.name: getattr(owner, part.name) for owner in (self, *parts) for part in fields(owner)}
+        return {name: str(value) for name, value in values.items() if name not in {*_NEUTRAL, *_PARTS}}
+
+    @property
+    def model(self) -> Path:
+        """The folder of the model."""
+        return self.run.model
+
+    @property
+    def plain(self) -> bool:
+        """Whether the file is one that upstream's converter writes."""
+        return self.types.outtype in PLAIN_OUTTYPES and not (self.types.outtype == "q8_0" and self.calibrated)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether matrices are rounded with statistics of their inputs."""
+        return self.statistics.path is not None or self.layerwise.calibrate
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether channels are rescaled by statistics."""
+        if self.statistics.equalize is not None:
+            return self.statistics.equalize
+        return self.calibrated and self.types.outtype == "itq3_s" and not self.statistics.fold_norms
+
+    @property
+    def stock(self) -> LlamaFileType | None:
+        """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
+        outtype = self.types.outtype
+        return STOCK_TYPES[outtype][1] if outtype in STOCK_TYPES and not self.plain else None
+
+    @property
+    def target(self) -> Type:
+        """The type of the matrices; F16 where they are stored as upstream stores them."""
+        if self.plain:
+            return Type.F16
+        outtype = self.types.outtype
+        return STOCK_TYPES[outtype][0] if outtype in STOCK_TYPES else Type[outtype.upper()]
+
+
+_PARTS: Final = {
+    "run": CalibrationOptions, "to": Destination, "types": TypeOptions, "encoder": EncoderOptions,
+    "statistics": StatisticsOptions, "layerwise": LayerwiseOptions, "ternary": TernaryOptions, "request": Request,
+}  # fmt: skip

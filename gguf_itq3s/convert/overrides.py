@@ -1,8 +1,9 @@
-"""The options of ``llama-quantize`` that name tensors, layers and metadata, read from the command line."""
+"""Options that name tensors, layers, sizes and metadata, many of them ``llama-quantize``'s, from the command line."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,17 @@ def split_size(argument: str) -> int:
 def split_count(argument: str) -> int:
     """A number of tensors, for argparse; 0 is any number, as for upstream."""
     return 0 if argument == "0" else positive(argument)
+
+
+def bits_per_weight(argument: str) -> float:
+    """A number of bits, for argparse."""
+    try:
+        bits = float(argument)
+    except ValueError:
+        bits = math.nan
+    if not 0 < bits < 64:
+        raise argparse.ArgumentTypeError(f"{argument!r:.40} is no number of bits")
+    return bits
 
 
 def override_kv(argument: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report
-from ..calibration.text import BUNDLED
+from ..calibration.options import BUNDLED
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import EFFORTS

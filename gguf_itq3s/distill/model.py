@@ -14,14 +14,14 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
-from ..calibration.streams import row_order
 from ..checkpoint import policy, rescaling, trust
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
+from ..checkpoint.row_order import row_order
 from ..codec.types import ITQ3_S
-from ..convert.sequential import whole
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
+from ..layerwise.matrices import whole
 from .codes import CodedMatrix, Encode, codes_of, scaled
 from .optimizer import Group
 from .options import DistillOptions

@@ -103,6 +103,6 @@ class DistillOptions:
     def calibration(self) -> CalibrationOptions:
         """The part that says which text the model is run on."""
         return CalibrationOptions(
-            self.model, self.text, self.out, tokens=self.tokens, context=self.context, device=self.device,
+            self.model, self.text, tokens=self.tokens, context=self.context, device=self.device,
             batch=self.batch, trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

@@ -144,7 +144,7 @@ class Evaluation:
         """Run the converter with its messages in a log; its errors come through."""
         with (self.work / "logs" / "convert.log").open("w") as log:
             options |= {"threads": self.settings.threads, "trust_remote_code": self.settings.trust_remote_code}
-            convert(ConvertOptions(self.settings.model, out, **options), log)
+            convert(ConvertOptions.of(self.settings.model, out, **options), log)
 
     @cached_property
     def training(self) -> tuple[Path, str]:
@@ -173,10 +173,10 @@ class Evaluation:
         tokens = self.settings.calibration_tokens
         path = self.work / f"calibration-{hash_of(self.model, digest, tokens)}"
         options = CalibrationOptions(
-            self.settings.model, [text], path, tokens=tokens, context=self.settings.context,
+            self.settings.model, [text], tokens=tokens, context=self.settings.context,
             trust_remote_code=self.settings.trust_remote_code,
         )  # fmt: skip
-        calibrate(options)  # returns at once if the folder is complete
+        calibrate(options, path)  # returns at once if the folder is complete
         return path
 
     def _making(self, row: Row) -> str:

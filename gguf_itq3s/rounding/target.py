@@ -158,6 +158,40 @@ def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) ->
     return DAMPINGS[place], best
 
 
+def explained(weights: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+    """``W sum (x - x') x'^T``, what the difference of the inputs asks of a matrix.
+
+    Args:
+        weights: (m, n), rotated.
+        cross: (n, n) or (n / 256, 256, 256).
+
+    Returns:
+        (m, n), in the precision of the weights.
+    """
+    if cross.ndim == 2:
+        return weights @ cross.to(weights)
+    import torch
+
+    blocks = weights.reshape(len(weights), *cross.shape[:2])
+    return torch.einsum("mbi,bij->mbj", blocks, cross.to(weights)).reshape(weights.shape)
+
+
+def correction(
+    decomposition: Decomposition, asked: torch.Tensor, inputs: torch.Tensor, missing: torch.Tensor
+) -> torch.Tensor:
+    """What is added to a matrix to get its target, ``step * B (H + damping)^-1``: all 0 where that is not trusted.
+
+    Args:
+        decomposition: of the damped H.
+        asked: (m, n), B. In float32 it is exact enough: damped as they are, these sums are far from singular.
+        inputs: (tokens, n), x' of tokens held out.
+        missing: (tokens, m), what is missing in their outputs.
+    """
+    found = decomposition.solve(asked)
+    found *= line_search(missing, inputs @ found.T)
+    return found
+
+
 def line_search(missing: torch.Tensor, explained: torch.Tensor) -> float:
     """How much of a correction leaves least of what is missing: ``argmin |missing - step explained|^2`` in [0, 1].
 

@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.text import BUNDLED, windows  # noqa: E402
+from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint.trust import replaced_in  # noqa: E402
 from gguf_itq3s.distill.codes import Coded, encoder  # noqa: E402
 from gguf_itq3s.distill.losses import confidence_of, divergence  # noqa: E402
@@ -291,9 +291,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    options = CalibrationOptions(
-        args.model_dir, args.text, args.work_dir, tokens=settings.tokens, context=settings.length
-    )
+    options = CalibrationOptions(args.model_dir, args.text, tokens=settings.tokens, context=settings.length)
     texts = windows(options, 512)
     test = wikitext.read(wikitext.test_path())
     sources: tuple[Any, ...] = (measure, train, quantized, cache_bits, QuantizedLinear, rcp)

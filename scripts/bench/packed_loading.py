@@ -61,7 +61,7 @@ def make(folder: Path, experts: bool) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "floats")
     for path in (ROOT / "models" / "demo-llama").glob("tokenizer*"):
         (folder / "floats" / path.name).write_bytes(path.read_bytes())
-    convert(ConvertOptions(folder / "floats", folder / "model.gguf", pure=True, effort="fast"), io.StringIO())
+    convert(ConvertOptions.of(folder / "floats", folder / "model.gguf", pure=True, effort="fast"), io.StringIO())
     quantized = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "floats", quantization_config=ITQ3SConfig(effort="fast")
     )

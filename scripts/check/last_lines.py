@@ -175,7 +175,7 @@ def main() -> int:
         model = args.model
         if model is None:
             model = Path(scratch) / "model.gguf"
-            convert(ConvertOptions(MODEL, model, outtype="f16"))
+            convert(ConvertOptions.of(MODEL, model, outtype="f16"))
         counts = check(tools, args.bin.resolve(), model.resolve(), args.runs, args.jobs, args.load)
     print(f"{'tool':18} {'runs':>6} {'lost':>6} {'failed':>6}")
     for name, count in counts.items():

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(SERVER, "is not there", "run make build")
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "demo.gguf"
-        convert(ConvertOptions(MODEL, model), open("/dev/null", "w"))  # noqa: SIM115
+        convert(ConvertOptions.of(MODEL, model), open("/dev/null", "w"))  # noqa: SIM115
         tally, soak = load(model, args.requests, args.clients, ("--cache-ram", "0"))
         print(describe("soak", soak))
         results: dict[str, Any] = {"soak": soak, "settings": {}}

@@ -28,7 +28,8 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from gguf_itq3s.calibration.text import BUNDLED, read_text
+from gguf_itq3s.calibration.options import BUNDLED
+from gguf_itq3s.calibration.text import read_text
 from gguf_itq3s.checkpoint import trust
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate import wikitext

@@ -118,8 +118,8 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
         except Exception as error:  # whatever the code of an architecture raises
             said = f"{type(error).__name__}: {error}".strip(": ")
         try:
-            convert(ConvertOptions(model, ours, outtype="f16", no_nextn=no_nextn), messages=io.StringIO())
-            done = convert(ConvertOptions(model, small, dry_run=True, no_nextn=no_nextn), messages=io.StringIO())
+            convert(ConvertOptions.of(model, ours, outtype="f16", no_nextn=no_nextn), messages=io.StringIO())
+            done = convert(ConvertOptions.of(model, small, dry_run=True, no_nextn=no_nextn), messages=io.StringIO())
         except UserError as error:
             return Row(name, upstream=said, ours=f"{error.tensor}: {error.what}" if error.tensor else error.what)
     reader = gguf.GGUFReader(ours)

@@ -61,7 +61,7 @@ class Makers:
     def convert(self, out: Path, **options: object) -> None:
         """The converter; its messages go to a log."""
         with (self.work / "convert.log").open("w") as log:
-            convert(ConvertOptions(self.args.model, out, threads=self.args.threads, **options), log)  # type: ignore[arg-type]
+            convert(ConvertOptions.of(self.args.model, out, threads=self.args.threads, **options), log)  # type: ignore[arg-type]
 
     def calibrated(self, out: Path, **options: object) -> None:
         """The converter, calibrating while it quantizes."""

@@ -102,10 +102,10 @@ def main() -> int:
     files = {key: work / f"{key}.gguf" for key in ROWS}
     if not files["fisher"].exists():
         mix = calibration_text(args.novels, args.valid, args.tokens, work / "text.txt")
-        convert(ConvertOptions(args.model, files["fisher"], calibrate=(mix,), tokens=args.tokens, context=512,
+        convert(ConvertOptions.of(args.model, files["fisher"], calibrate=(mix,), tokens=args.tokens, context=512,
                                fisher=True, threads=args.threads, **KEPT))  # fmt: skip
     if not files["nearest"].exists():
-        convert(ConvertOptions(args.model, files["nearest"], threads=args.threads, **KEPT))
+        convert(ConvertOptions.of(args.model, files["nearest"], threads=args.threads, **KEPT))
     for key, row in ROWS.items():
         if not row.training or files[key].exists():
             continue
@@ -113,10 +113,10 @@ def main() -> int:
             start = files["fisher"] if row.start else None
             distill(DistillOptions(args.model, work / key, (valid, args.novels), start=start, threads=args.threads,
                                    **COMMON, **row.training))  # fmt: skip
-        convert(ConvertOptions(work / key, files[key], fold_norms=False, threads=args.threads, **KEPT))
+        convert(ConvertOptions.of(work / key, files[key], fold_norms=False, threads=args.threads, **KEPT))
     plain = work / "f16.gguf"
     if not plain.exists():
-        convert(ConvertOptions(args.model, plain, outtype="f16", threads=args.threads))
+        convert(ConvertOptions.of(args.model, plain, outtype="f16", threads=args.threads))
     topics = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     results: dict[str, dict[str, dict[str, float]]] = {key: {} for key in ROWS}
     for name, text in (("wikitext", wikitext.read(wikitext.test_path())), ("topics", topics)):

@@ -41,8 +41,8 @@ from gguf_itq3s.checkpoint.reader import SourceTensor, open_checkpoint  # noqa: 
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK  # noqa: E402
 from gguf_itq3s.convert.equalize import mean_squares  # noqa: E402
-from gguf_itq3s.convert.sequential import whole  # noqa: E402
 from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
+from gguf_itq3s.layerwise.matrices import whole  # noqa: E402
 from gguf_itq3s.rounding import equalize, hessian, ldlq  # noqa: E402
 
 #: p and q, in eighths; the first are the channels as they are.
@@ -80,7 +80,7 @@ def main() -> int:
     layers = sorted(int(number) for number in args.layers.split(","))
     sizes = [int(size) for size in args.sizes.split(",")] if args.sizes else []
     checkpoint = open_checkpoint(args.model)
-    options = CalibrationOptions(args.model, args.text, Path(), tokens=args.tokens, context=args.context)
+    options = CalibrationOptions(args.model, args.text, tokens=args.tokens, context=args.context)
     model = LayeredModel(options, checkpoint)
     plan = rescaling.plan_tensors(checkpoint)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}

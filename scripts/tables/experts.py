@@ -33,13 +33,14 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.calibration.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.calibration.groups import Reader  # noqa: E402
-from gguf_itq3s.calibration.text import BUNDLED, read_text  # noqa: E402
+from gguf_itq3s.calibration.options import BUNDLED  # noqa: E402
+from gguf_itq3s.calibration.text import read_text  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.errors import positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
+from gguf_itq3s.layerwise.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.transformers import load_gguf  # noqa: E402
 
 EXPERTS: Final = 8
@@ -228,7 +229,7 @@ def main() -> int:
         messages = io.StringIO()
         if not out.exists():
             with feedback(row.experts):
-                convert(ConvertOptions(folder, out, **options), messages)
+                convert(ConvertOptions.of(folder, out, **options), messages)
         notes |= {line for line in messages.getvalue().splitlines() if "matrices of experts" in line}
         found[key] = divergence.of(out)
         print(f"{key}: {float(found[key].mean()):.5f}", file=sys.stderr)

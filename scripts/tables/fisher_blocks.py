@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.calibration.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.calibration.layers import LayeredModel  # noqa: E402
 from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint.reader import open_checkpoint  # noqa: E402
 from gguf_itq3s.errors import positive, report_errors  # noqa: E402
+from gguf_itq3s.layerwise.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.rounding.fisher import factorize  # noqa: E402
 
 SIZES = (64, 128, 256)
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=65536, help="default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder of calibration.md to update")
     args = parser.parse_args()
-    options = CalibrationOptions(args.model, [args.text], Path(), tokens=args.tokens)
+    options = CalibrationOptions(args.model, [args.text], tokens=args.tokens)
     model = LayeredModel(options, open_checkpoint(args.model))
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     rows: dict[str, int] = {}

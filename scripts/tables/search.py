@@ -59,7 +59,7 @@ def main() -> int:
     if library is None:
         raise UserError(native.library_name(), "is not built", "run make build")
     statistics = args.work_dir / "hessians"
-    calibrate(CalibrationOptions(args.model, args.text, statistics, tokens=args.tokens))
+    calibrate(CalibrationOptions(args.model, args.text, tokens=args.tokens), statistics)
     checkpoint = open_checkpoint(args.model)
     opened = open_calibration(statistics, checkpoint.files)
     errors: dict[str, list[float]] = defaultdict(list)

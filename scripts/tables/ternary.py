@@ -69,12 +69,12 @@ def main() -> int:
     rows: list[list[str]] = []
     reference = 0.0
     plain = work / "float.gguf"
-    convert(ConvertOptions(args.model / "float", plain, threads=args.threads, outtype="f16"))
+    convert(ConvertOptions.of(args.model / "float", plain, threads=args.threads, outtype="f16"))
     tools.log_probabilities(plain, text, base, args.chunks, 512, log)
     whole = tools.divergence(plain, base, args.chunks * 255, 512, log)["perplexity"]
     for name, folder, options in FILES:
         path = work / f"{len(rows)}.gguf"
-        convert(ConvertOptions(args.model / folder, path, threads=args.threads, **COMMON, **options))
+        convert(ConvertOptions.of(args.model / folder, path, threads=args.threads, **COMMON, **options))
         if not rows:
             tools.log_probabilities(path, text, base, args.chunks, 512, log)
         figures = tools.divergence(path, base, args.chunks * 255, 512, log)

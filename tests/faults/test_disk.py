@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_during_a_calibration(
     """Also where the file is mapped: a hole without room for it would end the process by SIGBUS."""
     log, out = tmp_path / "log", tmp_path / "disk" / "out"
     model = uneven("llama")
-    run = report_errors(lambda folder: 0 if calibrate(options(model, folder)) else 1)
+    run = report_errors(lambda folder: 0 if calibrate(options(model), folder) else 1)
     assert child(lambda: run(tmp_path / "whole"), log).code == 0
     with short_of_room(way, out.parent, size) as through:
         said = one_line(child(through(lambda: run(out)), log))
@@ -124,7 +124,7 @@ def test_a_read_only_place(
     place.mkdir()
     (place / "old.gguf").write_bytes(b"GGUF old")
     model = uneven("llama")
-    calibration = report_errors(lambda out: 0 if calibrate(options(model, out)) else 1)
+    calibration = report_errors(lambda out: 0 if calibrate(options(model), out) else 1)
     with read_only(place):
         for name in ("new.gguf", "old.gguf"):
             said = one_line(child(command("convert", checkpoint("llama"), place / name), tmp_path / "log"))

@@ -29,7 +29,7 @@ def test_conversion(
     changes: dict[str, dict[str, Any]] = {
         "plain": {}, "calibrated": {"calibration": statistics}, "split": {"split_max_tensors": 2},
     }  # fmt: skip
-    asked = ConvertOptions(model, out, effort="fast", pure=True, **changes[kind])
+    asked = ConvertOptions.of(model, out, effort="fast", pure=True, **changes[kind])
 
     def fresh() -> None:
         shutil.rmtree(out.parent, ignore_errors=True)
@@ -57,8 +57,8 @@ def test_conversion(
 
 def test_calibration(uneven: Callable[[str], Path], tmp_path: Path, rounds: int, record: Record) -> None:
     out = tmp_path / "out"
-    asked = options(uneven("llama"), out)
-    calibrate(asked)
+    asked = options(uneven("llama"))
+    calibrate(asked, out)
     whole = content(out)
 
     def check(outcome: Outcome) -> None:
@@ -69,7 +69,7 @@ def test_calibration(uneven: Callable[[str], Path], tmp_path: Path, rounds: int,
     def fresh() -> None:
         shutil.rmtree(out, ignore_errors=True)
 
-    hits = kill_often(lambda: calibrate(asked) and 0, rounds, tmp_path, check=check, fresh=fresh)
+    hits = kill_often(lambda: calibrate(asked, out) and 0, rounds, tmp_path, check=check, fresh=fresh)
     record("kills of a calibration", kills=hits, other_bytes=0)
 
 

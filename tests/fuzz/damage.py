@@ -94,7 +94,7 @@ def make(folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, initializer_range=0.1))
     whole = save_model(model.to(torch.bfloat16), folder / "model", folder)
     names = [name for name, _ in model.named_parameters()]
-    calibrate(options(whole, folder / "calibration"))
+    calibrate(options(whole), folder / "calibration")
     with quiet() as said:
         if program(["convert", str(whole), str(folder / "model.gguf"), "--effort", "fast"]) != 0:
             raise RuntimeError(said.read_text())

@@ -22,11 +22,11 @@ from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.calibration.text import windows
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert import bits
-from gguf_itq3s.convert.bits import Scores
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 from gguf_itq3s.errors import UserError
+from gguf_itq3s.layerwise import budget, scores
+from gguf_itq3s.layerwise.scores import Scores
 from gguf_itq3s.rounding import fisher, hessian
 from selection import some
 
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4, "effort": "fa
 
 
 def quietly(model: Path, out: Path, **changes: Any) -> Conversion:
-    return convert(ConvertOptions(model, out, **{"effort": "fast", **changes}), io.StringIO())
+    return convert(ConvertOptions.of(model, out, **{"effort": "fast", **changes}), io.StringIO())
 
 
 def types(path: Path) -> dict[str, Type]:
@@ -104,26 +104,26 @@ def test_given_types_stay(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert found["token_embd.weight"] == Type.F16
     assert found["output.weight"] == Type.Q8_0
     assert found["blk.0.attn_v.weight"] == Type.Q3_K
-    assert set(found.values()) <= {Type.F32, Type.F16, Type.Q3_K, *bits.TYPES}
+    assert set(found.values()) <= {Type.F32, Type.F16, Type.Q3_K, *budget.TYPES}
 
 
 def test_ternary_matrices_stay_ternary(
     made: tuple[Path, Path], checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gguf_itq3s.convert import pipeline
+    from gguf_itq3s.convert import types as choosing
 
-    own = pipeline._find_ternaries
+    own = choosing.find_ternaries
 
     def some(checkpoint: Any, *rest: Any) -> Any:
         from dataclasses import replace
 
         return replace(own(checkpoint, *rest), forced=frozenset({"blk.1.ffn_up.weight"}))
 
-    monkeypatch.setattr(pipeline, "_find_ternaries", some)
+    monkeypatch.setattr(choosing, "find_ternaries", some)
     quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.5)
     found = types(tmp_path / "x.gguf")
     assert found["blk.1.ffn_up.weight"] == Type.TQ2_0
-    assert found["blk.0.ffn_up.weight"] in bits.TYPES
+    assert found["blk.0.ffn_up.weight"] in budget.TYPES
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_scores_are_those_of_the_whole_errors(made: tuple[Path, Path], tmp_path:
 def test_a_sample_of_rows_stands_for_all() -> None:
     rng = np.random.default_rng(0)
     weights, costs = rng.exponential(1, 5000) ** 4, rng.uniform(0.9, 1.1, 5000)
-    rows = bits._sample(weights, 400)
+    rows = scores._sample(weights, 400)
     assert len(set(rows.indices)) == 400
     estimate = (weights * costs)[rows.indices] @ rows.counts(weights)
     assert estimate == pytest.approx(weights @ costs, rel=0.01)
-    everything = bits._sample(weights, 5000)
+    everything = scores._sample(weights, 5000)
     np.testing.assert_array_equal(everything.indices, np.arange(5000))
     assert (everything.counts(weights) == 1).all()
 
@@ -227,7 +227,7 @@ def test_the_weights_of_rows_are_what_feedback_leaves() -> None:
 def test_the_ends_are_counted(made: tuple[Path, Path]) -> None:
     found = ends.read(made[1])
     assert found is not None and found.output is not None
-    ids = windows(calibration_options(made[0], made[1]), 256)
+    ids = windows(calibration_options(made[0]), 256)
     np.testing.assert_allclose(found.frequency * ids.size, np.bincount(ids.reshape(-1), minlength=512))
     import torch
     import transformers
@@ -293,7 +293,7 @@ def test_an_interrupted_choice_goes_on(
     work = tmp_path / "broken.gguf.calibrating"
     stamps = {path: path.stat().st_mtime_ns for path in work.glob("*/*.safetensors")}
     assert len(stamps) == 7  # two layers and the ends; two layers and both ends
-    monkeypatch.setattr(bits, "calibrate", lambda options: _unchanged(options.out, stamps))
+    monkeypatch.setattr(budget, "calibrate", lambda _, out: _unchanged(out, stamps))
     quietly(uneven("llama"), out, **asked)
     assert len(scored) == len(set(scored)) + 1
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
@@ -308,7 +308,7 @@ def test_the_statistics_of_another_text_are_thrown_away(uneven: Callable[[str], 
     asked: dict[str, Any] = {"calibrate": (NOVEL,), "target_bpw": 4, **SMALL}
     quietly(uneven("llama"), tmp_path / "x.gguf", **asked)
     folder = tmp_path / "y.gguf.calibrating"
-    calibrate(calibration_options(uneven("llama"), folder / "statistics", tokens=320))
+    calibrate(calibration_options(uneven("llama"), tokens=320), folder / "statistics")
     (folder / "scores.jsonl").write_text('{"run": "of another"}\n')
     quietly(uneven("llama"), tmp_path / "y.gguf", **asked)
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()

@@ -63,7 +63,7 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("statistics")
     files = [llama.MODEL / "model.safetensors"]
     f16 = folder / "f16.gguf"
-    convert(ConvertOptions(llama.MODEL, f16, outtype="f16"))
+    convert(ConvertOptions.of(llama.MODEL, f16, outtype="f16"))
     matrices = {t.name: int(t.shape[0]) for t in gguf.GGUFReader(f16).tensors if t.name.startswith("blk.")}
     matrices = {name: n for name, n in matrices.items() if "norm" not in name}
     tensors = {}
@@ -107,6 +107,6 @@ def test_the_bytes_are_those_recorded(
         if key in options:
             options[key] = statistics / options[key]
     path = tmp_path / "out.gguf"
-    convert(ConvertOptions(llama.MODEL, path, **options))
+    convert(ConvertOptions.of(llama.MODEL, path, **options))
     recorded = json.loads(RECORDED.read_text())
     assert content(path) == recorded[way], "the bytes of converted files have changed"

@@ -26,11 +26,13 @@ def test_conversion_with_statistics(
     opened = store.Calibration(out, read_manifest(out))
     plain: dict[tuple[str, bool], float] = {}
     for folded in (False, True):
-        convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16", fold_norms=folded))
+        convert(ConvertOptions.of(model, tmp_path / "f16.gguf", outtype="f16", fold_norms=folded))
         weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
         for statistics in (None, out):
             path = tmp_path / "out.gguf"
-            convert(ConvertOptions(model, path, pure=True, fold_norms=folded, equalize=False, calibration=statistics))
+            convert(
+                ConvertOptions.of(model, path, pure=True, fold_norms=folded, equalize=False, calibration=statistics)
+            )
             reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
             for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
                 collected = opened.hessian(name)

@@ -25,7 +25,7 @@ Make = Callable[[str], Path]
 def test_types_are_those_of_llama_quantize(
     name: str, pure: bool, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:
-    convert(ConvertOptions(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype, pure=pure, effort="fast"))
+    convert(ConvertOptions.of(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype, pure=pure, effort="fast"))
     flags = ["--pure"] if pure else []
     llama.run("llama-quantize", *flags, f16(name), tmp_path / "theirs.gguf", outtype.upper(), "2")
     theirs = types(tmp_path / "theirs.gguf")
@@ -40,7 +40,7 @@ def test_native_and_numpy_write_the_same_file(
     outtype: str, checkpoint: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:
     for number, use in enumerate((True, False)):
-        options = ConvertOptions(
+        options = ConvertOptions.of(
             checkpoint("llama-odd"), tmp_path / f"{number}.gguf", outtype=outtype, native=use, threads=2
         )
         convert(options)
@@ -50,7 +50,7 @@ def test_native_and_numpy_write_the_same_file(
 def test_rows_that_are_not_whole_blocks_get_one_warning(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], library: native.NativeLibrary
 ) -> None:
-    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf"))
+    convert(ConvertOptions.of(checkpoint("llama-odd"), tmp_path / "out.gguf"))
     odd = [f"blk.{layer}.ffn_down.weight" for layer in range(2)]
     made = types(tmp_path / "out.gguf")
     assert [made[name] for name in odd] == [Type.IQ4_NL] * 2

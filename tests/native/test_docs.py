@@ -87,7 +87,7 @@ def blocks(page: Path, section: str | None = None) -> list[tuple[str, str]]:
 def place(tmp_path: Path) -> Path:
     """A folder with what the pages suppose: a model and its file."""
     (tmp_path / "MODEL_DIR").symlink_to(llama.MODEL)
-    convert(ConvertOptions(llama.MODEL, tmp_path / "model.gguf"), io.StringIO())
+    convert(ConvertOptions.of(llama.MODEL, tmp_path / "model.gguf"), io.StringIO())
     return tmp_path
 
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Type
 from encoding import encoded, weights
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert import encode
+from gguf_itq3s.rounding import encode
 
 
 @pytest.mark.parametrize("qtype", [ITQ3_S, Type.Q6_K, Type.IQ4_NL, Type.TQ1_0])

@@ -21,14 +21,14 @@ from gguf_itq3s.rounding import hessian, imatrix
 def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """--imatrix and llama-quantize --imatrix lower the weighted error of unfolded tensors by the same amount."""
     model, f16 = uneven("llama"), tmp_path / "f16.gguf"
-    convert(ConvertOptions(model, f16, outtype="f16"))
+    convert(ConvertOptions.of(model, f16, outtype="f16"))
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text())
     matrix = tmp_path / "imatrix.gguf"
     llama.run("llama-imatrix", "-m", f16, "-f", text, "-c", "128", "--chunks", "6", "-o", matrix, "-t", "1")
     made = {"plain": tmp_path / "plain.gguf", "ours": tmp_path / "ours.gguf", "theirs": tmp_path / "theirs.gguf"}
-    convert(ConvertOptions(model, made["plain"], pure=True, fold_norms=False))
-    convert(ConvertOptions(model, made["ours"], pure=True, equalize=False, imatrix=matrix))
+    convert(ConvertOptions.of(model, made["plain"], pure=True, fold_norms=False))
+    convert(ConvertOptions.of(model, made["ours"], pure=True, equalize=False, imatrix=matrix))
     llama.run("llama-quantize", "--pure", "--imatrix", matrix, f16, made["theirs"], "ITQ3_S", "2")
     weights = {t.name: np.array(t.data) for t in gguf.GGUFReader(f16).tensors}
     found = {key: {t.name: t for t in gguf.GGUFReader(path).tensors} for key, path in made.items()}
@@ -76,7 +76,7 @@ def test_llama_quantize_refuses_importance_that_says_nothing(
     kind: str, uneven: Callable[[str], Path], tmp_path: Path
 ) -> None:
     f16, out = tmp_path / "f16.gguf", tmp_path / "out.gguf"
-    convert(ConvertOptions(uneven("llama"), f16, outtype="f16"))
+    convert(ConvertOptions.of(uneven("llama"), f16, outtype="f16"))
     values, expected = BAD[kind]
     count = 0.0 if kind == "no token" else 1.0
     done = llama.run("llama-quantize", "--imatrix", _imatrix(tmp_path, values, count), f16, out, "ITQ3_S", check=False)
@@ -88,7 +88,7 @@ def test_llama_quantize_refuses_importance_that_says_nothing(
 def test_llama_quantize_takes_importance_of_any_size(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """Only how the columns differ counts: the same bytes for 2^100 times the matrix, and not the plain ones."""
     f16 = tmp_path / "f16.gguf"
-    convert(ConvertOptions(uneven("llama"), f16, outtype="f16"))
+    convert(ConvertOptions.of(uneven("llama"), f16, outtype="f16"))
     data = []
     for factor in (1.0, 2.0**100, None):
         out = tmp_path / "out.gguf"

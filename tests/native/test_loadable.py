@@ -48,7 +48,7 @@ def test_the_loader_and_the_tables_agree_on_what_is_wrong(
 def test_what_the_check_takes_llama_cpp_takes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """And the other way round: the check asks for no more than the tools do."""
     out = tmp_path / "out.gguf"
-    assert convert(ConvertOptions(checkpoint("llama"), out)).check == loadable.BY_LOADER
+    assert convert(ConvertOptions.of(checkpoint("llama"), out)).check == loadable.BY_LOADER
     for name, good in (("blk.1.ffn_up.weight", True), ("blk.1.ffn_uq.weight", False)):
         out.write_bytes(out.read_bytes().replace(b"blk.1.ffn_up.weight", name.encode()))
         tool = [str(tools_folder() / "llama-bench"), "-m", str(out), "-p", "1", "-n", "0", "-r", "1"]

@@ -45,7 +45,7 @@ def made(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
             for outtype in ("f16", "itq3_s"):
                 for kind, how in KINDS.items():
                     out = folder / f"{outtype}-{kind}.gguf"
-                    convert(ConvertOptions(base, out, outtype=outtype, pure=True, **how), quiet)
+                    convert(ConvertOptions.of(base, out, outtype=outtype, pure=True, **how), quiet)
             for kind in KINDS:
                 out, model = (folder / f"{part}-{kind}.gguf" for part in ("adapter", "f16"))
                 convert_lora(LoraOptions(adapter, out, base, model=model), quiet)
@@ -103,8 +103,8 @@ def test_an_adapter_is_what_peft_means_by_it(
     change(adapter, use_rslora=rank_stabilised, lora_alpha=4)
     whole = merged(base, adapter, tmp_path / "merged", 2.0 if rank_stabilised else 1.0)
     quiet = io.StringIO()
-    convert(ConvertOptions(whole, tmp_path / "whole.gguf", outtype="f16"), quiet)
-    convert(ConvertOptions(base, tmp_path / "folded.gguf", outtype="f16", fold_norms=True), quiet)
+    convert(ConvertOptions.of(whole, tmp_path / "whole.gguf", outtype="f16"), quiet)
+    convert(ConvertOptions.of(base, tmp_path / "folded.gguf", outtype="f16", fold_norms=True), quiet)
     convert_lora(LoraOptions(adapter, tmp_path / "adapter.gguf", base, fold_norms=True), quiet)
     base_file = log_probabilities(tmp_path / "whole.gguf", tmp_path / "base")
     assert mean_kld(tmp_path / "folded.gguf", base_file) > 0.05

@@ -44,7 +44,7 @@ def test_both_predict_the_same(name: str, uneven: Callable[[str], Path], tmp_pat
     base = llama.MODEL if name == "bundled" else uneven(name)
     file = tmp_path / "model.gguf"
     plain = {"token_embedding_type": "f16", "output_tensor_type": "f16", "fold_norms": True}
-    convert(ConvertOptions(base, file, pure=True, **plain), io.StringIO())  # type: ignore[arg-type]
+    convert(ConvertOptions.of(base, file, pure=True, **plain), io.StringIO())  # type: ignore[arg-type]
     folded = ITQ3SConfig(fold_norms=True)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=folded, dtype=torch.float32)
     before = compare(model, file, tmp_path / "before")
@@ -68,7 +68,7 @@ def test_both_predict_the_same(name: str, uneven: Callable[[str], Path], tmp_pat
 def test_the_bundled_model_has_the_bytes_of_the_c_encoder(tmp_path: Path) -> None:
     """By the library that is built here, on every core, and out of the file again."""
     file = tmp_path / "model.gguf"
-    convert(ConvertOptions(llama.MODEL, file, pure=True), io.StringIO())
+    convert(ConvertOptions.of(llama.MODEL, file, pure=True), io.StringIO())
     quantized = AutoModelForCausalLM.from_pretrained(llama.MODEL, quantization_config=ITQ3SConfig()).state_dict()
     read = load_gguf(file).state_dict()
     packed = [name for name, tensor in quantized.items() if tensor.dtype == torch.uint8]

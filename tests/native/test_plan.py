@@ -18,7 +18,7 @@ from gguf_itq3s.inspect import plan
 
 def written(model: Path, outtype: str, pure: bool) -> int:
     """Bytes of the tensors that a conversion writes."""
-    options = ConvertOptions(model, Path("unused.gguf"), outtype=outtype, pure=pure, ternary="off", dry_run=True)
+    options = ConvertOptions.of(model, Path("unused.gguf"), outtype=outtype, pure=pure, ternary="off", dry_run=True)
     return sum(row.bytes for row in convert(options).rows)
 
 

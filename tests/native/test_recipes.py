@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the page supposes it: the build, and a model."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "build").symlink_to(llama.BIN.parent)
-    convert(ConvertOptions(llama.MODEL, folder / "model.gguf"), io.StringIO())
+    convert(ConvertOptions.of(llama.MODEL, folder / "model.gguf"), io.StringIO())
     return folder
 
 

@@ -28,8 +28,8 @@ from gguf_itq3s.convert.pipeline import convert
 def test_predictions_do_not_change(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """The folded F16 file predicts what the original predicts, to F16 rounding."""
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions(uneven(name), plain, outtype="f16"))
-    convert(ConvertOptions(uneven(name), folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(uneven(name), plain, outtype="f16"))
+    convert(ConvertOptions.of(uneven(name), folded, outtype="f16", fold_norms=True))
     before, after = arrays(plain), arrays(folded)
     norms = [key for key in before if re.fullmatch(r"blk\.\d+\.(attn|ffn)_norm\.weight", key)]
     assert len(norms) == 4
@@ -50,7 +50,7 @@ def test_equalized_files_predict_what_the_model_predicts(
     """Channels of norms, of v and of up, in F32: nothing but the rounding of the factors is left."""
     base = llama.MODEL if name == "bundled" else uneven(name)
     plain, equalized = tmp_path / "plain.gguf", tmp_path / "equalized.gguf"
-    convert(ConvertOptions(base, plain, outtype="f32"))
+    convert(ConvertOptions.of(base, plain, outtype="f32"))
     exponents = np.random.default_rng(0)
 
     def any_factors(plan: Plan, *_: object) -> Equalization:
@@ -62,7 +62,7 @@ def test_equalized_files_predict_what_the_model_predicts(
 
     monkeypatch.setattr(equalize, "equalize", any_factors)
     monkeypatch.setattr(pipeline, "_measured", lambda *_: MeasuredEnergies(base, {}))
-    convert(ConvertOptions(base, equalized, outtype="f32", equalize=True))
+    convert(ConvertOptions.of(base, equalized, outtype="f32", equalize=True))
     before, after = arrays(plain), arrays(equalized)
     changed = {key.split(".")[2] for key in before if not np.array_equal(before[key], after[key])}
     assert {"attn_norm", "attn_v", "attn_output", "ffn_norm"} <= changed and "attn_q_norm" not in changed
@@ -93,8 +93,8 @@ def test_pooled_embeddings_do_not_change(
 ) -> None:
     base = llama.MODEL if name == "bundled" else uneven(name)
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions(base, plain, outtype="f16"))
-    convert(ConvertOptions(base, folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(base, plain, outtype="f16"))
+    convert(ConvertOptions.of(base, folded, outtype="f16", fold_norms=True))
     assert not np.array_equal(arrays(folded)["output_norm.weight"], np.ones(256, np.float32))
     before, after = embeddings(plain, pooling), embeddings(folded, pooling)
     cosines = (before * after).sum(axis=1)
@@ -107,8 +107,8 @@ def test_pooled_embeddings_do_not_change(
 def test_control_vectors_act_alike(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """They are added to the residual stream, which folding does not touch."""
     plain, folded, vector = (tmp_path / f"{name}.gguf" for name in ("plain", "folded", "vector"))
-    convert(ConvertOptions(uneven("llama"), plain, outtype="f16"))
-    convert(ConvertOptions(uneven("llama"), folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(uneven("llama"), plain, outtype="f16"))
+    convert(ConvertOptions.of(uneven("llama"), folded, outtype="f16", fold_norms=True))
     writer = gguf.GGUFWriter(vector, "controlvector")
     writer.add_string("controlvector.model_hint", "llama")
     writer.add_uint32("controlvector.layer_count", 1)
@@ -126,8 +126,8 @@ def test_control_vectors_act_alike(uneven: Callable[[str], Path], tmp_path: Path
 def test_a_draft_may_be_folded_or_not(tmp_path: Path) -> None:
     """Target and draft exchange tokens alone: the text is the target's, and nearly every guess is taken."""
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions(llama.MODEL, plain, outtype="f16"))
-    convert(ConvertOptions(llama.MODEL, folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(llama.MODEL, plain, outtype="f16"))
+    convert(ConvertOptions.of(llama.MODEL, folded, outtype="f16", fold_norms=True))
     prompt = {"prompt": "The old house stood at the end of the lane, and", "n_predict": 40, "temperature": 0}
     with llama_server.running("-m", plain) as server:
         alone = server.post("/completion", prompt)

@@ -16,21 +16,23 @@ import torch
 import transformers
 
 from checkpoints import FAMILIES, NOVEL, SIZES, save_model
-from gguf_itq3s.calibration import backward
 from gguf_itq3s.calibration.activations import activations
-from gguf_itq3s.calibration.backward import OutputFisher, sampled
 from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.options import CalibrationOptions
+from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.streams import Batches, Streams, row_order, split
-from gguf_itq3s.calibration.text import BUNDLED, read_text, windows
+from gguf_itq3s.calibration.text import read_text, windows
 from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.checkpoint.row_order import row_order
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert import sequential
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
+from gguf_itq3s.layerwise import backward, run
+from gguf_itq3s.layerwise.backward import OutputFisher, sampled
+from gguf_itq3s.layerwise.matrices import Matrix
+from gguf_itq3s.layerwise.run import Sequential
+from gguf_itq3s.layerwise.streams import Batches, Streams, split
 from gguf_itq3s.rounding import hessian, target
 from selection import some
 
@@ -38,13 +40,13 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "demo-llama"
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
 
 
-def calibration(model: Path, out: Path, **changes: Any) -> CalibrationOptions:
-    return CalibrationOptions(model, [NOVEL], out, **{**SMALL, **changes})
+def calibration(model: Path, **changes: Any) -> CalibrationOptions:
+    return CalibrationOptions(model, [NOVEL], **{**SMALL, **changes})
 
 
 def asked(model: Path, out: Path, **changes: Any) -> ConvertOptions:
     """A conversion that quantizes layer by layer, on ten windows of 64 tokens."""
-    return ConvertOptions(model, out, calibrate=(NOVEL,), **{"effort": "fast", **SMALL, **changes})
+    return ConvertOptions.of(model, out, calibrate=(NOVEL,), **{"effort": "fast", **SMALL, **changes})
 
 
 def matrices(path: Path) -> dict[str, bytes]:
@@ -87,7 +89,7 @@ def streams_of_layer_0(
     folder: Path, place: Path, scales: Callable[[Any], np.ndarray | None] = lambda _: None
 ) -> tuple[Streams, LayeredModel, np.ndarray]:
     """Both streams with the same inputs, layer 0."""
-    options = calibration(folder, place)
+    options = calibration(folder)
     model = LayeredModel(options, open_checkpoint(folder))
     ids = windows(options, model.context)
     batches = split(len(ids), 4)
@@ -244,13 +246,13 @@ def test_where_nothing_changes_the_result_is_that_of_a_calibration(
 ) -> None:
     """With x' = x, nothing held out and all tokens alike, the codes are those of --calibration on the same text."""
     everything = Batches(tuple(np.arange(10)[i : i + 4] for i in range(0, 10, 4)), ())
-    monkeypatch.setattr(sequential, "split", lambda *_: everything)
+    monkeypatch.setattr(run, "split", lambda *_: everything)
     monkeypatch.setattr(Streams, "put", lambda *_: None)
     monkeypatch.setattr(Streams, "_weighted", lambda *_: False)
     more: dict[str, Any] = {"damping": 0.01, "token_embedding_type": "f16"}
     quiet(asked(uneven(name), tmp_path / "sequential.gguf", **more))
-    calibrate(calibration(uneven(name), tmp_path / "hessians"))
-    options = ConvertOptions(
+    calibrate(calibration(uneven(name)), tmp_path / "hessians")
+    options = ConvertOptions.of(
         uneven(name), tmp_path / "x.gguf", calibration=tmp_path / "hessians", effort="fast", **more
     )
     quiet(options)
@@ -287,10 +289,10 @@ def massive(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 def test_wide_matrices_and_massive_tokens_do_not_diverge(form: str | None, massive: Path, tmp_path: Path) -> None:
     """Each of 40 blocks used to make up for the whole error of the stream, and massive tokens decided all else."""
     kept: dict[str, Any] = {"pure": True, "token_embedding_type": "f16", "output_tensor_type": "f16", "threads": 2}
-    quiet(ConvertOptions(massive, tmp_path / "nearest.gguf", effort="fast", **kept))
+    quiet(ConvertOptions.of(massive, tmp_path / "nearest.gguf", effort="fast", **kept))
     messages = io.StringIO()
     convert(asked(massive, tmp_path / "x.gguf", hessian=form, **kept), messages)
-    ids = windows(calibration(massive, tmp_path, tokens=1280), 64)[1::2]
+    ids = windows(calibration(massive, tokens=1280), 64)[1::2]
     nearest, found = (output_error(tmp_path / f"{name}.gguf", massive, ids) for name in ("nearest", "x"))
     assert found < 1.5 * nearest
     (line,) = [line for line in messages.getvalue().splitlines() if "held out" in line]
@@ -301,13 +303,13 @@ def test_wide_matrices_and_massive_tokens_do_not_diverge(form: str | None, massi
 def test_what_is_lost_stops_and_leaves_no_file(
     uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = sequential.Sequential._encode
+    own = Matrix.encode
 
     def broken(self: Any, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
         data, decoded = own(self, *rest)
         return data, 30 * decoded if decoded.shape[1] == 512 else decoded  # ffn_down, the last one of a layer
 
-    monkeypatch.setattr(sequential.Sequential, "_encode", broken)
+    monkeypatch.setattr(Matrix, "encode", broken)
     out = tmp_path / "x.gguf"
     arguments = ["--calibrate", str(NOVEL), "--tokens", "640", "--context", "64", "--effort", "fast"]
     assert convert_main([str(uneven("llama")), str(out), *arguments]) == 1
@@ -330,10 +332,10 @@ def test_a_target_too_far_away_is_refused(
 def test_the_bundled_model_is_quantized_in_every_way(tmp_path: Path) -> None:
     """Statistics taken before, layer by layer, Fisher matrices; docs/calibration.md says how good each way is."""
     folder, more = MODEL, {"tokens": 16384, "context": 256}
-    ids = windows(calibration(folder, tmp_path, tokens=32768, context=256), 256)[1::8]
-    calibrate(calibration(folder, tmp_path / "hessians", **more))
+    ids = windows(calibration(folder, tokens=32768, context=256), 256)[1::8]
+    calibrate(calibration(folder, **more), tmp_path / "hessians")
     kept: dict[str, Any] = {"pure": True, "token_embedding_type": "f16", "effort": "fast", "threads": 2}
-    quiet(ConvertOptions(folder, tmp_path / "before.gguf", calibration=tmp_path / "hessians", **kept))
+    quiet(ConvertOptions.of(folder, tmp_path / "before.gguf", calibration=tmp_path / "hessians", **kept))
     quiet(asked(folder, tmp_path / "sequential.gguf", **kept, **more))
     quiet(asked(folder, tmp_path / "fisher.gguf", fisher=True, **kept, **more))
     files = [tmp_path / f"{name}.gguf" for name in ("before", "sequential", "fisher")]
@@ -365,13 +367,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     quiet(asked(folder, tmp_path / "whole.gguf", fisher=fisher))
     out = tmp_path / "broken.gguf"
     passages, backwards = [], []
-    own, own_backward = sequential.Sequential._passage, OutputFisher._backward
+    own, own_backward = Sequential._passage, OutputFisher._backward
 
-    def passage(self: Any, model: Any, number: int, *rest: Any) -> None:
+    def passage(self: Any, number: int, *rest: Any) -> Any:
         passages.append(number)
         if len(passages) == 6:
             raise KeyboardInterrupt
-        own(self, model, number, *rest)
+        return own(self, number, *rest)
 
     def backward(self: Any, model: Any, number: int, *rest: Any) -> tuple[int, int]:
         backwards.append(number)
@@ -379,7 +381,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         return own_backward(self, model, number, *rest)
 
-    monkeypatch.setattr(sequential.Sequential, "_passage", passage)
+    monkeypatch.setattr(Sequential, "_passage", passage)
     monkeypatch.setattr(OutputFisher, "_backward", backward)
     for _ in range(1 + fisher):
         with pytest.raises(KeyboardInterrupt, match="the same command continues from"):
@@ -443,7 +445,7 @@ def test_output_fisher_matrices_are_those_of_autograd(
     monkeypatch.setattr(backward, "CHUNK", 100)  # no multiple of a window
     monkeypatch.setattr(backward._Sums, "draw_to_identity", lambda _: None)
     folder = uneven("llama")
-    options = calibration(folder, tmp_path)
+    options = calibration(folder)
     model = LayeredModel(options, open_checkpoint(folder))
     ids = windows(options, model.context)
     fisher = OutputFisher(tmp_path / "fisher", full=1 << 20 if block is None else 1, block=block or 1)
@@ -477,7 +479,7 @@ def test_output_fisher_matrices_are_those_of_autograd(
 def test_output_fisher_matrices_of_experts_are_those_of_autograd(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """Of each expert over its own tokens, by all of them, drawn to the mean of all experts or to its diagonal."""
     folder = uneven("mixtral-few")
-    options = calibration(folder, tmp_path)
+    options = calibration(folder)
     model = LayeredModel(options, open_checkpoint(folder))
     ids = windows(options, model.context)
     fisher = OutputFisher(tmp_path / "fisher", full=1 << 20, block=1)

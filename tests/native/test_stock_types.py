@@ -41,7 +41,7 @@ def contents(path: Path) -> tuple[dict[str, bytes], int]:
 def test_types_are_those_of_llama_quantize(
     name: str, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path
 ) -> None:
-    convert(ConvertOptions(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype))
+    convert(ConvertOptions.of(checkpoint(name), tmp_path / "ours.gguf", outtype=outtype))
     llama.run("llama-quantize", f16(name), tmp_path / "theirs.gguf", outtype.upper(), "2")
     assert types(tmp_path / "ours.gguf") == types(tmp_path / "theirs.gguf")
 
@@ -52,8 +52,8 @@ def test_types_are_those_of_llama_quantize(
 def test_without_statistics_bytes_are_those_of_llama_quantize(
     outtype: str, pure: bool, uneven: Make, tmp_path: Path
 ) -> None:
-    convert(ConvertOptions(uneven("llama"), tmp_path / "f16.gguf", outtype="f16"))
-    convert(ConvertOptions(uneven("llama"), tmp_path / "ours.gguf", outtype=outtype, pure=pure))
+    convert(ConvertOptions.of(uneven("llama"), tmp_path / "f16.gguf", outtype="f16"))
+    convert(ConvertOptions.of(uneven("llama"), tmp_path / "ours.gguf", outtype=outtype, pure=pure))
     flags = ["--pure"] if pure else []
     llama.run("llama-quantize", *flags, tmp_path / "f16.gguf", tmp_path / "theirs.gguf", outtype.upper(), "2")
     assert contents(tmp_path / "ours.gguf") == contents(tmp_path / "theirs.gguf")
@@ -65,8 +65,8 @@ def test_statistics_change_codes_and_the_file_runs(
 ) -> None:
     model, statistics = calibrated("llama")
     plain, ours = tmp_path / "plain.gguf", tmp_path / "ours.gguf"
-    convert(ConvertOptions(model, plain, outtype=outtype))
-    convert(ConvertOptions(model, ours, outtype=outtype, calibration=statistics))
+    convert(ConvertOptions.of(model, plain, outtype=outtype))
+    convert(ConvertOptions.of(model, ours, outtype=outtype, calibration=statistics))
     before, after = contents(plain), contents(ours)
     assert after[1] == STOCK_TYPES[outtype][1] == before[1]
     assert before[0]["blk.0.attn_q.weight"] != after[0]["blk.0.attn_q.weight"]
@@ -83,7 +83,7 @@ def test_layer_by_layer_without_statistics_in_the_way(uneven: Make, tmp_path: Pa
     for native in (True, False):
         out = tmp_path / f"{native}.gguf"
         convert(
-            ConvertOptions(
+            ConvertOptions.of(
                 uneven("llama"), out, outtype="q4_k", pure=True, calibrate=(text,), tokens=2000, context=128,
                 native=native, fisher=True,
             )
@@ -92,7 +92,7 @@ def test_layer_by_layer_without_statistics_in_the_way(uneven: Make, tmp_path: Pa
     assert files[0] == files[1]
     kinds = types(out)
     assert kinds["blk.1.ffn_down.weight"] == Type.Q4_K
-    plain = convert(ConvertOptions(uneven("llama"), tmp_path / "plain.gguf", outtype="q4_k", pure=True))
+    plain = convert(ConvertOptions.of(uneven("llama"), tmp_path / "plain.gguf", outtype="q4_k", pure=True))
     assert plain.rows
     assert not np.array_equal(
         np.frombuffer(contents(tmp_path / "plain.gguf")[0]["blk.1.ffn_down.weight"], np.uint8),

@@ -8,7 +8,7 @@ from checkpoints import NOVEL
 from gguf_itq3s.calibration.options import CalibrationOptions
 
 
-def options(model: Path, out: Path, **changes: object) -> CalibrationOptions:
+def options(model: Path, **changes: object) -> CalibrationOptions:
     """Ten windows of 64 tokens, and what differs."""
     values: dict[str, object] = {"tokens": 640, "context": 64, "batch": 4, **changes}
-    return CalibrationOptions(model, [NOVEL], out, **values)  # type: ignore[arg-type]
+    return CalibrationOptions(model, [NOVEL], **values)  # type: ignore[arg-type]

@@ -42,4 +42,4 @@ def halve(folder: Path, name: str) -> None:
 
 def dry_run(folder: Path) -> str:
     """Which check a dry run made of the folder."""
-    return convert(ConvertOptions(folder, folder / "out.gguf", dry_run=True)).check
+    return convert(ConvertOptions.of(folder, folder / "out.gguf", dry_run=True)).check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from gguf_itq3s.convert import encode
+from gguf_itq3s.rounding import encode
 
 
 def weights(*shape: int) -> np.ndarray:

@@ -73,7 +73,7 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
     model, out = calibrated(name)
     manifest = read_manifest(out)
     opened = store.Calibration(out, manifest)
-    windows = text.windows(options(model, out), 256)
+    windows = text.windows(options(model), 256)
     assert windows.shape == (10, 64) and manifest.tokens == 640
     seen = inputs_of(model, windows)
     for layer in range(2):
@@ -105,7 +105,7 @@ def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Pa
     model, out = calibrated("mixtral")
     manifest = read_manifest(out)
     opened = store.Calibration(out, manifest)
-    windows = text.windows(options(model, out), 256)
+    windows = text.windows(options(model), 256)
     seen = inputs_of(model, windows)
     (x,) = seen["model.layers.0.post_attention_layernorm"]
     plain = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).reshape(-1, 256)
@@ -134,7 +134,7 @@ def test_block_form_is_the_diagonal_of_the_full_one(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     model, out = calibrated("llama")
-    calibrate(options(model, tmp_path / "block", hessian="block"))
+    calibrate(options(model, hessian="block"), tmp_path / "block")
     full = store.Calibration(out, read_manifest(out)).hessian("blk.1.ffn_down.weight")
     block = store.Calibration(tmp_path / "block", read_manifest(tmp_path / "block")).hessian("blk.1.ffn_down.weight")
     assert full is not None and block is not None and block.shape == (2, 256, 256)
@@ -159,13 +159,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     monkeypatch.setattr(LayeredModel, "step", interrupted)
     resumed = tmp_path / "resumed"
     with pytest.raises(KeyboardInterrupt, match="same command continues"):
-        calibrate(options(model, resumed))
+        calibrate(options(model), resumed)
     assert not read_manifest(resumed).complete
     with pytest.raises(UserError, match="did not finish"):
         open_calibration(resumed, sorted(model.glob("*.safetensors")))
     calls.clear()
     calls.extend([1] * 100)
-    calibrate(options(model, resumed))
+    calibrate(options(model), resumed)
     assert len(calls) == 103, "the first layer is not run again"
     names = ["ends.safetensors", "layer-0000.safetensors", "layer-0001.safetensors", "manifest.json"]
     assert sorted(path.name for path in resumed.iterdir()) == sorted(path.name for path in out.iterdir()) == names
@@ -179,11 +179,11 @@ def test_a_manifest_of_another_model_is_refused(
 ) -> None:
     _, out = calibrated("llama")
     with pytest.raises(UserError, match="another model"):
-        convert(ConvertOptions(uneven("llama-tied"), tmp_path / "x.gguf", calibration=out))
+        convert(ConvertOptions.of(uneven("llama-tied"), tmp_path / "x.gguf", calibration=out))
     with pytest.raises(UserError, match="another folder"):
-        calibrate(options(uneven("llama-tied"), out))
+        calibrate(options(uneven("llama-tied")), out)
     with pytest.raises(UserError, match="is not there"):
-        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", calibration=tmp_path))
+        convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", calibration=tmp_path))
 
 
 def test_tensors_without_statistics_are_named(
@@ -197,7 +197,7 @@ def test_tensors_without_statistics_are_named(
     manifest = json.loads((thin / "manifest.json").read_text())
     del manifest["entries"]["blk.1.attn_k.weight"]
     (thin / "manifest.json").write_text(json.dumps(manifest))
-    convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=thin, dry_run=True))
+    convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=thin, dry_run=True))
     warning = next(line for line in capsys.readouterr().err.split("warning: ") if "has nothing on" in line)
     assert "1 tensors" in warning and "blk.1.attn_k.weight" in warning
 
@@ -206,18 +206,18 @@ def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("A few words.")
     with pytest.raises(UserError, match="too short"):
-        calibrate(CalibrationOptions(uneven("llama"), [short], tmp_path / "out", tokens=640, context=64))
+        calibrate(CalibrationOptions(uneven("llama"), [short], tokens=640, context=64), tmp_path / "out")
     with pytest.raises(UserError, match="cannot be read as text"):
-        calibrate(CalibrationOptions(uneven("llama"), [tmp_path / "none.txt"], tmp_path / "out", context=64))
+        calibrate(CalibrationOptions(uneven("llama"), [tmp_path / "none.txt"], context=64), tmp_path / "out")
     with pytest.raises(UserError, match="context"):
-        calibrate(options(uneven("llama"), tmp_path / "out", context=100000))
+        calibrate(options(uneven("llama"), context=100000), tmp_path / "out")
 
 
 def test_a_norm_that_is_none_is_the_models_fault(uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     monkeypatch.setattr(norm, "forward", lambda self, x: self.weight * x)
     with pytest.raises(UserError, match=r"blk.0.attn_norm.weight: is not an RMSNorm with the gain") as caught:
-        calibrate(options(uneven("llama"), tmp_path / "out"))
+        calibrate(options(uneven("llama")), tmp_path / "out")
     assert caught.value.tensor == "blk.0.attn_norm.weight" and "llama-imatrix" in caught.value.remedy
 
 
@@ -253,7 +253,7 @@ def test_counts_that_are_not_positive_are_refused(
     assert done.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
     if value != "half":
         with pytest.raises(UserError, match=f"{option} {value}; give more than 0"):
-            options(tmp_path, tmp_path / "out", **{option.removeprefix("--"): int(value)})
+            options(tmp_path, **{option.removeprefix("--"): int(value)})
     assert not (tmp_path / "out").exists()
 
 
@@ -288,7 +288,7 @@ def test_a_manifest_without_statistics_is_refused(
     change, expected = BAD_MANIFESTS[name]
     bad = copied(out, tmp_path / "bad", change)
     with pytest.raises(UserError, match=re.escape(expected)):
-        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, dry_run=True))
+        convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=bad, dry_run=True))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
@@ -303,7 +303,7 @@ def test_statistics_that_cannot_be_are_refused(
     save_file(values, bad / entry.file)
     # Enough damping would hide a square below 0.
     with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight: has statistics that are not finite, or squares"):
-        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, effort="fast", damping=1000.0))
+        convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=bad, effort="fast", damping=1000.0))
     assert not (tmp_path / "x.gguf").exists()
 
 
@@ -318,7 +318,7 @@ def test_statistics_that_say_nothing_are_refused(
     values[entry.key] = value * np.eye(len(values[entry.key]), dtype=np.float32)
     save_file(values, bad / entry.file)
     with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight: has statistics that tell no column from another"):
-        convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=bad, effort="fast"))
+        convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=bad, effort="fast"))
     assert not (tmp_path / "x.gguf").exists()
 
 
@@ -328,7 +328,7 @@ def test_activations_that_say_nothing_are_refused(
     statistics = Collector.statistics
     monkeypatch.setattr(Collector, "statistics", lambda self: {k: 0 * v for k, v in statistics(self).items()})
     with pytest.raises(UserError, match="inputs of layer 0 that tell no column from another"):
-        calibrate(options(uneven("llama"), tmp_path / "out"))
+        calibrate(options(uneven("llama")), tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -344,7 +344,7 @@ def test_activations_that_are_not_finite_are_refused(
 
     monkeypatch.setattr(Collector, "statistics", spoiled)
     with pytest.raises(UserError, match="inputs of layer 0 that are NaN or infinite"):
-        calibrate(options(uneven("llama"), tmp_path / "out"))
+        calibrate(options(uneven("llama")), tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -355,7 +355,7 @@ def test_a_calibration_without_matrices_is_refused(
     monkeypatch.setattr(Collector, "entries", lambda _: {})
     for _ in range(2):  # the folder that is left behind is no success either
         with pytest.raises(UserError, match="has no matrix with statistics"):
-            calibrate(options(uneven("llama"), tmp_path / "out"))
+            calibrate(options(uneven("llama")), tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
     model, out = calibrated("llama")
 
     def says(**changes: Any) -> object:
-        convert(ConvertOptions(model, tmp_path / "x.gguf", effort="fast", **changes))
+        convert(ConvertOptions.of(model, tmp_path / "x.gguf", effort="fast", **changes))
         return metadata(tmp_path / "x.gguf")["itq3s.calibrated"]
 
     def keep(*names: str) -> Callable[[dict[str, Any]], object]:
@@ -381,7 +381,7 @@ def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
 
 @pytest.mark.slow
 def test_what_a_run_killed_at_its_end_left_is_taken_away(uneven: Make, tmp_path: Path) -> None:
-    calibrate(options(uneven("llama"), tmp_path / "out"))
+    calibrate(options(uneven("llama")), tmp_path / "out")
     (tmp_path / "out" / "activations-0002.f32").touch()
-    calibrate(options(uneven("llama"), tmp_path / "out"))
+    calibrate(options(uneven("llama")), tmp_path / "out")
     assert not list((tmp_path / "out").glob("activations-*"))

@@ -34,10 +34,10 @@ from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert.encode import Encoder, Piece
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.rounding.encode import Encoder, Piece
 from selection import some
 
 Make = Callable[[str], Path]
@@ -50,7 +50,7 @@ OWN_KEYS = {
 @pytest.mark.parametrize("name", some(ARCHITECTURES, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
 def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
-    convert(ConvertOptions(checkpoint(name), out, outtype="f16"))
+    convert(ConvertOptions.of(checkpoint(name), out, outtype="f16"))
     assert out.read_bytes() == f16(name).read_bytes()
 
 
@@ -59,7 +59,7 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
     """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
     out = tmp_path / "out.gguf"
     effort = "default" if name == "llama" else "fast"  # what differs between architectures does not depend on it
-    convert(ConvertOptions(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
+    convert(ConvertOptions.of(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
     made, stored = tensors(out), tensors(f16(name))
     assert list(made) == list(stored)
     coded = 0
@@ -89,7 +89,7 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("outtype", ["tq1_0", "tq2_0"])
 def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", outtype=outtype, pure=True))
+    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf", outtype=outtype, pure=True))
     stored, qtype = tensors(f16("llama")), Type[outtype.upper()]
     made = tensors(tmp_path / "out.gguf")
     matrices = 0
@@ -105,8 +105,8 @@ def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, t
 
 @pytest.mark.slow
 def test_ternary_codec_and_effort_reach_the_file(checkpoint: Make, tmp_path: Path) -> None:
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "ternary.gguf", native=False, codec="ternary"))
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "fast.gguf", native=False, effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "ternary.gguf", native=False, codec="ternary"))
+    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "fast.gguf", native=False, effort="fast"))
     stored = {name: t.data for name, t in tensors(tmp_path / "ternary.gguf").items() if t.tensor_type == ITQ3_S}
     assert len(stored) == 15
     for name, blocks in stored.items():
@@ -120,7 +120,7 @@ def test_without_the_library_other_types_become_q8_0(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
-    convert(ConvertOptions(checkpoint("llama-odd"), tmp_path / "out.gguf", effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama-odd"), tmp_path / "out.gguf", effort="fast"))
     made = types(tmp_path / "out.gguf")
     assert made["output.weight"] == made["blk.0.ffn_down.weight"] == Type.Q8_0
     assert made["blk.0.attn_q.weight"] == ITQ3_S
@@ -135,11 +135,11 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
     name: str, checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.gguf"
-    planned = convert(ConvertOptions(checkpoint(name), out, dry_run=True, effort="fast"))
+    planned = convert(ConvertOptions.of(checkpoint(name), out, dry_run=True, effort="fast"))
     assert main(["convert", str(checkpoint(name)), str(out), "--dry-run", "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    made = convert(ConvertOptions(checkpoint(name), out, effort="fast"))
+    made = convert(ConvertOptions.of(checkpoint(name), out, effort="fast"))
     assert len(made.rows) > 10
     assert [(row.name, row.type, row.bytes) for row in planned.rows] == [
         (row.name, row.type, row.bytes) for row in made.rows
@@ -153,7 +153,7 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
 
 @pytest.mark.slow
 def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", effort="fast", native=False)).rows
+    rows = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf", effort="fast", native=False)).rows
     assert main(["convert", str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--effort", "fast"]) == 0
     text = capsys.readouterr().out
     coded = [row for row in rows if row.type == "ITQ3_S"]
@@ -170,7 +170,7 @@ def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    rows = convert(ConvertOptions(checkpoint("llama"), tmp_path / "out.gguf", native=False)).rows
+    rows = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf", native=False)).rows
     stored, coded = tensors(f16("llama")), 0
     for row, tensor in zip(rows, gguf.GGUFReader(tmp_path / "out.gguf").tensors, strict=True):
         weights = stored[tensor.name].data.astype(np.float32)
@@ -194,7 +194,7 @@ def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, to
     contents = []
     for number, folder in enumerate((checkpoint("llama"), sharded, pickled)):
         out = tmp_path / f"{number}.gguf"
-        convert(ConvertOptions(folder, out, effort="fast"))
+        convert(ConvertOptions.of(folder, out, effort="fast"))
         contents.append({name: (t.tensor_type, t.data.tobytes()) for name, t in tensors(out).items()})
     assert contents[0] == contents[1] == contents[2]
 
@@ -390,7 +390,7 @@ def hear_ctrl_c() -> None:
 def finish(model: Path, out: Path) -> str:
     """The same conversion to its end; what it says on the way."""
     messages = io.StringIO()
-    convert(ConvertOptions(model, out, native=False, threads=1), messages)
+    convert(ConvertOptions.of(model, out, native=False, threads=1), messages)
     return messages.getvalue()
 
 
@@ -403,7 +403,7 @@ def continued(message: str) -> tuple[int, int] | None:
 @pytest.fixture(scope="module")
 def uninterrupted(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("whole") / "out.gguf"
-    convert(ConvertOptions(checkpoint("llama"), out, native=False))
+    convert(ConvertOptions.of(checkpoint("llama"), out, native=False))
     return out.read_bytes()
 
 
@@ -489,11 +489,11 @@ def test_a_continued_conversion_keeps_what_is_there(
 ) -> None:
     """The finished tensors are neither encoded again nor written again, and their bytes stay."""
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
-    convert(ConvertOptions(checkpoint("llama"), whole, effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), whole, effort="fast"))
     made = gguf.GGUFReader(whole).tensors
     sizes = interrupt_after(5, monkeypatch)
     with pytest.raises(KeyboardInterrupt, match="interrupted after 5 of 21 tensors; the same command continues"):
-        convert(ConvertOptions(checkpoint("llama"), out, effort="fast"))
+        convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
     journal, partial = tmp_path / "out.gguf.partial.journal", tmp_path / "out.gguf.partial"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [line.get("name") for line in lines] == [None, *(tensor.name for tensor in made[:5])]
@@ -505,7 +505,7 @@ def test_a_continued_conversion_keeps_what_is_there(
     lines[2]["crc32"] = zlib.crc32(data[start:stop])
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
-    convert(ConvertOptions(checkpoint("llama"), out, effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
     assert continued(capsys.readouterr().err) == (5, 21)
     assert sizes[6:] == [tensor.n_elements for tensor in made[5:]]
     expected = bytearray(whole.read_bytes())
@@ -519,14 +519,14 @@ def test_a_torn_journal_costs_only_the_torn_line(
 ) -> None:
     """The machine went down in the middle of a line: the tensors before it are kept."""
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
-    convert(ConvertOptions(checkpoint("llama"), whole, effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), whole, effort="fast"))
     interrupt_after(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        convert(ConvertOptions(checkpoint("llama"), out, effort="fast"))
+        convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
     with (tmp_path / "out.gguf.partial.journal").open("a") as journal:
         journal.write('{"name": "torn')
     capsys.readouterr()
-    convert(ConvertOptions(checkpoint("llama"), out, effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
     assert continued(capsys.readouterr().err) == (3, 21)
     assert out.read_bytes() == whole.read_bytes()
 
@@ -558,7 +558,7 @@ def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypat
     """Ternary matrices are told apart by their first rows; nothing else of a tensor is read before the conversion."""
     monkeypatch.setattr(reader, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
     for name in ("llama", "mixtral"):
-        options = ConvertOptions(checkpoint(name), Path("unused.gguf"), dry_run=True)
+        options = ConvertOptions.of(checkpoint(name), Path("unused.gguf"), dry_run=True)
         assert convert(options, io.StringIO()).rows
 
 

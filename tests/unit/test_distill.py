@@ -193,7 +193,7 @@ def test_a_run_writes_a_folder_that_converts_to_the_trained_codes(uneven: Make, 
     assert gain.dtype == torch.float32 and 0 < float(moved.abs().max()) < 0.05, "trained a little"
 
     file = tmp_path / "out.gguf"
-    convert(ConvertOptions(out, file, effort="fast"), io.StringIO())
+    convert(ConvertOptions.of(out, file, effort="fast"), io.StringIO())
     written = tensors_of(file)["blk.1.ffn_down.weight"]
     decoded = gguf.quants.dequantize(written.data, written.tensor_type)
     difference = np.square(decoded - found[name].float().numpy()).sum() / np.square(decoded).sum()
@@ -226,7 +226,7 @@ def test_rescaling_changes_nothing_but_the_numbers(name: str, uneven: Make, tmp_
     model, start = uneven(name), tmp_path / "start.gguf"
     checkpoint = open_checkpoint(model)
     for how in ({"fold_norms": True}, {"equalize": True, "context": 64, "tokens": 512}):
-        convert(ConvertOptions(model, start, effort="fast", **how), io.StringIO())  # type: ignore[arg-type]
+        convert(ConvertOptions.of(model, start, effort="fast", **how), io.StringIO())  # type: ignore[arg-type]
         with monkeypatch.context() as patch:
             patch.setattr(Student, "_codes", lambda *_: {})
             made = Run(options(model, tmp_path / "out", start=start), checkpoint, tmp_path, io.StringIO())
@@ -284,7 +284,7 @@ def test_a_start_from_a_file_begins_with_its_codes(how: dict[str, Any], uneven: 
     A rescaled file makes a student that is rescaled alike, and writes a checkpoint that predicts the same.
     """
     model, start = uneven("llama"), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, effort="default", **how), io.StringIO())
+    convert(ConvertOptions.of(model, start, effort="default", **how), io.StringIO())
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     latent = {name: matrix.latent.detach().clone() for name, matrix in made.student.matrices.items()}
     made.student.encode(made.encode)
@@ -309,7 +309,7 @@ def test_ternary_codes_are_recognised_by_the_converter(uneven: Make, tmp_path: P
     found = ternary.recognise(matrix)
     assert found is not None and found.granularity == "block"
     file = tmp_path / "out.gguf"
-    convert(ConvertOptions(out, file), io.StringIO())
+    convert(ConvertOptions.of(out, file), io.StringIO())
     assert {t.tensor_type.name for n, t in tensors_of(file).items() if "ffn" in n and "norm" not in n} == {"TQ2_0"}
 
 
@@ -329,7 +329,7 @@ def test_folding_norms_that_experts_read(
 ) -> None:
     """And routers, and shared experts with a gate."""
     model, start = uneven(name), tmp_path / "start.gguf"
-    convert(ConvertOptions(model, start, effort="fast", fold_norms=True), io.StringIO())
+    convert(ConvertOptions.of(model, start, effort="fast", fold_norms=True), io.StringIO())
     monkeypatch.setattr(Student, "_codes", lambda *_: {})
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     shared = 3 if name == "qwen2-moe" else 0
@@ -357,7 +357,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
     assert done.matrices == made.student.count == 32 and done.before > 0 and done.after > 0
     found, before = load_file(out / "model.safetensors"), load_file(model / "model.safetensors")
     assert {key: tensor.shape for key, tensor in found.items()} == {key: tensor.shape for key, tensor in before.items()}
-    convert(ConvertOptions(out, tmp_path / "out.gguf", pure=True, effort="fast"), io.StringIO())
+    convert(ConvertOptions.of(out, tmp_path / "out.gguf", pure=True, effort="fast"), io.StringIO())
     written = tensors_of(tmp_path / "out.gguf")
     key = {
         "mixtral-few": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
@@ -374,7 +374,7 @@ def test_experts_are_trained_as_other_matrices(name: str, uneven: Make, tmp_path
 def test_experts_start_from_a_file(uneven: Make, tmp_path: Path) -> None:
     model, start = uneven("mixtral-few"), tmp_path / "start.gguf"
     convert(
-        ConvertOptions(model, start, pure=True, effort="fast", equalize=True, context=64, tokens=512), io.StringIO()
+        ConvertOptions.of(model, start, pure=True, effort="fast", equalize=True, context=64, tokens=512), io.StringIO()
     )
     made = Run(options(model, tmp_path / "out", start=start), open_checkpoint(model), tmp_path, io.StringIO())
     stack = made.student.matrices["blk.0.ffn_gate_up_exps.weight"]
@@ -447,7 +447,7 @@ def test_a_file_of_another_model_is_no_start(checkpoint: Make, uneven: Make, tmp
     ):
         start = tmp_path / f"{name}.gguf"
         model = checkpoint("llama") if name == "other" else uneven("llama")
-        convert(ConvertOptions(model, start, **{"effort": "fast", **changes}), io.StringIO())  # type: ignore[arg-type]
+        convert(ConvertOptions.of(model, start, **{"effort": "fast", **changes}), io.StringIO())  # type: ignore[arg-type]
         with pytest.raises(UserError, match=said):
             run(uneven("llama"), tmp_path / "out", start=start)
 

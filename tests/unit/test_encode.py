@@ -13,7 +13,7 @@ from encoding import encoded, error_of, weights
 from gguf_itq3s.checkpoint import reader
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.convert import encode
+from gguf_itq3s.rounding import encode
 
 
 @pytest.mark.slow

@@ -268,7 +268,9 @@ def test_columns_of_query_heads_share_the_factors_of_their_value() -> None:
 def equalized(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path]) -> Path:
     """An equalized F16 file."""
     out = tmp_path_factory.mktemp("equalized") / "m.gguf"
-    convert(ConvertOptions(model_of("qwen2"), out, outtype="f16", equalize=True, context=64, tokens=512), io.StringIO())
+    convert(
+        ConvertOptions.of(model_of("qwen2"), out, outtype="f16", equalize=True, context=64, tokens=512), io.StringIO()
+    )
     return out
 
 
@@ -281,7 +283,7 @@ def test_a_file_says_what_its_tensors_are_multiplied_by(
 ) -> None:
     found = of(equalized)
     assert isinstance(found, Equalization) and len(found.channels) == 8
-    convert(ConvertOptions(model_of("qwen2"), tmp_path / "plain.gguf", outtype="f32"), io.StringIO())
+    convert(ConvertOptions.of(model_of("qwen2"), tmp_path / "plain.gguf", outtype="f32"), io.StringIO())
     before, after = arrays(tmp_path / "plain.gguf"), arrays(equalized)
     touched = 0
     for name, weights in before.items():
@@ -355,7 +357,7 @@ def test_verify_compares_with_the_rescaled_checkpoint(
     assert all(row["error"] < 1e-6 for row in results.values())
     assert results["blk.0.ffn_down.weight"]["note"] == results["blk.1.attn_v.bias"]["note"] == "rescaled"
     assert results["output.weight"]["note"] == ""
-    convert(ConvertOptions(model_of("qwen2"), tmp_path / "plain.gguf", outtype="f16"), io.StringIO())
+    convert(ConvertOptions.of(model_of("qwen2"), tmp_path / "plain.gguf", outtype="f16"), io.StringIO())
     assert all(row["error"] < 1e-6 for row in verify.compare(equalized, tmp_path / "plain.gguf"))
     assert all(row["error"] == 0 and not row["note"] for row in verify.compare(equalized, equalized))
     with pytest.raises(UserError, match=r"m\.gguf: is rescaled otherwise than plain\.gguf"):
@@ -431,7 +433,7 @@ def test_on_where_statistics_are_given(
     }  # fmt: skip
     sources, nearest = WAYS[way]
     out = tmp_path / "m.gguf"
-    convert(ConvertOptions(model, out, effort="fast", pure=True, **how[way]), io.StringIO())
+    convert(ConvertOptions.of(model, out, effort="fast", pure=True, **how[way]), io.StringIO())
     assert (rescaling.ID in metadata(out)) == bool(sources)
     assert bool(metadata(out).get(rescaling.NORMS_FOLDED)) == (way == "imatrix and folded")
     if not sources:
@@ -451,7 +453,7 @@ def test_with_feedback_columns_are_even(calibrated: Callable[[str], tuple[Path, 
     """As far as eighths of an exponent go, within blocks of 256 columns, over all that read them."""
     model, folder = calibrated("llama")
     checkpoint = open_checkpoint(model)
-    convert(ConvertOptions(model, tmp_path / "x.gguf", calibration=folder, effort="fast"), io.StringIO())
+    convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=folder, effort="fast"), io.StringIO())
     found = of(tmp_path / "x.gguf")
     weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in checkpoint.tensors}
     for readers in (["attn_q", "attn_k", "attn_v"], ["ffn_down"]):
@@ -468,7 +470,7 @@ def test_options_that_contradict_equalization(checkpoint: Callable[[str], Path],
         ({"fold_norms": True}, "give --fold-norms or --equalize"), ({"outtype": "tq2_0"}, "leave --equalize out"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
-            convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", equalize=True, **how))  # type: ignore[arg-type]
+            convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", equalize=True, **how))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -477,7 +479,7 @@ def test_a_dry_run_gives_the_size_of_the_file(model_of: Callable[[str], Path], t
     for dry in (True, False):
         how: dict[str, Any] = {"effort": "fast", "context": 64, "tokens": 512, "dry_run": dry}
         made[dry] = convert(
-            ConvertOptions(model_of("qwen2"), tmp_path / "x.gguf", equalize=True, **how), io.StringIO()
+            ConvertOptions.of(model_of("qwen2"), tmp_path / "x.gguf", equalize=True, **how), io.StringIO()
         ).size
     assert made[True] == made[False] == (tmp_path / "x.gguf").stat().st_size
 

@@ -49,8 +49,8 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     model = uneven("llama")
-    convert(ConvertOptions(model, tmp_path / "f16.gguf", outtype="f16"))
-    convert(ConvertOptions(model, tmp_path / "folded.gguf", outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(model, tmp_path / "f16.gguf", outtype="f16"))
+    convert(ConvertOptions.of(model, tmp_path / "folded.gguf", outtype="f16", fold_norms=True))
     plain = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "f16.gguf").tensors}
     folded = {t.name: np.array(t.data).astype(np.float32) for t in gguf.GGUFReader(tmp_path / "folded.gguf").tensors}
     gain = plain["blk.0.attn_norm.weight"].astype(np.float64)
@@ -58,7 +58,9 @@ def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path
     matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": (normalised * gain**2)[None]})
     for statistics in (None, matrix):
         convert(
-            ConvertOptions(model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics, fold_norms=True)
+            ConvertOptions.of(
+                model, tmp_path / "out.gguf", pure=True, effort="fast", imatrix=statistics, fold_norms=True
+            )
         )
         data = next(t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.0.attn_q.weight").data
         error = fwht(blocks.dequantize(np.array(data)) - folded["blk.0.attn_q.weight"])
@@ -72,13 +74,13 @@ def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path
     matrix = write(tmp_path / "i.gguf", {"a.weight": np.arange(256.0)[None]})
     out = tmp_path / "x.gguf"
     with pytest.raises(UserError, match="not both"):
-        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
+        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
     with pytest.raises(UserError, match="trellis code"):
-        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, codec="ternary"))
+        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, codec="ternary"))
     with pytest.raises(UserError, match="damping"):
-        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, damping=0.0))
+        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, damping=0.0))
     with pytest.raises(UserError, match="lookahead"):
-        convert(ConvertOptions(uneven("llama"), out, imatrix=matrix, lookahead=99))
+        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, lookahead=99))
 
 
 def test_an_importance_matrix_without_the_models_matrices_is_refused(
@@ -86,7 +88,7 @@ def test_an_importance_matrix_without_the_models_matrices_is_refused(
 ) -> None:
     other = write(tmp_path / "other.gguf", {"a.weight": np.arange(256.0)[None]})
     with pytest.raises(UserError, match=r"other\.gguf: has nothing on the matrices of this model"):
-        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=other))
+        convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", imatrix=other))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_the_header_says_what_share_was_rounded_with_statistics(
     uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": np.arange(1.0, 257)[None]})
-    convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast", pure=True))
+    convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast", pure=True))
     facts = metadata(tmp_path / "x.gguf")
     coded = [t for t in gguf.GGUFReader(tmp_path / "x.gguf").tensors if t.tensor_type.name == "ITQ3_S"]
     share = 256 * 256 / sum(int(t.n_elements) for t in coded)
@@ -230,7 +232,7 @@ def test_entries_are_left_out_by_name(uneven: Callable[[str], Path], tmp_path: P
         given = {name: options[name] for name in names}
         both: dict[str, Any] = {**given, **({"imatrix": path} if len(names) == 2 else {})}
         with pytest.raises(UserError, match="give one of them, beside --imatrix"):
-            convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", **both))
+            convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", **both))
 
 
 @pytest.mark.slow
@@ -242,7 +244,7 @@ def test_what_is_noted_of_an_importance_matrix(uneven: Callable[[str], Path], tm
     path = legacy(folder / "i.dat", {"blk.0.attn_q.weight": (10, row), "blk.0.ffn_up.weight": (1, row)})
     for include, count in (((), 2), (("ffn",), 1)):
         out = tmp_path / "x.gguf"
-        convert(ConvertOptions(uneven("llama"), out, imatrix=path, effort="fast", include_weights=include))
+        convert(ConvertOptions.of(uneven("llama"), out, imatrix=path, effort="fast", include_weights=include))
         fields = gguf.GGUFReader(out).fields
         found = {key: (field.types[0].name, field.contents()) for key, field in fields.items() if "imatrix" in key}
         assert found == {

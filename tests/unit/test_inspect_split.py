@@ -24,9 +24,9 @@ Make = Callable[[str], Path]
 def made(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a whole file and the same in four parts, the first without tensors."""
     folder = tmp_path_factory.mktemp("split")
-    convert(ConvertOptions(checkpoint("llama"), folder / "whole.gguf", effort="fast"))
+    convert(ConvertOptions.of(checkpoint("llama"), folder / "whole.gguf", effort="fast"))
     split: dict[str, Any] = {"split_max_tensors": 7, "no_tensor_first_split": True}
-    convert(ConvertOptions(checkpoint("llama"), folder / "x.gguf", effort="fast", **split))
+    convert(ConvertOptions.of(checkpoint("llama"), folder / "x.gguf", effort="fast", **split))
     assert len(list(folder.iterdir())) == 5
     return folder
 

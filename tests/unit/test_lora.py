@@ -72,7 +72,7 @@ def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
     convert_lora(LoraOptions(adapter, plain, base, fold_norms=False))
     done = convert_lora(LoraOptions(adapter, folded, base, fold_norms=True))
-    convert(ConvertOptions(base, tmp_path / "model.gguf", outtype="f16"))
+    convert(ConvertOptions.of(base, tmp_path / "model.gguf", outtype="f16"))
     weights = arrays(tmp_path / "model.gguf")
     norms = plan_norms(str(metadata(folded)["general.architecture"]), weights)
     before, after = arrays(plain), arrays(folded)
@@ -112,7 +112,7 @@ def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_pa
 
 
 def convert_f16(base: Path, tmp_path: Path) -> dict[str, np.ndarray]:
-    convert(ConvertOptions(base, tmp_path / "base-f16.gguf", outtype="f16"))
+    convert(ConvertOptions.of(base, tmp_path / "base-f16.gguf", outtype="f16"))
     return arrays(tmp_path / "base-f16.gguf")
 
 

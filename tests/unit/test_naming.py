@@ -84,14 +84,18 @@ HOSTILE = ["../../etc/x", "/abs/olute", "a\\b", "..", ".hidden", "{ftype}{0.__cl
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_model_cards_words_stay_in_the_folder(text: str, tmp_path: Path) -> None:
-    options = ConvertOptions(tmp_path)
+    options = ConvertOptions.of(tmp_path)
     for key in ("name", "basename", "finetune", "version", "size_label"):
         described = gguf.Metadata(**{"name": "model", key: text})
-        for changed in (options, ConvertOptions(tmp_path, vocab_only=True), ConvertOptions(tmp_path, mmproj=True)):
+        for changed in (
+            options,
+            ConvertOptions.of(tmp_path, vocab_only=True),
+            ConvertOptions.of(tmp_path, mmproj=True),
+        ):
             path = output_path(changed, described, LlamaFileType.MOSTLY_Q8_0)
             assert path.parent == tmp_path and path.suffix == ".gguf" and len(path.name) < 230
             assert path.name == path.name.strip("./\\") and path.name.isprintable()
-    path = output_path(ConvertOptions(tmp_path, repository=f"{text}/x"), gguf.Metadata(), LlamaFileType.MOSTLY_Q8_0)
+    path = output_path(ConvertOptions.of(tmp_path, repository=f"{text}/x"), gguf.Metadata(), LlamaFileType.MOSTLY_Q8_0)
     assert path.parent == Path() and path.name.endswith("-q8_0.gguf")
 
 
@@ -104,8 +108,8 @@ def test_a_hostile_card_in_a_conversion(llama_copy: Path) -> None:
 def test_parts_of_a_model_have_their_prefix() -> None:
     described = gguf.Metadata(name="Model", basename="Model", size_label="1B")
     for name in ("mmproj", "mtp"):
-        options = ConvertOptions(Path(), **{name: True})  # type: ignore[arg-type]
-        assert default_name(options, described, "F16") == f"{name}-Model-F16.gguf"
+        options = ConvertOptions.of(Path(), **{name: True})  # type: ignore[arg-type]
+        assert default_name(options.request, described, "F16") == f"{name}-Model-F16.gguf"
 
 
 def test_a_model_of_the_hub_is_written_here(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,4 +186,4 @@ def test_a_part_that_is_an_input(checkpoint: Make, llama_copy: Path) -> None:
     """The name of a part is looked at, not only the one that was given."""
     (llama_copy / "x-00001-of-00006.gguf").write_text(json.dumps({}))
     with pytest.raises(UserError, match=r"x-00001-of-00006\.gguf: cannot be written: it is a file of the input"):
-        convert(ConvertOptions(llama_copy, llama_copy / "x.gguf", outtype="f16", split_max_tensors=4))
+        convert(ConvertOptions.of(llama_copy, llama_copy / "x.gguf", outtype="f16", split_max_tensors=4))

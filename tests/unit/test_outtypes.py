@@ -43,7 +43,7 @@ def test_bytes_are_upstreams(
     """Of weights in bfloat16 and in float16."""
     model = uneven("llama") if name == "uneven" else checkpoint(name)
     theirs = upstream_files.write(model, tmp_path / "theirs.gguf", FTYPES[outtype])
-    convert(ConvertOptions(model, tmp_path / "ours.gguf", outtype=outtype, native=native, threads=2))
+    convert(ConvertOptions.of(model, tmp_path / "ours.gguf", outtype=outtype, native=native, threads=2))
     assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
 
 
@@ -51,14 +51,14 @@ def test_q8_0_leaves_rows_that_are_no_whole_blocks_in_f16(tokenizer: Path, tmp_p
     config = transformers.LlamaConfig(**{**SIZES, "intermediate_size": 304})
     folder = save_model(transformers.LlamaForCausalLM(config).float(), tmp_path / "model", tokenizer)
     theirs = upstream_files.write(folder, tmp_path / "theirs.gguf", FTYPES["q8_0"])
-    convert(ConvertOptions(folder, tmp_path / "ours.gguf", outtype="q8_0"))
+    convert(ConvertOptions.of(folder, tmp_path / "ours.gguf", outtype="q8_0"))
     assert types(theirs)["blk.0.ffn_down.weight"] == Type.F16
     assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
 
 
 def test_auto_takes_the_type_of_the_first_matrix(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
     for model, kind in ((checkpoint("llama"), "bf16"), (uneven("llama"), "f16")):
-        (part,) = convert(ConvertOptions(model, tmp_path / "{ftype}.gguf", outtype="auto")).parts
+        (part,) = convert(ConvertOptions.of(model, tmp_path / "{ftype}.gguf", outtype="auto")).parts
         assert part.path == tmp_path / f"{kind}.gguf" and part.path.exists()
 
 
@@ -70,8 +70,8 @@ def test_vocab_only(checkpoint: Make, llama_copy: Path, tmp_path: Path) -> None:
     (llama_copy / "model.safetensors").unlink()  # not needed
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="a vocabulary has no tensors"):
-        convert(ConvertOptions(llama_copy, vocab_only=True, outtype="itq3_s"))
-    (part,) = convert(ConvertOptions(checkpoint("llama"), folder=tmp_path / "out", vocab_only=True)).parts
+        convert(ConvertOptions.of(llama_copy, vocab_only=True, outtype="itq3_s"))
+    (part,) = convert(ConvertOptions.of(checkpoint("llama"), folder=tmp_path / "out", vocab_only=True)).parts
     assert part.path.name.endswith("-vocab.gguf")
     assert part.path.read_bytes() == theirs.read_bytes()
     assert convert_main([str(llama_copy), str(tmp_path / "none.gguf"), "--vocab-only"]) == 0
@@ -148,7 +148,7 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Pat
 @pytest.mark.parametrize("outtype", FTYPES)
 def test_projector(outtype: str, multimodal: Path, tmp_path: Path) -> None:
     theirs = upstream_files.write(multimodal, tmp_path / "theirs.gguf", FTYPES[outtype], mmproj=True)
-    convert(ConvertOptions(multimodal, tmp_path / "ours.gguf", mmproj=True, outtype=outtype))
+    convert(ConvertOptions.of(multimodal, tmp_path / "ours.gguf", mmproj=True, outtype=outtype))
     assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
     assert metadata(theirs)["general.architecture"] == "clip" and len(tensors(theirs)) > 20
 
@@ -285,6 +285,6 @@ def test_writer_of_gguf_py_is_left_as_it_was(checkpoint: Make, tmp_path: Path) -
     """The classes' flags are theirs again once a file is read."""
     conversion = upstream.load_conversion()
     with pytest.raises(UserError):
-        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", mtp=True, outtype="f16"))
+        convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", mtp=True, outtype="f16"))
     assert not conversion.ModelBase.mtp_only and not conversion.ModelBase.no_mtp
     assert gguf.quants.quantize.__module__ == "gguf.quants"

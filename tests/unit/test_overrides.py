@@ -103,7 +103,7 @@ def test_a_file_of_patterns_is_checked(checkpoint: Make, tmp_path: Path, capfd: 
 def test_plain_files_have_no_patterns(outtype: str, checkpoint: Make, tmp_path: Path) -> None:
     for changes in ({"tensor_types": (("attn_q", "q8_0"),)}, {"leave_output_tensor": True}):
         with pytest.raises(UserError, match="is for quantized files, and"):
-            convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype=outtype, **changes))  # type: ignore[arg-type]
+            convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", outtype=outtype, **changes))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------- metadata, layers
@@ -122,7 +122,7 @@ def test_overridden_metadata(checkpoint: Make, tmp_path: Path) -> None:
         True,
     )
     with pytest.raises(UserError, match="correct --override-kv"):
-        convert(ConvertOptions(checkpoint("llama"), out, override_kv=("x",)))
+        convert(ConvertOptions.of(checkpoint("llama"), out, override_kv=("x",)))
 
 
 def test_the_policy_follows_overridden_metadata(checkpoint: Make) -> None:
@@ -141,8 +141,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 
 def test_pruned_layers(deep: Path, tmp_path: Path) -> None:
-    convert(ConvertOptions(deep, tmp_path / "whole.gguf", outtype="f16"))
-    convert(ConvertOptions(deep, tmp_path / "pruned.gguf", outtype="f16", prune_layers=(0, 2)))
+    convert(ConvertOptions.of(deep, tmp_path / "whole.gguf", outtype="f16"))
+    convert(ConvertOptions.of(deep, tmp_path / "pruned.gguf", outtype="f16", prune_layers=(0, 2)))
     whole, pruned = tensors(tmp_path / "whole.gguf"), tensors(tmp_path / "pruned.gguf")
     assert metadata(tmp_path / "pruned.gguf")["llama.block_count"] == 2
     assert len(pruned) == len(whole) - 18
@@ -171,7 +171,7 @@ def test_lists_of_a_value_for_each_layer_are_pruned() -> None:
 def test_layers_that_are_not_there(checkpoint: Make, tmp_path: Path) -> None:
     for layers, expected in (((2,), "has no layer 2 to prune; give layers of 0 to 1"), ((0, 1), "no layer left")):
         with pytest.raises(UserError, match=expected):
-            convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", prune_layers=layers))
+            convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", prune_layers=layers))
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_statistics_follow_their_layers(calibrated: Callable[[str], tuple[Path, 
     """A pruned, folded and calibrated file has the blocks of the layer that is left."""
     model, statistics = calibrated("llama")
     options = {"calibration": statistics, "effort": "fast", "pure": True, "fold_norms": True}
-    convert(ConvertOptions(model, tmp_path / "whole.gguf", **options))  # type: ignore[arg-type]
-    convert(ConvertOptions(model, tmp_path / "pruned.gguf", prune_layers=(0,), **options))  # type: ignore[arg-type]
+    convert(ConvertOptions.of(model, tmp_path / "whole.gguf", **options))  # type: ignore[arg-type]
+    convert(ConvertOptions.of(model, tmp_path / "pruned.gguf", prune_layers=(0,), **options))  # type: ignore[arg-type]
     whole, pruned = tensors(tmp_path / "whole.gguf"), tensors(tmp_path / "pruned.gguf")
     left = [name for name in pruned if name.startswith("blk.0.")]
     assert len(left) == 9
@@ -244,7 +244,7 @@ def test_metadata_that_cannot_be_read(content: str | None, expected: str, checkp
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError) as caught:
-        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", metadata=file))
+        convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", metadata=file))
     assert str(caught.value).startswith(f"{file}: ") and expected in str(caught.value)
     assert not (tmp_path / "x.gguf").exists()
 
@@ -253,5 +253,5 @@ def test_metadata_that_cannot_be_read(content: str | None, expected: str, checkp
 def test_a_model_card_that_gguf_cannot_hold(llama_copy: Path, tmp_path: Path) -> None:
     (llama_copy / "README.md").write_text("---\nlicense: {a: 1}\n---\n")
     with pytest.raises(UserError, match="gives metadata that no GGUF file can hold"):
-        convert(ConvertOptions(llama_copy, tmp_path / "x.gguf"))
+        convert(ConvertOptions.of(llama_copy, tmp_path / "x.gguf"))
     assert not list(tmp_path.glob("x.gguf*"))

@@ -122,7 +122,7 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
     assert scaled(uneven("llama")) == 0
     assert scaled(uneven("llama"), trained_folded=False) == 10
     plain = tmp_path / "plain.gguf"
-    convert(ConvertOptions(uneven("llama"), plain, outtype="f16"), io.StringIO())
+    convert(ConvertOptions.of(uneven("llama"), plain, outtype="f16"), io.StringIO())
     with pytest.raises(
         UserError, match=r"was trained beside a model that is not plain\.gguf; give as --model the file"
     ):

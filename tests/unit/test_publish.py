@@ -30,7 +30,7 @@ def hub() -> Iterator[FakeHub]:
 @pytest.fixture(scope="module")
 def file(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("file") / "m-ITQ3_S.gguf"
-    convert(ConvertOptions(checkpoint("llama"), out, effort="fast", fold_norms=True))
+    convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast", fold_norms=True))
     return out
 
 
@@ -83,7 +83,7 @@ def test_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_figures_are_those_of_the_very_tensors(folder: Path, checkpoint: Callable[[str], Path]) -> None:
-    convert(ConvertOptions(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast", fold_norms=True))
+    convert(ConvertOptions.of(checkpoint("llama"), folder / "other.gguf", pure=True, effort="fast", fold_norms=True))
     assert main(["publish", str(folder)]) == 0
     rows = [line for line in (folder / "README.md").read_text().splitlines() if ".gguf " in line and "|" in line]
     measured = {row.split("|")[1].strip(): "0.12500" in row for row in rows}
@@ -91,7 +91,7 @@ def test_figures_are_those_of_the_very_tensors(folder: Path, checkpoint: Callabl
 
 
 def test_a_type_of_llama_cpps_needs_no_patch(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "m.gguf", outtype="f16"))
+    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "m.gguf", outtype="f16"))
     assert main(["publish", str(tmp_path)]) == 0
     card = (tmp_path / "README.md").read_text()
     assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "How much is lost" not in card

@@ -190,7 +190,7 @@ def study(
     monkeypatch.setattr(rcp, "GRID", (1.0, 0.7))
     model = uneven("llama")
     settings = Settings(steps=3, batch=4, length=64, tokens=2048, chunks=2, lr=1e-3, clip_lr=5e-3)
-    options = CalibrationOptions(model, [NOVEL], tmp_path, tokens=settings.tokens, context=settings.length)
+    options = CalibrationOptions(model, [NOVEL], tokens=settings.tokens, context=settings.length)
     return Reference(model, NOVEL.read_text(), 2, 64), torch.from_numpy(windows(options, 256)), settings
 
 

@@ -20,8 +20,8 @@ from gguf_itq3s.errors import UserError
 
 def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions(uneven("mixtral"), plain, outtype="f16"))
-    convert(ConvertOptions(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
+    convert(ConvertOptions.of(uneven("mixtral"), plain, outtype="f16"))
+    convert(ConvertOptions.of(uneven("mixtral"), folded, outtype="f16", fold_norms=True))
     before, after = arrays(plain), arrays(folded)
     plan = plan_norms("llama", before)
     assert set(plan.readers) == {f"blk.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attn", "ffn")}
@@ -70,7 +70,7 @@ def test_what_is_not_proven_is_left_alone() -> None:
 
 def test_ternary_types_refuse_folding(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="would not stay ternary with its channels rescaled; leave --fold-norms out"):
-        convert(ConvertOptions(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
+        convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", outtype="tq2_0", fold_norms=True))
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_folded_files_say_so(outtype: str, uneven: Callable[[str], Path], tmp_pa
         if folds and outtype == "tq2_0":
             continue
         out = tmp_path / f"{folds}.gguf"
-        convert(ConvertOptions(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
+        convert(ConvertOptions.of(uneven("llama"), out, outtype=outtype, fold_norms=folds, effort="fast"))
         assert metadata(out).get(rescaling.NORMS_FOLDED) == (folds if folds or outtype == "itq3_s" else None)
 
 
@@ -93,6 +93,6 @@ def test_what_another_plan_began_is_not_continued(
     marks = []
     for version in (1, 2):
         monkeypatch.setattr(header, "PLAN_VERSION", version)
-        options = [ConvertOptions(uneven("llama"), tmp_path, fold_norms=folds) for folds in (True, False)]
+        options = [ConvertOptions.of(uneven("llama"), tmp_path, fold_norms=folds) for folds in (True, False)]
         marks += [header.fingerprint(header.Head(b"", (b"",), (0,)), option, checkpoint) for option in options]
     assert marks[0] != marks[2] and marks[1] == marks[3]  # nothing is folded

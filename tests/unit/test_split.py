@@ -17,11 +17,11 @@ import upstream_files
 from gguf_files import metadata, tensors
 from gguf_itq3s.checkpoint import reader
 from gguf_itq3s.cli import convert_main
-from gguf_itq3s.convert.encode import Encoder
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.journal import Journal
+from gguf_itq3s.rounding.encode import Encoder
 from selection import some
 
 Make = Callable[[str], Path]
@@ -47,7 +47,7 @@ def test_parts_are_upstreams(outtype: str, split: dict[str, Any], count: int, ch
     ftype = gguf.LlamaFileType[f"MOSTLY_{outtype.upper()}"]
     renamed = {"small_first_shard" if k == "no_tensor_first_split" else k: v for k, v in split.items()}
     upstream_files.write(checkpoint("llama"), tmp_path / "theirs" / "x.gguf", ftype, **renamed)
-    done = convert(ConvertOptions(checkpoint("llama"), tmp_path / "ours" / "x.gguf", outtype=outtype, **split))
+    done = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "ours" / "x.gguf", outtype=outtype, **split))
     ours, theirs = content(tmp_path / "ours"), content(tmp_path / "theirs")
     assert list(ours) == list(theirs) and ours == theirs
     assert len(done.parts) == count or (outtype == "q8_0" and "split_max_size" in split)
@@ -59,8 +59,8 @@ def test_parts_are_upstreams(outtype: str, split: dict[str, Any], count: int, ch
 @pytest.mark.parametrize("first", [False, True])
 def test_the_parts_hold_the_whole_file(first: bool, checkpoint: Make, tmp_path: Path) -> None:
     options: dict[str, Any] = {"effort": "fast", "split_max_tensors": 5, "no_tensor_first_split": first}
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "whole.gguf", effort="fast"))
-    done = convert(ConvertOptions(checkpoint("llama"), tmp_path / "x-{ftype}.gguf", **options))
+    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "whole.gguf", effort="fast"))
+    done = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x-{ftype}.gguf", **options))
     assert [part.path.name for part in done.parts] == [
         f"x-itq3_s-{number + 1:05d}-of-{5 + first:05d}.gguf" for number in range(5 + first)
     ]
@@ -111,7 +111,7 @@ def test_more_parts_than_can_be_numbered(checkpoint: Make, tmp_path: Path, monke
 
     monkeypatch.setattr(header, "_MOST_PARTS", 20)
     with pytest.raises(UserError, match="would be written in 21 parts, more than 20; raise --split-max-size"):
-        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", split_max_tensors=1))
+        convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", split_max_tensors=1))
 
 
 # ---------------------------------------------------------------------------------------------------- interruptions
@@ -138,7 +138,7 @@ def whole(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def asked(model: Path, folder: Path) -> ConvertOptions:
-    return ConvertOptions(model, folder / "x.gguf", outtype="f16", split_max_tensors=4, no_tensor_first_split=True)
+    return ConvertOptions.of(model, folder / "x.gguf", outtype="f16", split_max_tensors=4, no_tensor_first_split=True)
 
 
 @pytest.mark.parametrize("number", some([1, 3, 4, 5, 8, 20], lambda number: number in (4, 20), pytest.mark.slow))
@@ -245,7 +245,7 @@ def test_damaged_parts_are_written_again(
 def test_a_failed_write_keeps_what_is_finished(
     code: int, split: int, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16", split_max_tensors=split)
+    options = ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16", split_max_tensors=split)
     note, count = Journal.note, iter(range(10**6))
 
     def failing(self: Journal, record: Mapping[str, Any]) -> None:
@@ -267,7 +267,9 @@ def test_a_failed_write_keeps_what_is_finished(
     done = convert(options, log)
     assert "continuing after 5 of 21 tensors" in log.getvalue()
     (tmp_path / "again").mkdir()
-    convert(ConvertOptions(checkpoint("llama"), tmp_path / "again" / "x.gguf", outtype="f16", split_max_tensors=split))
+    convert(
+        ConvertOptions.of(checkpoint("llama"), tmp_path / "again" / "x.gguf", outtype="f16", split_max_tensors=split)
+    )
     again = content(tmp_path / "again")
     assert {part.path.name: part.path.read_bytes() for part in done.parts} == again
     assert len(list(tmp_path.iterdir())) == len(again) + 1
@@ -281,14 +283,14 @@ def test_a_failed_read_is_no_failed_write(checkpoint: Make, tmp_path: Path, monk
     with pytest.raises(
         UserError, match=r"output\.weight \(lm_head\.weight\): cannot be read: Input/output error; check"
     ):
-        convert(ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16"))
+        convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16"))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_flush_keeps_what_is_finished(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ConvertOptions(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16")
+    options = ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", outtype="f16")
 
     def failing(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -121,7 +121,9 @@ def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None
             if "norm" in parameter_name and parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.4)
     folder = save_model(built, tmp_path / "model", tokenizer)
-    convert(ConvertOptions(folder, tmp_path / "model.gguf", pure=True, effort="fast", fold_norms=True), io.StringIO())
+    convert(
+        ConvertOptions.of(folder, tmp_path / "model.gguf", pure=True, effort="fast", fold_norms=True), io.StringIO()
+    )
     file = gguf.GGUFReader(tmp_path / "model.gguf")
     model = load(folder, ITQ3SConfig(**FAST))
     assert model.config.quantization_config.norms_folded
@@ -443,7 +445,7 @@ def test_a_file_computes_what_its_decoded_form_computes(name: str, converted: Ca
 def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
     """ITQ3_S and TQ2_0 beside Q6_K; saved, every layer keeps its type."""
     out = tmp_path / "mixed.gguf"
-    options = ConvertOptions(
+    options = ConvertOptions.of(
         trits, out, outtype="tq2_0", effort="fast", tensor_types=(("ffn_down", "itq3_s"), ("attn_output", "q8_0"))
     )
     convert(options, io.StringIO())
@@ -465,7 +467,7 @@ def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
 def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "split.gguf"
     convert(
-        ConvertOptions(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8),
+        ConvertOptions.of(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8),
         io.StringIO(),
     )
     first = sorted(tmp_path.glob("*.gguf"))[0]

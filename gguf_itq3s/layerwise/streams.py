@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ..errors import UserError
-from .activations import activations
-from .groups import Group, Reader
-from .inputs import Seen, Watch
-from .layers import LayeredModel
-from .moments import Moment, rotated
-from .options import CalibrationOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+from ..calibration.activations import activations
+from ..calibration.groups import Group, Reader
+from ..calibration.inputs import Seen, Watch
+from ..calibration.layers import LayeredModel
+from ..calibration.moments import Moment, rotated
+from ..calibration.options import CalibrationOptions
+from ..checkpoint import row_order
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
@@ -120,6 +116,11 @@ class Sums:
     missing: dict[str, torch.Tensor] = field(default_factory=dict)
     held: Held | None = None
 
+    @property
+    def differs(self) -> bool:
+        """Whether the two models give different inputs."""
+        return self.cross.total is not None and bool(self.cross.total.any())
+
 
 @dataclass
 class Held:
@@ -137,7 +138,6 @@ class Held:
 
     def and_also(self, other: Held) -> Held:
         """These tokens and others."""
-        import torch
 
         written = None
         if self.written is not None and other.written is not None:
@@ -242,7 +242,6 @@ class _Stream:
 
     @contextmanager
     def _shortened(self, path: str, shortcut: _Shortcut, batch: Batch) -> Iterator[None]:
-        import torch
 
         module: Any = self.layer.get_submodule(shortcut.module)
         values = torch.from_numpy(self._kept[path][batch]).to(self._model.device)
@@ -302,20 +301,27 @@ class Streams:
         for stream in self._streams:
             stream.close()
 
+    def row_order(self, reader: Reader, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
+        """Which row of a matrix each row of its GGUF tensor is, as :func:`gguf_itq3s.checkpoint.row_order.of_matrix`.
+
+        Args:
+            reader: the matrix.
+            tensor: (m, n) as GGUF has it.
+        """
+        return row_order.of_matrix(self._model.folder, reader.entry, self.weights(reader), tensor)
+
     def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
         """The weights of a matrix in the original layer, as Transformers has them: (rows, columns)."""
         return reader.rows(self._streams[0].layer).detach().float().cpu().numpy().copy()
 
     def put(self, reader: Reader, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
-        import torch
 
         with torch.no_grad():
             reader.rows(self._streams[1].layer).copy_(torch.from_numpy(weights))
 
     def sums(self, passage: Sequence[Group]) -> dict[str, Sums]:
         """The sums of every group of a passage, by its key."""
-        import torch
 
         with torch.no_grad():
             result = {group.key: self._empty(group) for group in passage}
@@ -381,7 +387,6 @@ class Streams:
 
     def _seen(self, which: int, batch: Batch, passage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
         """The inputs of a passage, and the residual stream that its matrices add to, (tokens, hidden)."""
-        import torch
 
         stream = self._streams[which]
         found: list[Seen] = []
@@ -428,7 +433,6 @@ class Streams:
             The matrices, no norm or factor between them and the stream; and path of a matrix -> the module around it,
             where its output is that of the matrix.
         """
-        import torch
 
         stream, batch = self._streams[0], self._few
         out: dict[str, Any] = {}
@@ -474,7 +478,6 @@ class Streams:
 
 def _over(x: torch.Tensor, scale: npt.NDArray[np.float32] | None) -> torch.Tensor:
     """Inputs (tokens, n) over the factors of the columns; nothing comes through a channel with factor 0."""
-    import torch
 
     if scale is None:
         return x
@@ -484,7 +487,6 @@ def _over(x: torch.Tensor, scale: npt.NDArray[np.float32] | None) -> torch.Tenso
 
 def _shortcut(module: str, whole: Any, out: torch.Tensor) -> _Shortcut | None:
     """The module as a shortcut, if it has given the output of its last matrix as it is, alone or before nothing."""
-    import torch
 
     first = whole[0] if isinstance(whole, tuple) and whole else whole
     if not isinstance(first, torch.Tensor) or first.shape != out.shape or not torch.equal(first, out):
@@ -492,36 +494,3 @@ def _shortcut(module: str, whole: Any, out: torch.Tensor) -> _Shortcut | None:
     if isinstance(whole, tuple):
         return _Shortcut(module, len(whole)) if all(other is None for other in whole[1:]) else None
     return _Shortcut(module, 0)
-
-
-def row_order(model: npt.NDArray[np.floating], tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-    """Which row of a matrix each row of a GGUF tensor is: the conversion permutes the rows of some.
-
-    Args:
-        model: (m, n) as Transformers has it.
-        tensor: (m, n) as GGUF has it.
-
-    Returns:
-        (m,), ``tensor[i] == model[order[i]]``.
-
-    Raises:
-        ValueError: the rows are not the same.
-    """
-    if model.shape != tensor.shape:
-        raise ValueError(f"it is {tensor.shape} in GGUF and {model.shape} in the model")
-    here, there = (np.ascontiguousarray(array, dtype=np.float32) + np.float32(0) for array in (model, tensor))
-    if np.array_equal(here, there):
-        return np.arange(len(here))
-    kind = np.dtype((np.void, here.shape[1] * 4))
-    of_here, of_there = (np.argsort(array.view(kind).ravel(), kind="stable") for array in (here, there))
-    if not np.array_equal(here[of_here], there[of_there]):
-        raise ValueError("its weights in GGUF are not those of the model, row by row")
-    order = np.empty(len(here), dtype=np.int64)
-    order[of_there] = of_here
-    return order
-
-
-def check_rows(model: LayeredModel, reader: Reader, problem: ValueError) -> UserError:
-    """The error for a matrix whose rows cannot be told apart."""
-    remedy = "use gguf-itq3s calibrate and --calibration"
-    return UserError(model.folder, f"cannot be quantized layer by layer: {problem}", remedy, reader.entry)

@@ -11,15 +11,14 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from ..checkpoint import policy
 from ..codec import blocks
 from ..codec.blocks import ByteArray
 from ..codec.grids import GRIDS
 from ..codec.native import NativeLibrary
 from ..codec.transform import FloatArray
-from ..codec.types import ITQ3_S
-from ..rounding import grid, ldlq
-from ..rounding.hessian import Factor
+from ..codec.types import ITQ3_S, NUMPY_TYPES
+from . import grid, ldlq
+from .hessian import Factor
 
 # Weights encoded at a time: 16 MiB of float32, enough for every thread to have work.
 _PIECE: Final = 1 << 22
@@ -32,6 +31,8 @@ _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
 
 #: Types that are rounded with the Hessian of the inputs where it is known.
 CALIBRATED_TYPES: Final = frozenset({ITQ3_S, *GRIDS})
+#: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
+KEPT_TYPES: Final = frozenset({Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0})
 
 #: The factor of the Hessian of a matrix of a tensor, by its number in the stack, or None where nothing is known.
 FactorOf = Callable[[int], "Factor | None"]
@@ -91,7 +92,7 @@ class Encoder:
     @property
     def writable(self) -> frozenset[Type] | None:
         """The types this encoder can write, None for all."""
-        return None if self.library is not None else policy.NUMPY_TYPES
+        return None if self.library is not None else NUMPY_TYPES
 
     def rows(self, weights: FloatArray, qtype: Type, factor: Factor | None = None) -> ByteArray:
         """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), with ``factor`` if there is one.
@@ -112,13 +113,30 @@ class Encoder:
             if library is not None and self.native:
                 return ldlq.quantize(weights, factor, self.search, library=library, threads=self.threads)
             return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search))
-        if library is not None and (self.native or qtype not in policy.NUMPY_TYPES):
+        if library is not None and (self.native or qtype not in NUMPY_TYPES):
             if qtype == ITQ3_S:
                 return library.quantize(weights, effort=self.effort, codec=self.codec, threads=self.threads)
             return library.quantize_type(weights, qtype, threads=self.threads)
         if qtype == ITQ3_S:
             return self._in_parts(weights, lambda w: blocks.quantize(w, effort=self.effort, codec=self.codec))
         return self._in_parts(weights, lambda w: gguf.quants.quantize(w, qtype))
+
+    def decoded(self, weights: FloatArray, qtype: Type) -> FloatArray:
+        """Weights as a file gives them back that has them in a type, float32 (rows, n).
+
+        Args:
+            weights: float32 (rows, n).
+            qtype: the type; weights in one of :data:`KEPT_TYPES` come back as they are.
+        """
+        if qtype in KEPT_TYPES:
+            return weights
+        result = np.empty_like(weights)
+        step = max(1, _PIECE // weights.shape[1])
+        for start in range(0, len(weights), step):
+            result[start : start + step] = gguf.quants.dequantize(
+                self.rows(weights[start : start + step], qtype), qtype
+            )
+        return result
 
     def _in_parts(self, weights: FloatArray, quantize: Callable[[FloatArray], ByteArray]) -> ByteArray:
         step = max(1, _NUMPY_PART // weights.shape[1])

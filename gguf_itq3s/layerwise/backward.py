@@ -11,24 +11,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
 import numpy as np
+import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from ..calibration.activations import activation_path, activations
+from ..calibration.groups import Reader
+from ..calibration.layers import LayeredModel
+from ..calibration.moments import Moment, rotated
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..journal import Journal, save_arrays
 from ..rounding.target import DAMPING, decompose
-from .activations import activation_path, activations
-from .groups import Reader
-from .layers import LayeredModel
-from .moments import Moment, rotated
+from ..torch import PackedExperts, stacked
 from .streams import Batches, split
-
-if TYPE_CHECKING:
-    import torch
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
@@ -93,7 +92,6 @@ class OutputFisher:
             OSError: the folder cannot be written.
             UserError: a gradient is not finite.
         """
-        import torch
 
         journal = Journal(self.folder / _JOURNAL, key)
         records = journal.records()
@@ -157,7 +155,6 @@ class OutputFisher:
 
     def _last(self, model: LayeredModel, shape: tuple[int, ...], batches: Sequence[np.ndarray]) -> None:
         """The gradient behind the last layer, with respect to the log-likelihood of sampled labels."""
-        import torch
 
         folder = self.folder / "gradients"
         folder.mkdir(exist_ok=True)
@@ -203,7 +200,6 @@ class OutputFisher:
         Returns:
             Of experts, how many matrices saw too few tokens, and how many there are.
         """
-        import torch
 
         folder = self.folder / "gradients"
         source = activations(self.folder, number, shape, "r")
@@ -271,7 +267,6 @@ def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 (tokens,).
     """
-    import torch
 
     # On the CPU, so that a device does not decide the labels.
     likely = torch.softmax(logits.float().cpu(), -1).cumsum(-1, dtype=torch.float64)
@@ -304,7 +299,6 @@ class _Sums:
         tokens leaves of the cost of errors on these. The traces stay. Experts are drawn to more than that
         (:meth:`shrink`).
         """
-        import torch
 
         for entry, parts in self._before.items():
             for before, total in zip(parts, self._totals[entry], strict=True):
@@ -394,8 +388,6 @@ def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _S
     Returns:
         The modules that were there, by their names.
     """
-    from ..torch import PackedExperts, stacked
-
     places: dict[str, dict[tuple[str, int], list[str]]] = {}
     for reader in readers:
         if reader.parameter != "weight" and reader.expert is not None:

@@ -1,0 +1,132 @@
+"""Options that contradict each other, and outputs that cannot be written: found before the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from ..checkpoint.files import check_output
+from ..errors import UserError
+from .metadata import check_metadata
+from .naming import is_template
+from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
+from .output import check_place
+
+_CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
+
+
+def check(options: ConvertOptions) -> None:
+    """Refuse a conversion that cannot be.
+
+    Raises:
+        UserError: options contradict each other, or the output is an input or cannot be written.
+    """
+    _check_kind(options)
+    _check_statistics(options)
+    _check_layerwise(options)
+    _check_budget(options)
+    _check_rescaling(options)
+    out = options.to.out
+    check_file(options, out if out and not is_template(out) else None)
+
+
+def check_file(options: ConvertOptions, out: Path | None) -> None:
+    """Refuse an output that is an input or cannot be written; without a name, its folder is looked at."""
+    given = options.statistics
+    if out is not None:
+        check_output(out, (options.model, given.calibration, given.imatrix, options.request.metadata))
+    if options.to.dry_run:
+        return
+    named = options.to.out.parent if options.to.out else options.to.folder
+    folder = named or (Path() if options.request.repository else options.model)
+    if out is not None or folder != options.model or folder.is_dir():  # that it is not there is said by the reader
+        check_place(out or folder / ".gguf")
+
+
+def _check_kind(options: ConvertOptions) -> None:
+    """Refuse what does not go with the kind of file."""
+    types, request = options.types, options.request
+    if (request.mmproj or request.vocab_only) and not options.plain:
+        what = "a vocabulary has no tensors" if request.vocab_only else "a projector is small, its rows seldom fit"
+        remedy = f"leave --outtype out, or take one of {', '.join(PLAIN_OUTTYPES)}"
+        raise UserError(options.model, f"cannot be written as {types.outtype}: {what}", remedy)
+    by_quantize = {"--tensor-type": types.tensor_types, "--leave-output-tensor": types.leave_output_tensor}
+    if options.plain and (given := [name for name, value in by_quantize.items() if value]):
+        what = f"{given[0]} is for quantized files, and {types.outtype} is what llama.cpp's converter writes"
+        raise UserError(options.model, what, f"leave {given[0]} out, or take --outtype itq3_s")
+    if request.fp8_as_q8 and types.outtype not in ("f16", "bf16", "auto"):
+        remedy = "take --outtype auto, f16 or bf16, or leave it out"
+        raise UserError(options.model, f"--fp8-as-q8 has no meaning for {types.outtype}", remedy)
+    if request.vocab_only and (options.to.splits or request.mmproj or request.mtp or options.prune_layers):
+        raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
+    if request.metadata:
+        check_metadata(request.metadata)
+
+
+def _check_statistics(options: ConvertOptions) -> None:
+    """Refuse statistics that are of no use."""
+    given = options.statistics
+    filters = bool(given.include_weights), bool(given.exclude_weights)
+    if all(filters) or (any(filters) and not given.imatrix):
+        what = "--include-weights and --exclude-weights are for an importance matrix"
+        raise UserError(given.imatrix or options.model, what, "give one of them, beside --imatrix")
+    if given.calibration and given.imatrix:
+        raise UserError(given.imatrix, "is given beside a calibration", "give --calibration or --imatrix, not both")
+    if given.path and not _can_calibrate(options) and not given.equalize:
+        raise UserError(given.path, f"is for {_CALIBRATED}", "leave it out, or change --outtype or --codec")
+
+
+def _check_layerwise(options: ConvertOptions) -> None:
+    """Refuse what does not go with quantizing layer by layer."""
+    layerwise, given, request = options.layerwise, options.statistics, options.request
+    if layerwise.fisher_block and not layerwise.fisher:
+        raise UserError(options.model, "--fisher-block is for --fisher", "give --fisher, or leave it out")
+    if not layerwise.calibrate:
+        if layerwise.fisher:
+            raise UserError(options.model, "--fisher is for --calibrate", "give --calibrate, or leave it out")
+        return
+    others = {
+        "--calibration": given.calibration, "--imatrix": given.imatrix, "--prune-layers": options.prune_layers,
+        "--fuse-qkv": request.fuse_qkv, "--fuse-gate-up-exps": request.fuse_gate_up_exps, "--mtp": request.mtp,
+        "--mmproj": request.mmproj, "--vocab-only": request.vocab_only,
+    }  # fmt: skip
+    if named := [name for name, value in others.items() if value]:
+        raise UserError(options.model, f"{named[0]} does not go with --calibrate", "give one of them")
+    if not _can_calibrate(options):
+        what = f"--calibrate is for {_CALIBRATED}"
+        raise UserError(options.model, what, "leave it out, or change --outtype or --codec")
+
+
+def _can_calibrate(options: ConvertOptions) -> bool:
+    """Whether the type of the file is one that is rounded with statistics."""
+    trellis = options.types.outtype == "itq3_s" and options.encoder.codec == "trellis"
+    return options.stock is not None or trellis
+
+
+def _check_budget(options: ConvertOptions) -> None:
+    """Refuse what does not go with types for a size."""
+    types = options.types
+    if not types.budgeted:
+        return
+    name = "--target-bpw" if types.target_size is None else "--target-size"
+    if types.target_bpw is not None and types.target_size is not None:
+        raise UserError(options.model, "--target-bpw and --target-size are both given", "give one of them")
+    if types.pure:
+        raise UserError(options.model, f"--pure has one type, and {name} chooses among them", "give one of them")
+    if types.outtype != "itq3_s":
+        what = f"{name} chooses the types, and --outtype {types.outtype} names one"
+        raise UserError(options.model, what, "leave --outtype out")
+    if not options.calibrated:
+        what = f"{name} needs to know the inputs of the matrices"
+        raise UserError(options.model, what, "give --calibrate, --calibration or --imatrix")
+
+
+def _check_rescaling(options: ConvertOptions) -> None:
+    """Refuse rescalings that exclude each other."""
+    rescales = {"--fold-norms": options.statistics.fold_norms, "--equalize": options.statistics.equalize}
+    if given := [name for name, value in rescales.items() if value]:
+        if len(given) > 1:
+            what = "cannot be folded and equalized: folding is another choice of the same factors"
+            raise UserError(options.model, what, "give --fold-norms or --equalize")
+        if options.types.outtype in TERNARY_TYPES:
+            raise UserError(options.model, "would not stay ternary with its channels rescaled", f"leave {given[0]} out")

@@ -1,0 +1,156 @@
+"""What a conversion knows of the inputs of the matrices, and what follows: factors of Hessians, of channels."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from ..calibration import energies, store
+from ..calibration.options import BUNDLED
+from ..checkpoint import rescaling
+from ..checkpoint.policy import Choice
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.rescaling import Rescaling
+from ..codec.types import ITQ3_S
+from ..errors import UserError, output_error
+from ..rounding import imatrix
+from ..rounding.factors import HessianFactors, Inputs, Statistics
+from . import equalize, prune
+from .options import ConvertOptions
+
+
+def given(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
+    """The statistics that the options name, None where they name none.
+
+    Args:
+        checkpoint: the model, pruned.
+        options: of the conversion.
+        names: name of a tensor -> its name when they were taken.
+
+    Raises:
+        UserError: they cannot be read, or are of another model.
+    """
+    asked = options.statistics
+    found: Statistics
+    if asked.calibration:
+        found = store.open_calibration(asked.calibration, checkpoint.files)
+    elif asked.imatrix:
+        shapes = {names.get(tensor.name, tensor.name): tensor.shape for tensor in checkpoint.tensors}
+        found = imatrix.read(asked.imatrix, shapes).filtered(asked.include_weights, asked.exclude_weights)
+    else:
+        return None
+    return _of_model(prune.RenamedStatistics(found, names) if names else found, checkpoint)
+
+
+def factors(
+    whole: Checkpoint, checkpoint: Checkpoint, rescaled: Rescaling, found: Statistics, damping: float | None
+) -> HessianFactors:
+    """The factors of Hessians.
+
+    Args:
+        whole: the model as it was when the statistics were taken.
+        checkpoint: the same with its layers pruned.
+        rescaled: of the file.
+        found: the statistics.
+        damping: as :class:`gguf_itq3s.rounding.factors.HessianFactors`.
+
+    Raises:
+        UserError: they are of another model.
+    """
+    source = _of_model(found, checkpoint)
+    return HessianFactors(source, Inputs(source, _gain_of(whole, source.path), rescaled.columns), damping)
+
+
+def _of_model(found: Statistics, checkpoint: Checkpoint) -> Statistics:
+    if not any(found.known(tensor.name) for tensor in checkpoint.tensors):
+        raise UserError(found.path, "has nothing on the matrices of this model", "take statistics of this model")
+    return found
+
+
+def rescaling_of(
+    whole: Checkpoint, checkpoint: Checkpoint, options: ConvertOptions, kept: frozenset[str],
+    names: Mapping[str, str], messages: TextIO,
+) -> Rescaling:  # fmt: skip
+    """What tensors are multiplied by; what is left alone is said.
+
+    Args:
+        whole: the checkpoint as it was read.
+        checkpoint: the same with its layers pruned.
+        options: of the conversion.
+        kept: matrices that are not rescaled.
+        names: name of a tensor -> its name in ``whole``.
+        messages: where it is said.
+    """
+    if options.statistics.fold_norms:
+        folding = rescaling.fold(checkpoint, kept)
+        if folding.norms.note:
+            print(folding.norms.note, file=messages)
+        return folding
+    if not options.equalizes:
+        return Rescaling()
+    plan = rescaling.plan_tensors(checkpoint, kept)
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+    if options.calibrated:
+        powers = equalize.DIAGONAL if options.statistics.imatrix else equalize.FULL
+        return equalize.equalize(plan, tensors, None, powers, messages)
+    if options.to.dry_run or not plan.channels:
+        return equalize.neutral(plan, equalize.NEAREST)  # as long as the one to come
+    source = _measured(whole, options, messages).renamed(names)
+    return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)
+
+
+def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> energies.MeasuredEnergies:
+    """The statistics of a short run on the bundled text."""
+    run = replace(
+        options.run, text=(BUNDLED,), tokens=min(options.run.tokens, equalize.TOKENS),
+        context=min(options.run.context or equalize.CONTEXT, equalize.CONTEXT), hessian=None,
+    )  # fmt: skip
+    try:
+        return energies.measure(run, whole, messages)
+    except OSError as error:
+        raise output_error(Path(tempfile.gettempdir()), error) from error
+
+
+def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
+    """The gain of a norm that statistics leave out, by the name that it had when they were taken."""
+    gain = rescaling.gains(whole.tensors, whole.folder)
+    norms = {tensor.name for tensor in whole.tensors}
+
+    def of(norm: str) -> np.ndarray:
+        if norm not in norms:
+            what = f"leaves out the norm {norm!r:.80}, which the model does not have"
+            raise UserError(path, what, "take statistics of this model")
+        return gain(norm)
+
+    return of
+
+
+def share(checkpoint: Checkpoint, choices: Sequence[Choice], known: Callable[[str], float]) -> float:
+    """The share of the weights in ITQ3_S that are rounded with statistics, 0 to 1.
+
+    Args:
+        checkpoint: the tensors.
+        choices: their types.
+        known: the share of a tensor's matrices that there are statistics of.
+    """
+    pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if c.type == ITQ3_S]
+    total = sum(tensor.size for tensor, _ in pairs)
+    return sum(tensor.size * known(tensor.name) for tensor, _ in pairs) / total if total else 0.0
+
+
+def warn_unknown(checkpoint: Checkpoint, choices: Sequence[Choice], found: Statistics, messages: TextIO) -> None:
+    """One warning for the tensors that there are no statistics of."""
+    # Rows of the embedding are looked up, not multiplied.
+    unknown = [
+        f"  {tensor.name}"
+        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not found.share(tensor.name)
+    ]
+    if unknown:
+        what = f"has nothing on {len(unknown)} tensors, they are rounded without"
+        print("\n".join([f"warning: {found.path} {what}:", *unknown]), file=messages)

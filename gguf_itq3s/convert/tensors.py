@@ -1,0 +1,118 @@
+"""The bytes of the tensors, one after the other, into the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from ..checkpoint.policy import Choice
+from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..codec.transform import BLOCK
+from ..codec.types import ITQ3_S
+from ..errors import UserError
+from ..report import TensorRow
+from ..rounding.encode import CALIBRATED_TYPES, Encoder, SquaredError
+from ..rounding.factors import HessianFactors
+from ..rounding.hessian import Factor
+from .output import Output
+
+if TYPE_CHECKING:
+    from ..layerwise.finished import Finished
+
+
+@dataclass(frozen=True)
+class TensorWriter:
+    """What makes the bytes of tensors.
+
+    Attributes:
+        encoder: weights to bytes.
+        factors: of Hessians of their inputs, if these are known.
+        finished: matrices that are encoded already, if some are.
+        folder: of the checkpoint, for messages.
+    """
+
+    encoder: Encoder
+    factors: HessianFactors | None
+    finished: Finished | None
+    folder: Path
+
+    def write(
+        self, output: Output, checkpoint: Checkpoint, choices: Sequence[Choice], rows: Sequence[TensorRow],
+        messages: TextIO,
+    ) -> list[TensorRow]:  # fmt: skip
+        """Write every tensor that is not there yet.
+
+        Args:
+            output: the file.
+            checkpoint: its tensors.
+            choices: their types.
+            rows: one for each.
+            messages: where progress goes.
+
+        Returns:
+            The rows with their errors.
+
+        Raises:
+            UserError: weights cannot be read or encoded, or the file cannot be written.
+        """
+        done = len(output.records)
+        if done:
+            print(f"continuing after {done} of {len(rows)} tensors", file=messages)
+        total = sum(row.weights for row in rows)
+        written = sum(row.weights for row in rows[:done])
+        progress = tqdm(
+            total=total, initial=written, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
+        )  # fmt: skip
+        with progress as bar:
+            for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
+                bar.set_postfix_str(tensor.name, refresh=False)
+                self._write(output, tensor, choice, bar)
+        return [replace(row, error=noted["error"]) for row, noted in zip(rows, output.records, strict=True)]
+
+    def _write(self, output: Output, tensor: SourceTensor, choice: Choice, bar: Any) -> None:
+        error = SquaredError()
+
+        def pieces() -> Iterator[np.ndarray]:
+            nonlocal error
+            left = tensor.size
+            for data, weights, part in self._pieces(tensor, choice):
+                yield data
+                error += part
+                bar.update(weights)
+                left -= weights
+            bar.update(left)
+
+        output.write(pieces(), lambda: {"name": tensor.name, "error": error.relative})
+
+    def _pieces(self, tensor: SourceTensor, choice: Choice) -> Iterator[tuple[np.ndarray, int, SquaredError]]:
+        """The bytes of a tensor in order, with the number of weights and their error."""
+        if self.finished is not None and self.finished.known(tensor.name):
+            for data, error in self.finished.pieces(tensor.name):
+                yield data, 0, error
+            return
+
+        def factor(number: int) -> Factor | None:
+            return self._factor(tensor, choice, number)
+
+        try:
+            for piece in self.encoder.encode(tensor.load(), tensor.size, choice.type, factor):
+                yield piece.data, piece.weights, piece.error
+        except ValueError as problem:
+            remedy = "repair the checkpoint or download it again"
+            raise UserError(self.folder, str(problem), remedy, tensor.label) from problem
+        except OSError as problem:
+            what = f"cannot be read: {problem.strerror or problem}"
+            raise UserError(self.folder, what, "check the disk of the model", tensor.label) from problem
+
+    def _factor(self, tensor: SourceTensor, choice: Choice, number: int) -> Factor | None:
+        """The factor of one matrix of a stack, None where nothing is known."""
+        if self.factors is None or choice.type not in CALIBRATED_TYPES or tensor.shape[-1] % BLOCK:
+            return None
+        if not self.factors.source.known(tensor.name):
+            return None
+        return self.factors.factor(tensor.name, tensor.shape, number, rotated=choice.type == ITQ3_S)

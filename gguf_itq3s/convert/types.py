@@ -1,0 +1,79 @@
+"""The type of every tensor of a file: the policy's choices for a checkpoint, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from gguf import GGMLQuantizationType
+
+from ..checkpoint import policy
+from ..checkpoint.policy import Choice
+from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..codec import native
+from ..errors import UserError
+from ..rounding.encode import Encoder
+from . import ternary
+from .options import TERNARY_TYPES, ConvertOptions
+from .ternary import Ternaries
+
+
+def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Whether the user has named the type of a tensor."""
+    types = options.types
+    return types.overrides.touches(
+        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=types.pure
+    )
+
+
+def find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
+    """The matrices that are, or are to be made, ternary; none in a file as upstream writes it."""
+    outtype, asked = options.types.outtype, options.ternary
+    name = outtype if outtype in TERNARY_TYPES else asked.ternary_type
+    mode = "off" if options.plain else asked.ternary
+    qtype = GGMLQuantizationType[name.upper()]
+    given = {tensor.name for tensor in checkpoint.tensors if is_given(tensor, checkpoint, options)}
+    return ternary.find(checkpoint, mode, qtype, asked.ternary_scale, messages, but=given)
+
+
+def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
+    """The type of every tensor by the mix, or as it is given.
+
+    Raises:
+        UserError: a type needs the built library, which is not there.
+    """
+    given = options.types.overrides
+    stock = None
+    if options.stock is not None:
+        shapes = [(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
+        arch = checkpoint.model.arch
+        stock = policy.stock_mix(options.stock, shapes, arch, statistics=options.calibrated, overrides=given)
+    choices = [
+        policy.choose(
+            tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
+            pure=options.types.pure, writable=encoder.writable, overrides=given, stock=stock,
+        )
+        for tensor in checkpoint.tensors
+    ]  # fmt: skip
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        if encoder.writable is not None and choice.type not in encoder.writable and tensor.stored != choice.type:
+            what = f"{choice.type.name} needs the built library"
+            raise UserError(options.model, what, f"run {native.build_command()}", tensor.label)
+    return choices
+
+
+def warn(checkpoint: Checkpoint, choices: Sequence[Choice], encoder: Encoder, messages: TextIO) -> None:
+    """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
+    odd, unwritable = [], set()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        fitted = policy.fit(choice.wanted, tensor.shape[-1])
+        if fitted != choice.wanted:
+            odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
+        if encoder.writable is not None and fitted not in encoder.writable and fitted != choice.type:
+            unwritable.add(f"{fitted.name} -> {choice.type.name}")
+    if odd:
+        what = f"rows of {len(odd)} tensors are not whole blocks, another type is used"
+        print("\n".join([f"warning: {what}:", *odd]), file=messages)
+    if unwritable:
+        changes = ", ".join(sorted(unwritable))
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)

@@ -1,0 +1,1 @@
+"""What runs a model layer by layer to quantize it: two streams, gradients, scores of types for a size."""

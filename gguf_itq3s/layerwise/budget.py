@@ -1,0 +1,286 @@
+"""Types for a size: bits go where they lower the error of the model most (``--target-bpw``, ``--target-size``).
+
+Each matrix gets a score in each type that it could have (:mod:`gguf_itq3s.layerwise.scores`), and
+:mod:`gguf_itq3s.rounding.allocation` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TextIO
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from tqdm import tqdm
+
+from .. import report
+from ..calibration import ends, store
+from ..calibration.options import FULL_COLUMNS
+from ..calibration.pipeline import calibrate
+from ..checkpoint.policy import Choice, may_quantize
+from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..codec.types import ITQ3_S
+from ..errors import UserError, output_error
+from ..journal import Journal
+from ..rounding import allocation
+from ..rounding.allocation import Candidates
+from ..rounding.encode import Encoder
+from ..rounding.factors import HessianFactors, Statistics
+from .finished import SCORES, STATISTICS
+from .run import Sequential
+from .scores import RowWeights, Score, Scores
+
+#: What a matrix can be, with the fewest bits first.
+TYPES: Final = (ITQ3_S, Type.IQ4_XS, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0)
+#: Points of the curve.
+_POINTS: Final = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The types of all tensors.
+
+    Attributes:
+        choices: of every tensor of the checkpoint.
+        lines: of every matrix: name, type, bits per weight, score ("-" where its type was not to be chosen).
+        curve: bits per weight over all weights, bytes, score; from the least to the most.
+        here: the same of the choice.
+        unit: of the scores.
+    """
+
+    choices: list[Choice]
+    lines: list[tuple[str, str, str, str]]
+    curve: list[tuple[float, int, float]]
+    here: tuple[float, int, float]
+    unit: str
+
+    def describe(self, *, curve: bool) -> str:
+        """The table, and the curve if it is wanted."""
+        bits, size, score = self.here
+        parts = [
+            report.table(["tensor", "type", "bits/weight", "score"], self.lines),
+            f"{bits:.3f} bits/weight, {report.size(size)}, score {score:.4g} ({self.unit})",
+        ]
+        if curve:
+            points = sorted([(point, "") for point in self.curve] + [(self.here, "<- chosen")])
+            rows = [
+                [f"{bits:.3f}", report.size(size), f"{score:.4g}", mark] for (bits, size, score), mark in points
+            ]  # fmt: skip
+            parts.append("\n" + report.table(["bits/weight", "size", "score", ""], rows))
+        return "\n".join(parts)
+
+
+class Budget:
+    """The bytes there are, and the tensors that they can be spent on.
+
+    Args:
+        checkpoint: tensors as they are written.
+        choices: the mix's, which stand where nothing is to be chosen.
+        encoder: which types it writes.
+        given: tensors whose type the user has named.
+        bits: per weight over all tensors; of the tensors, heads and padding apart.
+        size: bytes of the whole file, instead of ``bits``.
+        head: bytes of the file that are no tensors.
+
+    Raises:
+        UserError: the target cannot be had.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, choices: Sequence[Choice], encoder: Encoder, given: frozenset[str], *,
+        bits: float | None, size: int | None, head: int,
+    ) -> None:  # fmt: skip
+        self.checkpoint, self.encoder = checkpoint, encoder
+        self._choices, self._by_size = choices, size is not None
+        writable = [qtype for qtype in TYPES if encoder.writable is None or qtype in encoder.writable]
+        self.types: dict[str, list[Type]] = {}
+        fixed = head if self._by_size else 0
+        for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+            fits = [qtype for qtype in writable if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0] == 0]
+            if tensor.name not in given and self._chosen(tensor, choice) and len(fits) == len(writable):
+                self.types[tensor.name] = fits
+            else:
+                fixed += self._bytes(tensor, choice.type)
+        self._fixed = fixed
+        self._weights = sum(tensor.size for tensor in checkpoint.tensors)
+        self._open = [tensor for tensor in checkpoint.tensors if tensor.name in self.types]
+        sizes = [[self._bytes(tensor, qtype) for qtype in self.types[tensor.name]] for tensor in self._open]
+        least, most = (fixed + sum(of(values) for values in sizes) for of in (min, max))
+        self.total = size if size is not None else int((bits or 0.0) * self._weights / 8)
+        if not least <= self.total <= most:
+            raise UserError(checkpoint.folder, self._unreachable(bits, least, most), "give a target between them")
+
+    @property
+    def tensors(self) -> Sequence[SourceTensor]:
+        """Those whose type is to be chosen."""
+        return self._open
+
+    def plan(self, scores: Mapping[str, Score]) -> Plan:
+        """The types, by the scores of all tensors that are to be chosen."""
+        values = _comparable(scores)
+        tensors = [
+            Candidates(
+                np.array([self._bytes(tensor, qtype) for qtype in self.types[tensor.name]], dtype=np.int64),
+                np.array(values[tensor.name]),
+            )
+            for tensor in self._open
+        ]
+        taken = allocation.allocate(tensors, self.total - self._fixed)
+        types = {t.name: self.types[t.name][number] for t, number in zip(self._open, taken, strict=True)}
+        chosen = {t.name: values[t.name][number] for t, number in zip(self._open, taken, strict=True)}
+        choices = [
+            Choice(types[tensor.name], types[tensor.name]) if tensor.name in types else choice
+            for tensor, choice in zip(self.checkpoint.tensors, self._choices, strict=True)
+        ]
+        lines = [
+            (
+                tensor.name, choice.type.name, f"{8 * tensor.bytes_in(choice.type) / tensor.size:.3f}",
+                f"{chosen[tensor.name]:.3g}" if tensor.name in chosen else "-",
+            )
+            for tensor, choice in zip(self.checkpoint.tensors, choices, strict=True)
+            if len(tensor.shape) > 1
+        ]  # fmt: skip
+        least, most = (sum(of(tensor.sizes.tolist()) for tensor in tensors) for of in (min, max))
+        curve = [
+            self._point(tensors, allocation.allocate(tensors, int(budget)))
+            for budget in np.linspace(least, most, _POINTS)
+        ]
+        nats = any(score.fisher is not None for score in scores.values())
+        unit = "estimated KL divergence, nats per token" if nats else "sum of the shares of noise"
+        return Plan(choices, lines, curve, self._point(tensors, taken), unit)
+
+    def _point(self, tensors: Sequence[Candidates], choice: Sequence[int]) -> tuple[float, int, float]:
+        size = self._fixed + allocation.size(tensors, choice)
+        return 8 * size / self._weights, size, allocation.score(tensors, choice)
+
+    def _bytes(self, tensor: SourceTensor, qtype: Type) -> int:
+        size = tensor.bytes_in(qtype)
+        return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT) if self._by_size else size
+
+    def _chosen(self, tensor: SourceTensor, choice: Choice) -> bool:
+        """Whether it is a matrix of floats that the mix quantizes, and not to a type without loss."""
+        return (
+            may_quantize(tensor.name, tensor.shape, self.checkpoint.model.arch)
+            and tensor.stored in (Type.F16, Type.BF16, Type.F32)
+            and choice.type not in (tensor.stored, Type.TQ1_0, Type.TQ2_0)
+        )
+
+    def _unreachable(self, bits: float | None, least: int, most: int) -> str:
+        if not self._open:
+            return "has no matrix whose type could be chosen"
+        if self._by_size:
+            asked, low, high = f"{self.total} bytes", f"{least} bytes", f"{most} bytes"
+        else:
+            # In the digits that are shown, both can be had.
+            low = f"{math.ceil(8000 * least / self._weights) / 1000:.3f}"
+            high = f"{math.floor(8000 * most / self._weights) / 1000:.3f} bits per weight"
+            asked = f"{bits:g} bits per weight"
+        return f"cannot be written with {asked}: the least is {low}, the most {high}"
+
+
+def _comparable(scores: Mapping[str, Score]) -> dict[str, tuple[float, ...]]:
+    """Scores of all tensors in one unit: where gradients are known of some only, the others are scaled as those are."""
+    ratios = [
+        nats / share
+        for score in scores.values() if score.fisher is not None
+        for nats, share in zip(score.fisher[:1], score.relative[:1], strict=True) if share
+    ]  # fmt: skip
+    scale = float(np.median(ratios)) if ratios else 1.0
+    return {
+        name: score.fisher if score.fisher is not None else tuple(scale * share for share in score.relative)
+        for name, score in scores.items()
+    }
+
+
+def choose(budget: Budget, factors: HessianFactors, calibration: Path | None, messages: TextIO) -> Plan:
+    """Choose types by statistics that are there.
+
+    Args:
+        budget: what there is.
+        factors: of the statistics.
+        calibration: their folder, which has more of the ends of the model; None of an importance matrix.
+        messages: where progress goes.
+
+    Raises:
+        UserError: weights or statistics cannot be used.
+    """
+    found = ends.read(calibration) if calibration else None
+    scores = Scores(budget.checkpoint, factors, budget.encoder, found, None)
+    return budget.plan(dict(_scored(budget, scores, {}, lambda *_: None, messages)))
+
+
+def choose_layerwise(
+    budget: Budget, sequential: Sequential, factors_of: Callable[[Statistics], HessianFactors], work: Path,
+    fingerprint: str,
+) -> Plan:  # fmt: skip
+    """Choose types before a model is quantized layer by layer: its statistics are collected, and with ``--fisher`` the
+    gradients.
+
+    Args:
+        budget: what there is.
+        sequential: what will quantize.
+        factors_of: factors of statistics.
+        work: folder for both and for the scores.
+        fingerprint: of all that decides the scores; what another run has left there is thrown away.
+
+    Raises:
+        UserError: model, text or folder cannot be used.
+        KeyboardInterrupt: interrupted; the same run goes on where it was.
+    """
+    folder = work / STATISTICS
+    try:
+        journal = Journal(work / SCORES, fingerprint)
+        done = _resume(journal, folder)
+        # One Hessian at a time may be wide in memory; all of them together are files.
+        calibrate(replace(sequential.calibration, widest=FULL_COLUMNS), folder)
+        factors = factors_of(store.open_calibration(folder, budget.checkpoint.files))
+        gradients = sequential.collect_fisher(work)
+        rows = None if gradients is None else RowWeights(sequential.model, gradients, sequential.source)
+        scores = Scores(budget.checkpoint, factors, budget.encoder, ends.read(folder), rows)
+
+        def note(name: str, score: Score) -> None:
+            journal.note({"name": name, "relative": score.relative, "fisher": score.fisher})
+
+        return budget.plan(dict(_scored(budget, scores, done, note, sequential.messages)))
+    except OSError as error:
+        raise output_error(work, error) from error
+    except UserError:
+        if not any(work.glob("*/*")):  # nothing is lost that took time
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; the same command continues from {work}") from None
+
+
+def _scored(
+    budget: Budget,
+    scores: Scores,
+    done: Mapping[str, Score],
+    note: Callable[[str, Score], None],
+    messages: TextIO,
+) -> Iterator[tuple[str, Score]]:
+    with tqdm(budget.tensors, unit=" tensors", desc="scores", file=messages, mininterval=0.5) as bar:
+        for tensor in bar:
+            score = done.get(tensor.name)
+            if score is None:
+                score = scores.of(tensor, budget.types[tensor.name])
+                note(tensor.name, score)
+            yield tensor.name, score
+
+
+def _resume(journal: Journal, statistics: Path) -> dict[str, Score]:
+    """The scores that an interrupted run of the same kind has left."""
+    records = journal.records()
+    if records is None:
+        shutil.rmtree(statistics, ignore_errors=True)
+        journal.path.parent.mkdir(parents=True, exist_ok=True)
+    journal.begin(len(records or ()))
+    return {
+        line["name"]: Score(tuple(line["relative"]), None if line["fisher"] is None else tuple(line["fisher"]))
+        for line in records or ()
+    }
