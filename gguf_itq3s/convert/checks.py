@@ -1,16 +1,22 @@
-"""Options that contradict each other, and outputs that cannot be written: found before the work."""
+"""Options that contradict each other, outputs that cannot be written, files that nothing could load: found before the
+work."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from ..checkpoint import loadable
 from ..checkpoint.files import check_output
 from ..errors import UserError
 from .metadata import check_metadata
 from .naming import is_template
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
-from .output import check_place
+from .output import Part, check_place
+
+if TYPE_CHECKING:
+    from .header import Head
+    from .job import Job
 
 _CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
 
@@ -41,6 +47,34 @@ def check_file(options: ConvertOptions, out: Path | None) -> None:
     folder = named or (Path() if options.request.repository else options.model)
     if out is not None or folder != options.model or folder.is_dir():  # that it is not there is said by the reader
         check_place(out or folder / ".gguf")
+
+
+def check_loadable(job: Job, head: Head) -> str:
+    """Refuse a checkpoint that llama.cpp could not load once it is converted.
+
+    Args:
+        job: the conversion.
+        head: of the file.
+
+    Returns:
+        Which check was made, a sentence.
+
+    Raises:
+        UserError: it cannot.
+    """
+    request, checkpoint = job.options.request, job.checkpoint
+    if request.mmproj or request.mtp or request.vocab_only or request.target_model_dir:
+        return "not loaded: it is only a part of a model"
+    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
+    size = Part(job.out, head.whole, tuple(row.bytes for row in job.rows())).size
+    tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
+    metadata = loadable.metadata_of_writer(checkpoint.writer)
+    try:
+        return loadable.check_head(head.whole, size, shapes, metadata, tied=tied)
+    except loadable.NotLoadableError as problem:
+        label = next((tensor.label for tensor in checkpoint.tensors if tensor.name == problem.tensor), None)
+        remedy = "repair the checkpoint or download it again"
+        raise loadable.user_error(problem, checkpoint.folder, remedy, label) from problem
 
 
 def _check_kind(options: ConvertOptions) -> None:

@@ -9,7 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import gguf
 import numpy as np
@@ -23,9 +23,12 @@ from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..rounding.imatrix import ImportanceMatrix
+from . import statistics
 from .options import TERNARY_TYPES, ConvertOptions, Destination
 from .output import padded
-from .ternary import Ternaries
+
+if TYPE_CHECKING:
+    from .job import Job
 
 FORMAT_VERSION: Final = 1
 # Types that only a mix is named after.
@@ -49,29 +52,13 @@ class Head:
     counts: tuple[int, ...]
 
 
-def header(
-    checkpoint: Checkpoint,
-    choices: Sequence[Choice],
-    options: ConvertOptions,
-    rescaling: Rescaling,
-    ternaries: Ternaries,
-    calibrated: float = 0.0,
-    statistics: object = None,
-) -> Head:
-    """The heads of the files.
-
-    Args:
-        checkpoint: its writer gets the metadata.
-        choices: the type of each tensor.
-        options: what was asked for.
-        rescaling: of the tensors; :func:`describe` has given it to the writer.
-        ternaries: which matrices are ternary.
-        calibrated: the share of weights rounded with statistics.
-        statistics: of these, an importance matrix is recorded.
+def header(job: Job) -> Head:
+    """The heads of the files; the writer of the checkpoint gets the metadata.
 
     Raises:
         UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
     """
+    checkpoint, choices, options = job.checkpoint, job.choices, job.options
     writer = checkpoint.writer
     if not options.plain and not options.request.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
@@ -80,15 +67,19 @@ def header(
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.encoder.codec)
         writer.add_string("itq3s.effort", options.encoder.effort)
+        calibrated = 1.0  # of what is quantized layer by layer, corrected then
+        if not options.layerwise.calibrate:
+            known = job.statistics.share if job.statistics is not None else lambda _: 0.0
+            calibrated = statistics.share(checkpoint, choices, known)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
         writer.add_float32("itq3s.calibrated_share", calibrated)
-        if NORMS_FOLDED not in rescaling.metadata():
+        if NORMS_FOLDED not in job.rescaling.metadata():
             writer.add_bool(NORMS_FOLDED, False)
-    if ternaries.mode:
-        writer.add_string("itq3s.ternary", ternaries.mode)
-    if isinstance(statistics, ImportanceMatrix):
-        _add_importance(writer, statistics, options)
-    return render(checkpoint, choices, options)
+    if job.ternaries.mode:
+        writer.add_string("itq3s.ternary", job.ternaries.mode)
+    if isinstance(job.statistics, ImportanceMatrix):
+        _add_importance(writer, job.statistics, options)
+    return render(job)
 
 
 def describe(checkpoint: Checkpoint, rescaling: Rescaling) -> None:
@@ -110,17 +101,17 @@ def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
         entries["itq3s.calibrated_share"].value = calibrated
 
 
-def render(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> Head:
+def render(job: Job) -> Head:
     """The heads of the files, of the metadata that the checkpoint's writer has.
 
     Raises:
         UserError: as :func:`header`.
     """
-    tensors = list(zip(checkpoint.tensors, choices, strict=True))
-    whole, _ = _render(checkpoint, tensors, Destination())
-    if not options.to.splits:
+    tensors = list(zip(job.checkpoint.tensors, job.choices, strict=True))
+    whole, _ = _render(job.checkpoint, tensors, Destination())
+    if not job.options.to.splits:
         return Head(whole[0], (whole[0],), (len(tensors),))
-    parts, counts = _render(checkpoint, tensors, options.to)
+    parts, counts = _render(job.checkpoint, tensors, job.options.to)
     if len(parts) > 1:  # upstream fills up the head of a part without tensors
         parts = [part.ljust(padded(len(part)), b"\0") if not n else part for part, n in zip(parts, counts, strict=True)]
     return Head(whole[0], tuple(parts), tuple(counts))

@@ -17,9 +17,10 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import gguf
 import numpy as np
@@ -27,6 +28,10 @@ import numpy as np
 from .. import report
 from ..errors import UserError, output_error
 from ..journal import Journal
+from .naming import part_paths
+
+if TYPE_CHECKING:
+    from .header import Head
 
 _PARTIAL: Final = ".partial"
 _JOURNAL: Final = ".partial.journal"
@@ -68,6 +73,22 @@ class Part:
 def padded(size: int) -> int:
     """A size, up to the next multiple of GGUF's alignment."""
     return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def parts_of(path: Path, head: Head, sizes: Sequence[int]) -> list[Part]:
+    """The files of an output.
+
+    Args:
+        path: of the file that is not split.
+        head: the heads.
+        sizes: bytes of every tensor.
+    """
+    left = iter(sizes)
+    paths = part_paths(path, len(head.parts))
+    return [
+        Part(own, part, tuple(islice(left, count)))
+        for own, part, count in zip(paths, head.parts, head.counts, strict=True)
+    ]
 
 
 def check_place(path: Path) -> None:

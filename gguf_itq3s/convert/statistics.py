@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import equalize, prune
 from .options import ConvertOptions
+
+if TYPE_CHECKING:
+    from .job import Job
 
 
 def given(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
@@ -143,14 +146,16 @@ def share(checkpoint: Checkpoint, choices: Sequence[Choice], known: Callable[[st
     return sum(tensor.size * known(tensor.name) for tensor, _ in pairs) / total if total else 0.0
 
 
-def warn_unknown(checkpoint: Checkpoint, choices: Sequence[Choice], found: Statistics, messages: TextIO) -> None:
-    """One warning for the tensors that there are no statistics of."""
+def warn_unknown(job: Job) -> None:
+    """One warning for the tensors that there are no statistics of, where some are given."""
+    if job.statistics is None:
+        return
     # Rows of the embedding are looked up, not multiplied.
     unknown = [
         f"  {tensor.name}"
-        for tensor, choice in zip(checkpoint.tensors, choices, strict=True)
-        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not found.share(tensor.name)
+        for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True)
+        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not job.statistics.share(tensor.name)
     ]
     if unknown:
         what = f"has nothing on {len(unknown)} tensors, they are rounded without"
-        print("\n".join([f"warning: {found.path} {what}:", *unknown]), file=messages)
+        print("\n".join([f"warning: {job.statistics.path} {what}:", *unknown]), file=job.messages)

@@ -3,56 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reader import SourceTensor
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..report import TensorRow
-from ..rounding.encode import CALIBRATED_TYPES, Encoder, SquaredError
-from ..rounding.factors import HessianFactors
+from ..rounding.encode import CALIBRATED_TYPES, SquaredError
 from ..rounding.hessian import Factor
+from .job import Job
 from .output import Output
 
 if TYPE_CHECKING:
     from ..layerwise.finished import Finished
 
 
-@dataclass(frozen=True)
 class TensorWriter:
     """What makes the bytes of tensors.
 
-    Attributes:
-        encoder: weights to bytes.
-        factors: of Hessians of their inputs, if these are known.
+    Args:
+        job: the conversion.
         finished: matrices that are encoded already, if some are.
-        folder: of the checkpoint, for messages.
     """
 
-    encoder: Encoder
-    factors: HessianFactors | None
-    finished: Finished | None
-    folder: Path
+    def __init__(self, job: Job, finished: Finished | None) -> None:
+        self._job, self._finished = job, finished
 
-    def write(
-        self, output: Output, checkpoint: Checkpoint, choices: Sequence[Choice], rows: Sequence[TensorRow],
-        messages: TextIO,
-    ) -> list[TensorRow]:  # fmt: skip
+    def write(self, output: Output, rows: Sequence[TensorRow]) -> list[TensorRow]:
         """Write every tensor that is not there yet.
 
         Args:
             output: the file.
-            checkpoint: its tensors.
-            choices: their types.
-            rows: one for each.
-            messages: where progress goes.
+            rows: one for each tensor.
 
         Returns:
             The rows with their errors.
@@ -60,6 +48,7 @@ class TensorWriter:
         Raises:
             UserError: weights cannot be read or encoded, or the file cannot be written.
         """
+        job, messages = self._job, self._job.messages
         done = len(output.records)
         if done:
             print(f"continuing after {done} of {len(rows)} tensors", file=messages)
@@ -69,7 +58,7 @@ class TensorWriter:
             total=total, initial=written, unit=" weights", unit_scale=True, mininterval=0.5, file=messages,
         )  # fmt: skip
         with progress as bar:
-            for tensor, choice in list(zip(checkpoint.tensors, choices, strict=True))[done:]:
+            for tensor, choice in list(zip(job.checkpoint.tensors, job.choices, strict=True))[done:]:
                 bar.set_postfix_str(tensor.name, refresh=False)
                 self._write(output, tensor, choice, bar)
         return [replace(row, error=noted["error"]) for row, noted in zip(rows, output.records, strict=True)]
@@ -91,8 +80,8 @@ class TensorWriter:
 
     def _pieces(self, tensor: SourceTensor, choice: Choice) -> Iterator[tuple[np.ndarray, int, SquaredError]]:
         """The bytes of a tensor in order, with the number of weights and their error."""
-        if self.finished is not None and self.finished.known(tensor.name):
-            for data, error in self.finished.pieces(tensor.name):
+        if self._finished is not None and self._finished.known(tensor.name):
+            for data, error in self._finished.pieces(tensor.name):
                 yield data, 0, error
             return
 
@@ -100,19 +89,20 @@ class TensorWriter:
             return self._factor(tensor, choice, number)
 
         try:
-            for piece in self.encoder.encode(tensor.load(), tensor.size, choice.type, factor):
+            for piece in self._job.encoder.encode(tensor.load(), tensor.size, choice.type, factor):
                 yield piece.data, piece.weights, piece.error
         except ValueError as problem:
             remedy = "repair the checkpoint or download it again"
-            raise UserError(self.folder, str(problem), remedy, tensor.label) from problem
+            raise UserError(self._job.checkpoint.folder, str(problem), remedy, tensor.label) from problem
         except OSError as problem:
             what = f"cannot be read: {problem.strerror or problem}"
-            raise UserError(self.folder, what, "check the disk of the model", tensor.label) from problem
+            raise UserError(self._job.checkpoint.folder, what, "check the disk of the model", tensor.label) from problem
 
     def _factor(self, tensor: SourceTensor, choice: Choice, number: int) -> Factor | None:
         """The factor of one matrix of a stack, None where nothing is known."""
-        if self.factors is None or choice.type not in CALIBRATED_TYPES or tensor.shape[-1] % BLOCK:
+        factors = self._job.factors
+        if factors is None or choice.type not in CALIBRATED_TYPES or tensor.shape[-1] % BLOCK:
             return None
-        if not self.factors.source.known(tensor.name):
+        if not factors.source.known(tensor.name):
             return None
-        return self.factors.factor(tensor.name, tensor.shape, number, rotated=choice.type == ITQ3_S)
+        return factors.factor(tensor.name, tensor.shape, number, rotated=choice.type == ITQ3_S)

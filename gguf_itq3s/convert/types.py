@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gguf import GGMLQuantizationType
 
@@ -16,6 +15,9 @@ from ..rounding.encode import Encoder
 from . import ternary
 from .options import TERNARY_TYPES, ConvertOptions
 from .ternary import Ternaries
+
+if TYPE_CHECKING:
+    from .job import Job
 
 
 def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
@@ -62,18 +64,19 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) ->
     return choices
 
 
-def warn(checkpoint: Checkpoint, choices: Sequence[Choice], encoder: Encoder, messages: TextIO) -> None:
+def warn(job: Job) -> None:
     """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
     odd, unwritable = [], set()
-    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+    writable = job.encoder.writable
+    for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
         fitted = policy.fit(choice.wanted, tensor.shape[-1])
         if fitted != choice.wanted:
             odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
-        if encoder.writable is not None and fitted not in encoder.writable and fitted != choice.type:
+        if writable is not None and fitted not in writable and fitted != choice.type:
             unwritable.add(f"{fitted.name} -> {choice.type.name}")
     if odd:
         what = f"rows of {len(odd)} tensors are not whole blocks, another type is used"
-        print("\n".join([f"warning: {what}:", *odd]), file=messages)
+        print("\n".join([f"warning: {what}:", *odd]), file=job.messages)
     if unwritable:
         changes = ", ".join(sorted(unwritable))
-        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=messages)
+        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=job.messages)

@@ -47,7 +47,7 @@ def test_the_page_names_every_file() -> None:
 
 
 def test_what_imports_torch_at_its_head() -> None:
-    """The rooms torch and transformers, and the files of distill that compute: what the page says."""
+    """The rooms torch, transformers and layerwise, and the files of distill that compute: what the page says."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         names = []
@@ -58,7 +58,7 @@ def test_what_imports_torch_at_its_head() -> None:
                 names.append(node.module or "")
         if any(name.partition(".")[0] in ("torch", "transformers") for name in names):
             found.add(path.parent.name)
-    assert found == {"torch", "transformers", "distill"}
+    assert found == {"torch", "transformers", "distill", "layerwise"}
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_result_depends_on_every_source_that_the_converter_runs(monkeypatch, t
     before = runner._package_digest()
     (copy / "evaluate" / "plots.py").write_text("# other\n")
     assert runner._package_digest() == before
-    for room in ("codec", "rounding", "checkpoint", "calibration", "convert", "inspect"):
+    for room in ("codec", "rounding", "checkpoint", "calibration", "layerwise", "convert", "inspect"):
         (copy / room / "new.py").write_text("# new\n")
         after = runner._package_digest()
         assert after != before, room

@@ -1,0 +1,94 @@
+"""One conversion: what is known of the file before the work on its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..report import TensorRow
+from ..rounding.factors import HessianFactors, Statistics
+from . import overrides, prune, statistics, types
+from .encoder import encoder_of
+from .header import describe, file_type
+from .naming import output_path
+from .options import ConvertOptions
+
+if TYPE_CHECKING:
+    from ..layerwise.budget import Plan
+
+
+class Job:
+    """A checkpoint on its way to a file; each step asks it for what those before have found.
+
+    Args:
+        options: what and how.
+        messages: where warnings and progress go.
+
+    Attributes:
+        encoder: weights to bytes.
+        whole: the checkpoint as it was read.
+        plain: the same without the layers that are pruned; nothing is rescaled or ternarized.
+        ternaries: its matrices that get a ternary type.
+        rescaling: what the tensors are multiplied by.
+        checkpoint: the tensors as they are written, and the metadata.
+        choices: their types; by the mix until they are chosen for a size.
+        plan: how they were chosen for a size, if that is asked for.
+        statistics: those that are given, None without.
+        factors: of the Hessians by these.
+
+    Raises:
+        UserError: the checkpoint or the statistics cannot be used.
+    """
+
+    def __init__(self, options: ConvertOptions, messages: TextIO) -> None:
+        self.options, self.messages = options, messages
+        self.encoder = encoder_of(options, messages)
+        read = open_checkpoint(
+            options.model, model_name=options.model_name, verbose=options.verbose,
+            trust_remote_code=options.run.trust_remote_code, request=options.request,
+        )  # fmt: skip
+        self.whole = overrides.apply(read, options.override_kv)
+        self.plain, names = prune.prune(self.whole, options.prune_layers)
+        self.ternaries = types.find_ternaries(self.plain, options, messages)
+        floats = replace(self.plain, tensors=self.ternaries.load(self.plain.tensors))
+        self.choices = self.ternaries.choose(floats.tensors, types.choose(floats, options, self.encoder))
+        self.plan: Plan | None = None
+        self.statistics = statistics.given(floats, options, names)
+        # Of types for a size, not named after one that is not known yet.
+        self._first = self._named(floats)
+        kept = self.ternaries.kept
+        self.rescaling = statistics.rescaling_of(self.whole, floats, options, kept, names, messages)
+        self.checkpoint = replace(floats, tensors=self.rescaling.apply(floats.tensors, floats.folder))
+        self.factors = None if self.statistics is None else self.factors_of(self.statistics)
+        describe(self.checkpoint, self.rescaling)
+
+    @property
+    def out(self) -> Path:
+        """The file; of a split one, what its parts are named after."""
+        return self._named(self.checkpoint)
+
+    @property
+    def work(self) -> Path:
+        """The folder in which the file is calibrated."""
+        out = self._first if self.options.types.budgeted else self.out
+        return out.with_name(f"{out.name}.calibrating")
+
+    def _named(self, checkpoint: Checkpoint) -> Path:
+        return output_path(self.options, checkpoint.described, file_type(checkpoint, self.choices, self.options))
+
+    def factors_of(self, found: Statistics) -> HessianFactors:
+        """Factors of Hessians by some statistics.
+
+        Raises:
+            UserError: they are of another model.
+        """
+        return statistics.factors(self.whole, self.checkpoint, self.rescaling, found, self.options.encoder.damping)
+
+    def rows(self) -> list[TensorRow]:
+        """One for every tensor of the file, without errors."""
+        return [
+            TensorRow(tensor.name, choice.type.name, tensor.size, tensor.bytes_in(choice.type))
+            for tensor, choice in zip(self.checkpoint.tensors, self.choices, strict=True)
+        ]

@@ -1,0 +1,90 @@
+"""The steps of a conversion that run the model layer by layer: types for a size, and ``--calibrate``."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Final
+
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFWriter
+
+from ..calibration.options import FULL_COLUMNS_AT_ONCE
+from ..checkpoint.channels import ARCHITECTURES
+from ..errors import UserError
+from ..layerwise import budget
+from ..layerwise.finished import Finished
+from ..layerwise.matrices import Source
+from ..layerwise.needs import FisherBlocks
+from ..layerwise.run import Sequential
+from . import header, statistics, types
+from .header import Head
+from .job import Job
+
+#: Room for the metadata that are not in the head yet when types are chosen, in each part of the file.
+_MORE_METADATA: Final = 1024
+
+
+def check_architecture(job: Job) -> None:
+    """Refuse a model that cannot be run layer by layer.
+
+    Raises:
+        UserError: it is of another architecture.
+    """
+    if (arch := job.checkpoint.model.arch) not in ARCHITECTURES:
+        what = f"its architecture, {arch}, cannot be calibrated"
+        raise UserError(job.options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+
+
+def choose_for_size(job: Job) -> None:
+    """Give a conversion the types that a size asks for.
+
+    Raises:
+        UserError: the size cannot be had, or model, text or statistics cannot be used.
+    """
+    asked, tensors = job.options.types, job.checkpoint.tensors
+    kept = job.work.exists()
+    head = header.render(job)
+    sizes = (GGUFWriter.ggml_pad(len(part) + _MORE_METADATA, GGUF_DEFAULT_ALIGNMENT) for part in head.parts)
+    given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
+    there = budget.Budget(
+        job.checkpoint, job.choices, job.encoder, given,
+        bits=asked.target_bpw, size=asked.target_size, head=sum(sizes),
+    )  # fmt: skip
+    if job.factors is not None:
+        job.plan = budget.choose(there, job.factors, job.options.statistics.calibration, job.messages)
+    else:
+        any_size = replace(job.options, types=replace(asked, target_bpw=None, target_size=None))
+        key = header.fingerprint(head, any_size, job.checkpoint)
+        job.plan = budget.choose_layerwise(there, _sequential(job), job.factors_of, job.work, key)
+    job.choices = job.plan.choices
+    if job.options.to.dry_run and not kept:
+        shutil.rmtree(job.work, ignore_errors=True)
+
+
+def quantize(job: Job, head: Head) -> Finished:
+    """Quantize the matrices layer by layer; the metadata get the share of weights that this reached.
+
+    Args:
+        job: the conversion.
+        head: the file's, before that.
+
+    Raises:
+        UserError: model, text or folder cannot be used, or the model was lost.
+    """
+    finished = _sequential(job).run(job.work, header.fingerprint(head, job.options, job.checkpoint))
+    header.set_share(job.checkpoint, statistics.share(job.checkpoint, job.choices, finished.share))
+    return finished
+
+
+def _sequential(job: Job) -> Sequential:
+    """What quantizes layer by layer, in the types that are chosen."""
+    check_architecture(job)
+    asked = job.options.layerwise
+    tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
+    chosen = {name: choice.type for name, choice in zip(tensors, job.choices, strict=True)}
+    source = Source(job.plain, tensors, chosen, job.rescaling, job.encoder)
+    blocks = FisherBlocks(asked.fisher_block, asked.fisher_block) if asked.fisher_block else FisherBlocks()
+    return Sequential(
+        replace(job.options.run, widest=FULL_COLUMNS_AT_ONCE), source, job.options.encoder.damping,
+        blocks if asked.fisher else None, job.messages,
+    )  # fmt: skip
