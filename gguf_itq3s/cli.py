@@ -14,7 +14,7 @@ from .convert import command as convert
 from .distill import command as distill
 from .errors import report_errors
 from .evaluate import command as evaluate
-from .inspect import contents, plan, ternary, verify
+from .inspect import contents, find_ternary, plan, verify
 from .metadata import command as metadata
 from .publish import command as publish
 
@@ -28,7 +28,7 @@ SUBCOMMANDS = (
     verify,
     evaluate,
     plan,
-    ternary,
+    find_ternary,
     adapters,
     metadata,
     build,

@@ -30,7 +30,7 @@ from ..checkpoint import rescaling, trust
 from ..checkpoint.files import check_output
 from ..checkpoint.reader import check_counts, open_checkpoint, read_json
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
-from ..convert import ternary
+from ..convert import ternaries
 from ..errors import UserError, output_error
 from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
 from ..programs import as_program
@@ -155,7 +155,7 @@ def _rescaling(
     if not options.fold_norms:
         return Rescaling(), {}
     base = open_checkpoint(options.base, verbose=options.verbose, trust_remote_code=options.trust_remote_code)
-    kept = ternary.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).kept
+    kept = ternaries.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).kept
     folding = rescaling.fold(base, kept)
     if folding.norms.note:
         print(folding.norms.note, file=messages)

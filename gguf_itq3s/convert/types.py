@@ -12,9 +12,9 @@ from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..codec import native
 from ..errors import UserError
 from ..rounding.encode import Encoder
-from . import ternary
+from . import ternaries
 from .options import TERNARY_TYPES, ConvertOptions
-from .ternary import Ternaries
+from .ternaries import Ternaries
 
 if TYPE_CHECKING:
     from .job import Job
@@ -35,7 +35,7 @@ def find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: Te
     mode = "off" if options.plain else asked.ternary
     qtype = GGMLQuantizationType[name.upper()]
     given = {tensor.name for tensor in checkpoint.tensors if is_given(tensor, checkpoint, options)}
-    return ternary.find(checkpoint, mode, qtype, asked.ternary_scale, messages, but=given)
+    return ternaries.find(checkpoint, mode, qtype, asked.ternary_scale, messages, but=given)
 
 
 def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:

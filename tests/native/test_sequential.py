@@ -300,6 +300,23 @@ def test_wide_matrices_and_massive_tokens_do_not_diverge(form: str | None, massi
     assert said and int(said[1]) == 31 and float(said[4]) < 1.5 * nearest
 
 
+@pytest.mark.parametrize("searched", [1, 4])
+def test_the_damping_of_wide_hessians_is_searched_in_some_layers(
+    searched: int, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = target.decompose, list[bool]()
+
+    def decompose(total: torch.Tensor, held: torch.Tensor | None, start: float) -> Any:
+        calls.append(held is not None)
+        return own(total, held, start)
+
+    monkeypatch.setattr(target, "decompose", decompose)
+    monkeypatch.setattr(run, "_SEARCHED", searched)
+    monkeypatch.setattr(run, "WIDE", 256)  # of this model the input of down alone, 512, is wider
+    quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
+    assert calls == [True] * 7 + [searched == 1]  # four passages a layer, the last one is down
+
+
 def test_what_is_lost_stops_and_leaves_no_file(
     uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
