@@ -46,6 +46,24 @@ def test_the_page_names_every_file() -> None:
     assert set(re.findall(r"``(\w+)``", reading)) == listed["codec"]
 
 
+def test_the_ways_lead_through_files_that_are_there() -> None:
+    """What the page follows a tensor and an activation through: modules, their names, and C sources."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    ways = page[page.index("## The way of a tensor, from") : page.index("## The C and CUDA sources")]
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    modules = [name.split(".") for name in re.findall(r"`(\w+(?:\.\w+)+)`", ways)]
+    named = [parts for parts in modules if parts[0] in rooms]
+    files = [name for name in re.findall(r"`(\w+(?:/[\w.-]+)+)`", ways) if "." in name]
+    assert len(named) > 25 and len(files) > 20
+    for room, file, *names in named:
+        path = PACKAGE / room / f"{file}.py"
+        assert path.exists(), path
+        for name in names:
+            assert re.search(rf"\b(def|class) {name}\b", path.read_text()), (path, name)
+    for name in files:
+        assert any((root / name).exists() for root in (PACKAGE, ROOT / "ggml-patch" / "src")), name
+
+
 def test_what_imports_torch_at_its_head() -> None:
     """The rooms torch, transformers and layerwise, and the files of distill that compute: what the page says."""
     found = set()
