@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gguf
 
+from ..checkpoint import experts
 from ..checkpoint.channels import Norms, plan_norms
 from ..codec.transform import BLOCK
 from ..rounding.factors import tensor_entry
@@ -106,31 +106,25 @@ class Layout:
         def add(reader: Reader, columns: int, norm: str | None, *, inner: bool = False, stacked: bool = False) -> None:
             if columns % BLOCK or reader.name not in self._tensors:
                 return
-            shared = re.sub(r"ffn_(gate|up)", "ffn_gate_up", reader.entry) if norm is None else norm
+            shared = experts.gate_and_up(reader.entry) if norm is None else norm
             key = f"{shared}[{reader.expert}]" if norm and reader.expert is not None else shared
             expert = reader.expert if stacked else None
             group = found.setdefault(key, Group(key, columns, norm, reader.path, expert, inner))
             group.readers.append(reader)
 
         for path, module in layer.named_modules():
-            name = self.name(number, path)
-            if isinstance(module, torch.nn.Linear) and (expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", path)):
-                name = _expert_name(number, expert[3])
-                add(Reader(name, int(expert[2]), path), module.in_features, self.norms.norm_of(name))
-            elif isinstance(module, torch.nn.Linear):
-                add(Reader(name, None, path), module.in_features, self.norms.norm_of(name))
-            elif isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
-                experts: Any = module
-                gate, up, down = (_expert_name(number, part) for part in ("gate_proj", "up_proj", "down_proj"))
-                for number_of_expert in range(experts.down_proj.shape[0]):
-                    for half, part in enumerate((gate, up)):
-                        reader = Reader(part, number_of_expert, path, "gate_up_proj", half)
-                        add(reader, experts.gate_up_proj.shape[2], self.norms.norm_of(gate), stacked=True)
-                    reader = Reader(down, number_of_expert, path, "down_proj")
-                    add(reader, experts.down_proj.shape[2], None, inner=True, stacked=True)
+            if isinstance(module, torch.nn.Linear):
+                expert, matrix = experts.single(path) or (None, "")
+                name = experts.tensor(number, matrix) if matrix else self.name(number, path)
+                add(Reader(name, expert, path), module.in_features, self.norms.norm_of(name))
+            elif isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
+                stacks: dict[str, Any] = {name: getattr(module, name) for name in (experts.GATE_UP, experts.DOWN)}
+                for expert in range(len(stacks[experts.DOWN])):
+                    for parameter, weights in stacks.items():
+                        matrices = experts.STACKS[parameter]
+                        for half, matrix in enumerate(matrices):
+                            name = experts.tensor(number, matrix)
+                            reader = Reader(name, expert, path, parameter, half if len(matrices) > 1 else None)
+                            inner = parameter == experts.DOWN
+                            add(reader, weights.shape[2], self.norms.norm_of(name), inner=inner, stacked=True)
         return list(found.values())
-
-
-def _expert_name(number: int, part: str) -> str:
-    parts = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-    return f"blk.{number}.ffn_{parts[part]}_exps.weight"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
-from ..checkpoint import trust
+from ..checkpoint import experts, trust
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
@@ -249,31 +248,22 @@ class _Weights:
 
         if found := self._find(name):
             return self._read(found)
-        experts = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-        if experts:
-            parts = ("gate_proj", "up_proj") if experts[2] == "gate_up_proj" else ("down_proj",)
-            stack = []
-            for expert in range(shape[0]):
-                names = [self._find(f"{experts[1]}.{expert}.{part}.weight") for part in parts]
-                stack.append(torch.cat([self._read(found) for found in names if found]))
-            return torch.stack(stack).reshape(shape)
+        if stack := experts.stack(name):
+            singles = [self._find(single) for expert in range(shape[0]) for single in stack.singles(expert)]
+            if None not in singles:
+                return torch.cat([self._read(single) for single in singles if single]).reshape(shape)
         place = next(iter(self._files.values())).parent
         raise UserError(place, "transformers wants this tensor, and the checkpoint has none of it", "update it", name)
 
     def _find(self, name: str) -> str | None:
         """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""
-        mixtral = name.replace(".mlp.", ".block_sparse_moe.")
-        for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
-            mixtral = mixtral.replace(f".{old}.weight", f".{new}.weight")
-        for candidate in (
+        here = (
             name,
             name.removeprefix("model."),
             name.replace("model.", "language_model.model.", 1),
-            mixtral,
-        ):
-            if candidate in self._files:
-                return candidate
-        return None
+            experts.in_mixtral(name),
+        )
+        return next((candidate for candidate in here if candidate in self._files), None)
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self._files[name], framework="pt") as file:

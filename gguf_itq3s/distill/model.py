@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
-from ..checkpoint import policy, rescaling, trust
+from ..checkpoint import experts, policy, rescaling, trust
 from ..checkpoint.reader import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
@@ -70,7 +70,7 @@ class Place:
     @property
     def name(self) -> str:
         """What it is called: one GGUF name."""
-        return self.names[0] if len(self.names) == 1 else self.names[0].replace("ffn_gate", "ffn_gate_up")
+        return self.names[0] if len(self.names) == 1 else experts.gate_and_up(self.names[0])
 
     @property
     def weight(self) -> torch.Tensor:
@@ -144,10 +144,8 @@ class Student:
     def _place(self, reader: Reader, layer: torch.nn.Module, prefix: str) -> Place:
         """The parameter that holds a matrix; noted for each of its names."""
         path = f"{prefix}.{reader.path}.{reader.parameter}"
-        names: tuple[str, ...] = (reader.name,)
-        if reader.half is not None:
-            gate = reader.name.replace("ffn_up", "ffn_gate")
-            names = (gate, gate.replace("ffn_gate", "ffn_up"))
+        stack = experts.stack(path)
+        names = stack.tensors if stack else (reader.name,)
         place = Place(names, layer.get_submodule(reader.path), reader.parameter, path)
         if reader.expert is None or reader.parameter != "weight":
             self._places |= dict.fromkeys(names, place)

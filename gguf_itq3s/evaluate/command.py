@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from ..codec import native
 from ..errors import positive
 from . import plots
 from .rows import kv_rows, weight_rows
-from .runner import DEFAULT_CHUNKS, Result, Settings, evaluate, hash_of, write_json
+from .runner import DEFAULT_CHUNKS, Settings, evaluate, hash_of, write_json
 
 DESCRIPTION: Final = (
     "Quantize a model to every type and compare each file with F16: KL divergence, which is the main figure, and "
@@ -93,20 +93,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def results_table(results: Sequence[Result]) -> str:
+def results_table(results: Sequence[Mapping[str, Any]]) -> str:
     """The table of a group of rows, by descending size of the file, then by KL divergence."""
     columns = [
-        "type",
-        "made",
-        "bits/w, file",
-        "bits/w, matrices",
-        "MiB",
-        "PPL",
-        "mean KLD",
-        "99% KLD",
-        "same top, %",
-        "row",
-    ]
+        "type", "made", "bits/w, file", "bits/w, matrices", "MiB", "PPL", "mean KLD", "99% KLD", "same top, %", "row",
+    ]  # fmt: skip
     lines = [
         [r["type"], r["how"], f"{r['file_bits']:.3f}", f"{r['tensor_bits']:.3f}", f"{r['bytes'] / 2**20:.2f}",
          f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}",

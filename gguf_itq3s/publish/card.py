@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from .. import report
 from ..checkpoint.rescaling import ID, NORMS_FOLDED
@@ -19,15 +20,58 @@ MARK: Final = "<!-- written by gguf-itq3s publish -->"
 #: Tokens of context that the table of sizes counts a cache for.
 CONTEXT: Final = 8192
 
+#: The card, for Jinja.
+_TEMPLATE: Final = """\
+---
+{{ card_data }}
+---
+
+{{ mark }}
+
+# {{ title }}, GGUF
+
+Files for llama.cpp{% if base_model %} of [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
+
+{{ sizes }}
+## What it needs
+{% if own %}
+{% if others %}{{ own }}: holds{% else %}These files hold{% endif %} tensors of the type ITQ3_S, 3.125 bits a weight, \
+which llama.cpp knows with the patch of gguf-itq3s; without it, llama.cpp refuses them with an error. This builds one, \
+and says where its tools are:
+
+```
+pip install gguf-itq3s
+gguf-itq3s build
+```
+{% if rescaled %}
+Channels of their matrices are rescaled, which does not change the model. A LoRA adapter for one of them is made with \
+`gguf-itq3s convert-lora --model FILE.gguf`; llama.cpp refuses one that was made otherwise.
+{% endif %}{% endif %}{% if others %}
+Any llama.cpp of the same age reads {{ others }}.
+{% endif %}
+## How to run it
+
+```
+{% if repository %}hf download {{ repository }} {{ files }} --local-dir .
+{% endif %}llama-cli -m {{ first }}
+llama-server -m {{ first }} --port 8080
+```
+{% if results %}
+## How much is lost
+
+Against the F16 file, windows of {{ content.context }} tokens, by `gguf-itq3s eval`: mean KL divergence is the main \
+figure. Types and mixes of llama.cpp stand beside.
+{% if content.picture %}
+![KL divergence against bits per weight]({{ content.picture.name }})
+{% endif %}
+{{ results }}{% endif %}"""
+
 
 def front_matter(content: Content, base_model: str | None) -> ModelCardData:
     """What the hub reads: licence, languages, the model it was made from."""
     first = content.models[0].metadata
     tags = [str(tag) for tag in first.get("general.tags") or []]
     own = any(model.own for model in content.models)
-    more: dict[str, Any] = {"base_model_relation": "quantized"} if base_model else {}
-    if by := first.get("general.quantized_by"):
-        more["quantized_by"] = by
     return ModelCardData(
         base_model=base_model,
         language=first.get("general.languages"),
@@ -36,8 +80,9 @@ def front_matter(content: Content, base_model: str | None) -> ModelCardData:
         license_name=first.get("general.license.name"),
         license_link=first.get("general.license.link"),
         pipeline_tag=next((tag for tag in tags if tag.startswith("text-")), "text-generation"),
-        tags=list(dict.fromkeys(["gguf", "quantized", *(["itq3_s"] if own else []), *tags])),
-        **more,
+        tags=["gguf", "quantized", *(["itq3_s"] if own else []), *tags],
+        base_model_relation="quantized" if base_model else None,
+        quantized_by=first.get("general.quantized_by") or None,
     )
 
 
@@ -50,7 +95,7 @@ def origin(model: Model) -> str | None:
     return name if name.count("/") == 1 and ":" not in name else None
 
 
-def text(content: Content, repository: str | None, base_model: str | None) -> str:
+def make(content: Content, repository: str | None, base_model: str | None) -> ModelCard:
     """The whole card.
 
     Args:
@@ -58,15 +103,20 @@ def text(content: Content, repository: str | None, base_model: str | None) -> st
         repository: ``organisation/name`` that the files go to, for the commands.
         base_model: the hub's name of the model that they were made from.
     """
-    first = content.models[0].metadata
-    title = str(first.get("general.name") or content.models[0].files[0].stem)
-    made = f" of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    parts = [f"---\n{front_matter(content, base_model)}\n---\n\n{MARK}\n\n# {title}, GGUF\n"]
-    parts.append(f"Files for llama.cpp{made}.\n\n{_table(content)}")
-    parts.append(_needs(content))
-    parts.append(_running(content, repository))
-    parts.append(_measured(content))
-    return "\n".join(part for part in parts if part)
+    first = content.models[0]
+    own = [model for model in content.models if model.own]
+    others = [model for model in content.models if not model.own]
+    return ModelCard.from_template(
+        front_matter(content, base_model), template_str=_TEMPLATE, mark=MARK, content=content, repository=repository,
+        base_model=base_model, title=first.metadata.get("general.name") or first.files[0].stem, first=first.name,
+        files=" ".join(file.name for file in first.files), own=_named(own), others=_named(others),
+        rescaled=any(model.metadata.get(NORMS_FOLDED) or model.metadata.get(ID) for model in own),
+        sizes=_table(content), results=results_table(content.results) if content.results else "",
+    )  # fmt: skip
+
+
+def _named(models: Sequence[Model]) -> str:
+    return ", ".join(f"`{model.name}`" for model in models)
 
 
 def _table(content: Content) -> str:
@@ -83,55 +133,12 @@ def _table(content: Content) -> str:
     return report.markdown(header, rows, left=2)
 
 
-def _needs(content: Content) -> str:
-    own = [model for model in content.models if model.own]
-    others = [model for model in content.models if not model.own]
-    lines = ["## What it needs\n"]
-    if own:
-        which = "These files hold" if not others else f"{', '.join(f'`{model.name}`' for model in own)}: holds"
-        lines.append(
-            f"{which} tensors of the type ITQ3_S, 3.125 bits a weight, which llama.cpp knows with the patch of "
-            "gguf-itq3s; without it, llama.cpp refuses them with an error. This builds one, and says where its tools "
-            "are:\n\n```\npip install gguf-itq3s\ngguf-itq3s build\n```\n"
-        )
-        if any(model.metadata.get(NORMS_FOLDED) or model.metadata.get(ID) for model in own):
-            lines.append(
-                "Channels of their matrices are rescaled, which does not change the model. A LoRA adapter for one of "
-                "them is made with `gguf-itq3s convert-lora --model FILE.gguf`; llama.cpp refuses one that was made "
-                "otherwise.\n"
-            )
-    if others:
-        lines.append(f"Any llama.cpp of the same age reads {', '.join(f'`{model.name}`' for model in others)}.\n")
-    return "\n".join(lines)
-
-
-def _running(content: Content, repository: str | None) -> str:
-    first = content.models[0]
-    fetch = ""
-    if repository:
-        names = " ".join(file.name for file in first.files)
-        fetch = f"hf download {repository} {names} --local-dir .\n"
-    run = f"llama-cli -m {first.name}\nllama-server -m {first.name} --port 8080"
-    return f"## How to run it\n\n```\n{fetch}{run}\n```\n"
-
-
-def _measured(content: Content) -> str:
-    if not content.results:
-        return ""
-    picture = f"\n![KL divergence against bits per weight]({content.picture.name})\n" if content.picture else ""
-    return (
-        f"## How much is lost\n\nAgainst the F16 file, windows of {content.context} tokens, by `gguf-itq3s eval`: mean "
-        "KL divergence is the main figure. Types and mixes of llama.cpp stand beside.\n"
-        f"{picture}\n{results_table([dict(row) for row in content.results])}"
-    )
-
-
-def write(folder: Path, card: str, *, force: bool = False) -> Path:
+def write(folder: Path, card: ModelCard, *, force: bool = False) -> Path:
     """Put the card into its folder.
 
     Args:
         folder: of the GGUF files.
-        card: its text.
+        card: what :func:`make` gave.
         force: replace a card that somebody has written.
 
     Returns:
@@ -146,7 +153,7 @@ def write(folder: Path, card: str, *, force: bool = False) -> Path:
         if MARK not in old:
             raise UserError(path, "is not one that publish has written", "move it away, or give --force")
     try:
-        write_text(path, card)
+        write_text(path, str(card))
     except OSError as error:
         raise UserError(path, f"cannot be written: {error.strerror or error}", "choose a folder that can be") from error
     return path

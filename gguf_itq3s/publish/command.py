@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(args.folder, "is to be uploaded nowhere", "give --repo organisation/name")
     content = folder.read(args.folder)
     base_model = args.base_model or card.origin(content.models[0])
-    path = card.write(args.folder, card.text(content, args.repo, base_model), force=args.force)
+    path = card.write(args.folder, card.make(content, args.repo, base_model), force=args.force)
     print(f"wrote {path}")
     for what, option in _unknown(content, base_model):
         print(f"note: {what} is not known from the files; {option}", file=sys.stderr)

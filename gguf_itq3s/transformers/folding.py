@@ -7,7 +7,6 @@ then fits either the folded file or, by ``convert-lora``, both.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
+from ..checkpoint import experts
 from ..checkpoint.channels import plan_norms
 
 #: ``model_type`` of a config -> ``general.architecture``, of models whose parameters are the matrices of the file.
@@ -25,8 +25,6 @@ ARCHITECTURES: Final = {
 }  # fmt: skip
 #: Architectures whose norms multiply by one more than their weight.
 _ONE_MORE: Final = frozenset({"gemma", "gemma2", "gemma3"})
-#: Parameters that hold the matrices of all experts of a layer: its number, and which.
-STACK: Final = re.compile(r".*\.layers\.(\d+)\..*experts\.(gate_up_proj|up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ def plan(config: Any, names: Iterable[str]) -> Folding:
     parameters: dict[str, str] = {}
     for name in names:
         gguf_name = by_gguf_name.get_name(name, try_suffixes=(".weight", ".bias"))
-        if stack := STACK.fullmatch(name):  # gate and up are two tensors in a file, and read the same norm
-            gguf_name = f"blk.{stack[1]}.ffn_{stack[2].removesuffix('_proj').removesuffix('_up')}_exps.weight"
+        if stack := experts.stack(name):  # gate and up are two tensors in a file, and read the same norm
+            gguf_name = stack.tensors[0]
         if gguf_name is None and not any(part.isdigit() for part in name.split(".")):
             continue  # a head of its own: what is outside of the layers reads no norm of theirs
         if gguf_name is None:

@@ -11,7 +11,6 @@ has one above the other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeling_gguf_pytorch_utils
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint import trust
+from ..checkpoint import experts, trust
 from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..codec.transform import BLOCK
@@ -32,7 +31,6 @@ from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, shape_of
 from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig
-from .folding import STACK
 
 _NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
 _REMEDY: Final = "write or download it again"
@@ -41,8 +39,6 @@ _PROCESSORS: Final = (
     "TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor",
     "Qwen2MoeTensorProcessor",
 )  # fmt: skip
-#: The tensors of experts.
-_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.weight")
 #: Of experts and of their rows, far beyond any model.
 _MOST: Final = 1 << 24
 #: Sizes of experts that Transformers does not read from a file, and the key that a file has them under.
@@ -175,12 +171,12 @@ def _state(
     state: dict[str, _Lazy] = {}
     types: dict[str, str] = {}
     stacks: dict[str, dict[str, Any]] = {}
-    modules = {found[1]: name for name in parameters if (found := STACK.fullmatch(name))}
+    in_stacks = {
+        part: name for name in parameters if (stack := experts.stack(name)) for part in (*stack.tensors, stack.whole)
+    }
     for tensor in file.tensors:
-        if (found := _EXPERTS.fullmatch(tensor.name)) and found[1] in modules:
-            place = modules[found[1]].rpartition(".")[0]
-            part = "down_proj" if found[2] == "down" else "gate_up_proj"
-            stacks.setdefault(f"{place}.{part}", {})[found[2]] = tensor
+        if tensor.name in in_stacks:
+            stacks.setdefault(in_stacks[tensor.name], {})[tensor.name] = tensor
             continue
         name = names.get(tensor.name)
         if name is None or name not in parameters:
@@ -216,14 +212,17 @@ def _stacked(path: Path, model: nn.Module, name: str, parts: Mapping[str, Any]) 
         path: of the file.
         model: without weights.
         name: of the parameter.
-        parts: ``gate``, ``up``, ``gate_up`` or ``down`` -> tensor.
+        parts: GGUF name -> tensor, of those that it is made of.
 
     Raises:
         UserError: tensors are missing or of another shape, or the model does not hold experts as they are known.
     """
-    tensors = [parts[part] for part in ("gate_up", "gate", "up", "down") if part in parts]
-    if sorted(parts) not in (["gate_up"], ["gate", "up"], ["down"]):
-        raise UserError(path, f"has no two tensors, of gate and up, for {name}", _REMEDY, tensors[0].name)
+    stack = experts.stack(name)
+    assert stack is not None
+    names = next((names for names in (stack.tensors, (stack.whole,)) if set(names) == set(parts)), None)
+    if names is None:
+        raise UserError(path, f"has no two tensors, of gate and up, for {name}", _REMEDY, min(parts))
+    tensors = [parts[name] for name in names]
     module, _, parameter = name.rpartition(".")
     expected = tuple(model.get_parameter(name).shape)
     known = stacked.find(model.get_submodule(module))
