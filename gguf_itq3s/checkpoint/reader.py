@@ -7,12 +7,14 @@ before that step, with the type that an F16 file would have it in.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import pickle
 import re
+import struct
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +24,8 @@ from typing import Any, Final
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from gguf import Keys
+from gguf.gguf_writer import WriterState
 from safetensors import SafetensorError, safe_open
 
 from .. import upstream
@@ -49,6 +53,8 @@ _MOST_COLUMNS: Final = 1 << 24
 _CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
 # Added to a mean square before its root is taken.
 _EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+# The number of a part, and of all of them, is a uint16.
+_MOST_PARTS: Final = (1 << 16) - 1
 _UNREADABLE: Final = "the file is damaged; download it again"
 # Of a repository of the hub: what the reader, the tokenizers and the model card are made from.
 _FETCHED: Final = (
@@ -121,6 +127,38 @@ class Checkpoint:
     files: list[Path]
     ftype: gguf.LlamaFileType
     described: gguf.Metadata
+
+    def heads(self, types: Sequence[Type]) -> list[bytes]:
+        """GGUF header, metadata and tensor infos, of each part that the writer is set to split the file into.
+
+        Args:
+            types: of each tensor.
+
+        Raises:
+            UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
+        """
+        writer = self.writer
+        writer.state = WriterState.NO_FILE
+        for tensor, qtype in zip(self.tensors, types, strict=True):
+            size = tensor.bytes_in(qtype)
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=qtype)
+        if len(writer.tensors) > _MOST_PARTS:
+            what = f"would be written in {len(writer.tensors)} parts, more than {_MOST_PARTS}"
+            raise UserError(self.folder, what, "raise --split-max-size or --split-max-tensors")
+        buffers = [io.BytesIO() for _ in writer.tensors]
+        writer.fout, writer.state = buffers, WriterState.EMPTY
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
+            what = f"gives metadata that no GGUF file can hold: {error}"
+            remedy = "take the config.json and the model card of the model"
+            raise UserError(self.folder / "config.json", what, remedy) from error
+        del writer.kv_data[1:]
+        for key in (Keys.Split.LLM_KV_SPLIT_NO, Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT):
+            writer.remove_key(key)
+        return [buffer.getvalue() for buffer in buffers]
 
     def first_rows(self, tensor: SourceTensor) -> list[np.ndarray] | None:
         """The first row of each matrix that a tensor may be made from, read alone.

@@ -24,6 +24,7 @@ from ..checkpoint.files import check_output
 from ..checkpoint.policy import Choice
 from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
 from ..checkpoint.rescaling import Rescaling
+from ..checkpoint.stock import F16File, f16_file
 from ..codec import native
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
@@ -91,11 +92,13 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     )  # fmt: skip
     checkpoint = overrides.apply(checkpoint, options.override_kv)
     whole = checkpoint
+    # Of an F16 file of all layers: llama-quantize counts by those too.
+    stock = f16_file(checkpoint) if options.mixes_stock else None
     checkpoint, names = prune.prune(checkpoint, options.prune_layers)
     ternaries = _find_ternaries(checkpoint, options, messages)
     plain = checkpoint
     checkpoint = replace(checkpoint, tensors=ternaries.load(checkpoint.tensors))
-    choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder))
+    choices = ternaries.choose(checkpoint.tensors, _choose(checkpoint, options, encoder, stock))
     statistics = _statistics(checkpoint, options, names)
     # Of types for a size, not named after one that is not known yet.
     work = _work(output_path(options, checkpoint.described, file_type(checkpoint, choices, options)))
@@ -467,17 +470,17 @@ def _calibrated_share(checkpoint: Checkpoint, choices: list[Choice], factors: He
     return known / total if total else 0.0
 
 
-def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
-    given = options.overrides
-    stock = None
-    if options.stock is not None:
-        shapes = [(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
-        arch = checkpoint.model.arch
-        stock = policy.stock_mix(options.stock, shapes, arch, statistics=options.calibrated, overrides=given)
+def _choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, stock: F16File | None) -> list[Choice]:
+    given, mixed = options.overrides, None
+    if stock is not None and options.stock is not None:
+        names = [tensor.name for tensor in checkpoint.tensors if given.pattern(tensor.name) is not None]
+        mixed = stock.mixed_types(
+            options.stock, statistics=options.calibrated, given=names, pruned=options.prune_layers
+        )
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
-            pure=options.pure, writable=encoder.writable, overrides=given, stock=stock,
+            pure=options.pure, writable=encoder.writable, overrides=given, mixed=mixed,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
