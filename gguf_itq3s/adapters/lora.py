@@ -28,8 +28,9 @@ from gguf import GGMLQuantizationType
 from .. import upstream
 from ..checkpoint import rescaling, trust
 from ..checkpoint.files import check_output
-from ..checkpoint.reader import check_counts, open_checkpoint, read_json
+from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
+from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternary
 from ..errors import UserError, output_error
 from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of

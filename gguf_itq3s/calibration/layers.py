@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import safe_open
 
 from ..checkpoint import trust
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reading import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Layout

@@ -21,7 +21,7 @@ from ..codec import native
 from ..errors import UserError
 from . import libllama
 from .channels import ARCHITECTURES
-from .reader import read_json
+from .validation import read_json
 
 #: Which check was made.
 BY_LOADER: Final = "llama.cpp's loader takes the tensors and the metadata"

@@ -43,7 +43,7 @@ from ..calibration.pipeline import calibrate
 from ..calibration.streams import check_rows, row_order
 from ..calibration.text import windows
 from ..checkpoint.policy import Choice, may_quantize
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error

@@ -10,7 +10,7 @@ from typing import Any, Final
 from .. import report, upstream
 from ..calibration.options import FORMS, FULL_COLUMNS_AT_ONCE
 from ..checkpoint import trust
-from ..checkpoint.reader import download
+from ..checkpoint.hub import download
 from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES

@@ -15,7 +15,7 @@ from gguf import LlamaFileType
 
 from .. import __version__
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reading import Checkpoint
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
 from ..codec.types import ITQ3_S
 from ..rounding.imatrix import ImportanceMatrix

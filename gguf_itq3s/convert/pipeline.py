@@ -22,7 +22,7 @@ from ..checkpoint import loadable, policy, rescaling
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint, SourceTensor, open_checkpoint
+from ..checkpoint.reading import Checkpoint, SourceTensor, open_checkpoint
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.stock import F16File, f16_file
 from ..codec import native

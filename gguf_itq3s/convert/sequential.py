@@ -34,7 +34,7 @@ from ..calibration.products import quick_products
 from ..calibration.store import model_hash
 from ..calibration.streams import WRITERS, Batches, Drift, Streams, Sums, check_rows, row_order, split
 from ..calibration.text import windows
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from ..calibration.groups import Layout, Reader
 from ..calibration.streams import row_order
 from ..checkpoint import policy, rescaling, trust
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..convert.sequential import whole

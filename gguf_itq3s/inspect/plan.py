@@ -21,8 +21,9 @@ from gguf import GGMLQuantizationType as Type
 
 from .. import report
 from ..checkpoint import policy, trust
-from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map, stored_tensors
+from ..checkpoint.reading import Checkpoint, open_shapes
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
+from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
 from ..codec.types import ITQ3_S
 from ..errors import UserError, positive
 from . import scaling_plan

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeli
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint import trust
-from ..checkpoint.reader import check_counts, check_counts_by_shapes
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
+from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, shape_of

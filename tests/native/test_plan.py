@@ -13,7 +13,7 @@ from gguf import LlamaFileType
 
 from checkpoints import ARCHITECTURES, SIZES, save_model
 from gguf_itq3s.checkpoint.policy import choose
-from gguf_itq3s.checkpoint.reader import open_shapes
+from gguf_itq3s.checkpoint.reading import open_shapes
 from gguf_itq3s.checkpoint.stock import f16_file
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.types import ITQ3_S

@@ -24,7 +24,7 @@ from gguf_itq3s.calibration.options import CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.streams import Batches, Streams, row_order, split
 from gguf_itq3s.calibration.text import BUNDLED, read_text, windows
-from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert import sequential

@@ -15,7 +15,7 @@ import pytest
 
 import upstream_files
 from gguf_files import metadata, tensors
-from gguf_itq3s.checkpoint import reader
+from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.encode import Encoder
 from gguf_itq3s.convert.options import ConvertOptions
@@ -277,7 +277,7 @@ def test_a_failed_read_is_no_failed_write(checkpoint: Make, tmp_path: Path, monk
     def failing(tensor: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(reader, "_read_bytes", failing)
+    monkeypatch.setattr(reading, "_read_bytes", failing)
     with pytest.raises(
         UserError, match=r"output\.weight \(lm_head\.weight\): cannot be read: Input/output error; check"
     ):

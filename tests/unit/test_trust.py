@@ -21,7 +21,7 @@ import transformers
 
 import gguf_itq3s
 from checkpoints import NOVEL
-from gguf_itq3s.checkpoint import reader, trust
+from gguf_itq3s.checkpoint import hub, reading, trust
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
 from selection import some
@@ -232,7 +232,7 @@ def test_a_version_of_transformers_without_the_functions_is_refused(
 ) -> None:
     monkeypatch.delattr(importlib.import_module("transformers.dynamic_module_utils"), name)
     with pytest.raises(UserError, match=f"transformers {transformers.__version__} may run its code"):
-        reader.open_checkpoint(llama_copy)
+        reading.open_checkpoint(llama_copy)
 
 
 def test_kernels_of_a_hub_are_not_loaded(llama_copy: Path) -> None:
@@ -265,6 +265,6 @@ def test_python_files_are_downloaded_only_with_trust(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    reader.download("some/model", trust_remote_code=trusted)
+    hub.download("some/model", trust_remote_code=trusted)
     assert "*.safetensors" in asked
     assert any(pattern.endswith("py") for pattern in asked) == trusted
