@@ -12,7 +12,7 @@ import logging
 import struct
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from .. import upstream
 from ..errors import UserError
-from . import bitnet, lazy, trust
+from . import bitnet, lazy, patches
 from .policy import Model
 from .request import Request
 from .validation import check_counts_by_shapes, check_folder, check_weights, stored_tensors
@@ -204,8 +204,8 @@ def open_checkpoint(
     for name in ("hf-to-gguf", "gguf"):
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
 
-    gate = trust.transformers_for(folder, trust_remote_code)
-    with gate as transformers, torch.inference_mode(), _read_not_mapped():
+    patched = patches.patched(folder, trust_remote_code, reads=True, quantize=_HeldBack)
+    with patched as transformers, torch.inference_mode():
         if not verbose:
             transformers.logging.set_verbosity_error()
         model_class = _model_class(conversion, folder, mmproj=request.mmproj)
@@ -251,10 +251,11 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         found = (self.filter_tensors((name, partial(tensor, name, shape))) for name, shape in shapes.items())
         return dict(item for item in found if item is not None)
 
-    with trust.transformers_for(folder, trust_remote_code), torch.inference_mode(), _reading(folder):
+    patched = patches.patched(folder, trust_remote_code, quantize=_HeldBack)
+    with patched, torch.inference_mode(), _reading(folder):
         model_class = _model_class(conversion, folder)
         # In the base class: some architectures do something of their own before they call it.
-        with trust.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
+        with patches.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
             converter = _working(model_class(folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")))
         converter.set_vocab = lambda: None
         tensors = _collect(converter)
@@ -381,7 +382,7 @@ def _working(converter: Any) -> Any:
 
 @dataclass
 class _HeldBack:
-    """A tensor that upstream believes it has converted to ``qtype``."""
+    """A tensor that upstream believes it has converted to ``qtype``: takes the place of ``gguf.quants.quantize``."""
 
     data: Any
     qtype: Type
@@ -426,9 +427,7 @@ def _collect(converter: Any) -> list[SourceTensor]:
         tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))
 
     writer.add_tensor, converter.get_tensors = add_tensor, noted_tensors
-    # The type that a tensor is to have is only noted.
-    with trust.replaced_in(gguf.quants, "quantize", _HeldBack):
-        converter.prepare_tensors()
+    converter.prepare_tensors()
     return tensors
 
 
@@ -436,20 +435,6 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
     """The parts of a tensor: one array, or the chunks of a ``LazyChunkedTensor``."""
     chunks = data._chunks if hasattr(data, "_chunks") else (partial(lazy.evaluate, data),)
     for chunk in chunks:
-        with _read_not_mapped():
+        with patches.patched(None, reads=True):
             part = np.asarray(chunk())
         yield part
-
-
-def _read_not_mapped() -> AbstractContextManager[None]:
-    """Within, gguf-py reads safetensors instead of mapping them: mapped pages count as memory until the file closes."""
-    return trust.replaced_in(gguf.utility.LocalTensor, "mmap_bytes", _read_bytes)
-
-
-def _read_bytes(tensor: Any) -> np.ndarray:
-    """The bytes of a safetensors tensor: takes the place of ``gguf.utility.LocalTensor.mmap_bytes``."""
-    span = tensor.data_range
-    data = np.fromfile(span.filename, dtype=np.uint8, count=span.size, offset=span.offset)
-    if data.size != span.size:
-        raise UserError(span.filename, "ended early while it was read", "download it again")
-    return data

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
 from ..calibration.streams import row_order
-from ..checkpoint import policy, rescaling, trust
+from ..checkpoint import policy, rescaling
+from ..checkpoint.patches import patched
 from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
@@ -36,7 +37,7 @@ def load_model(options: DistillOptions, device: torch.device) -> Any:
         UserError: transformers cannot run it, or its weights are not floats.
     """
     try:
-        with trust.transformers_for(options.model, options.trust_remote_code) as transformers:
+        with patched(options.model, options.trust_remote_code) as transformers:
             config = transformers.AutoConfig.from_pretrained(options.model)
             if getattr(config, "quantization_config", None):
                 raise UserError(options.model, "comes quantized", "distil the model that it was made from")
@@ -181,7 +182,7 @@ class Student:
             sources = self._tensors[place.name].sources
             return {sources[0]: weights} if len(sources) == 1 else {}
         known = {source for name in place.names for source in self._tensors[name].sources}
-        with trust.transformers_for(self.options.model, self.options.trust_remote_code) as transformers:
+        with patched(self.options.model, self.options.trust_remote_code) as transformers:
             revert = transformers.core_model_loading.revert_weight_conversion
             found: dict[str, torch.Tensor] = revert(self.model, {place.path: weights})
         return found if known >= found.keys() else {}

@@ -21,6 +21,7 @@ from gguf import GGMLQuantizationType as Type
 
 from .. import report
 from ..checkpoint import policy, trust
+from ..checkpoint.patches import patched
 from ..checkpoint.reading import Checkpoint, open_shapes
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
@@ -100,7 +101,7 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
     import torch
 
     try:
-        with trust.transformers_for(folder, trusted) as transformers, torch.device("meta"):
+        with patched(folder, trusted) as transformers, torch.device("meta"):
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_config(config)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from checkpoints import ARCHITECTURES, ONE_OF_A_KIND, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import report
-from gguf_itq3s.checkpoint import policy, reading
+from gguf_itq3s.checkpoint import patches, policy, reading
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
@@ -556,7 +556,7 @@ def test_gguf_is_left_as_it_was(checkpoint: Callable[[str], Path]) -> None:
 
 def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ternary matrices are told apart by their first rows; nothing else of a tensor is read before the conversion."""
-    monkeypatch.setattr(reading, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
+    monkeypatch.setattr(patches, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
     for name in ("llama", "mixtral"):
         options = ConvertOptions(checkpoint(name), Path("unused.gguf"), dry_run=True)
         assert convert(options, io.StringIO()).rows
