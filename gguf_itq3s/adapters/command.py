@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .. import report
 from ..checkpoint import trust
-from ..checkpoint.reader import download
+from ..checkpoint.hub import download
 from ..convert.options import TERNARY_MODES
 from .lora import OUTTYPES, LoraOptions, convert_lora
 

@@ -26,10 +26,12 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .. import upstream
-from ..checkpoint import rescaling, trust
+from ..checkpoint import rescaling
 from ..checkpoint.files import check_output
-from ..checkpoint.reader import check_counts, open_checkpoint, read_json
+from ..checkpoint.patches import patched, replaced_in
+from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
+from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
 from ..errors import UserError, output_error
 from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
@@ -258,16 +260,17 @@ def _run(options: LoraOptions, folder: Path, out: Path, subclass: Callable[[Any]
     conversion: Any = upstream.load_conversion()
     script = upstream.fetch_source() / _SCRIPT
     own = conversion.get_model_class
+
+    def get_model_class(*args: Any, **keywords: Any) -> Any:
+        return subclass(own(*args, **keywords))
+
     # Eager: an adapter is small, and its values are looked at.
     arguments = [folder, "--base", options.base, "--outfile", out, "--outtype", options.outtype, "--no-lazy"]
     shown = logging.INFO if options.verbose else logging.CRITICAL
     what, remedy = "cannot be converted", "check that --base is the adapter's model; --verbose shows more"
     with (
-        trust.transformers_for(options.base, options.trust_remote_code),
+        patched(options.base, options.trust_remote_code),
         as_program([str(script), *map(str, arguments)], _LOGGERS, shown, options.adapter, what, remedy),
+        replaced_in(conversion, "get_model_class", get_model_class),
     ):
-        conversion.get_model_class = lambda *args, **keywords: subclass(own(*args, **keywords))
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        finally:
-            conversion.get_model_class = own
+        runpy.run_path(str(script), run_name="__main__")

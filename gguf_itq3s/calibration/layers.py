@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
-from ..checkpoint import experts, trust
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint import experts
+from ..checkpoint.patches import patched
+from ..checkpoint.reading import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Layout
@@ -42,7 +43,7 @@ class LayeredModel:
 
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         try:
-            with trust.transformers_for(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
+            with patched(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
                 self.config = transformers.AutoConfig.from_pretrained(options.model)
                 model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
                 # Gradients are of activations alone: that of the output matrix is as large as it is.

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reading import open_checkpoint
 from ..errors import UserError, output_error
 from ..journal import save_arrays
 from ..rounding import hessian

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ..checkpoint import trust
+from ..checkpoint.patches import patched
 from ..errors import UserError
 from .options import CalibrationOptions
 
@@ -28,7 +28,7 @@ def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
     if not 16 <= context <= longest:
         raise UserError(options.model, f"a context of {context} does not fit it", f"give 16 to {longest}")
     count = max(1, options.tokens // context)
-    with trust.transformers_for(options.model, options.trust_remote_code) as transformers:
+    with patched(options.model, options.trust_remote_code) as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     rows: list[list[int]] = []
     for number, path in enumerate(options.text):

@@ -1,19 +1,19 @@
-"""Which tensor gets which type: the rules of ``llama-quantize`` for its mixes.
+"""Which tensor gets which type: the rules of ``llama-quantize`` for the types that need no build.
 
 The rules stand in ``src/llama-quant.cpp`` of llama.cpp (``tensor_allows_quantization``, ``llama_tensor_get_type_impl``,
 ``tensor_type_fallback``); ITQ3_S follows IQ3_S there. The test suite compares the choices with those of the built
-``llama-quantize``. One rule differs: a ternary tensor whose rows are not whole blocks becomes Q8_0, not Q4_0, which
-cannot hold {-a, 0, a}.
+``llama-quantize``; the mixes of llama.cpp's own types are asked of it (:mod:`.stock`). One rule differs: a ternary
+tensor whose rows are not whole blocks becomes Q8_0, not Q4_0, which cannot hold {-a, 0, a}.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from gguf import GGML_QUANT_SIZES, LlamaFileType
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from ..codec.types import ITQ3_S, NUMPY_TYPES
@@ -57,33 +57,7 @@ _KEPT_GLM5_NEXT: Final = (
     "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight", "ssm_beta.weight",
     "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
-#: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
-STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {
-    "q4_k_m": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
-    "q4_k_s": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_S),
-    "q4_k": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
-    "iq4_xs": (Type.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
-    "iq4_nl": (Type.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
-    "q5_k_m": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
-    "q5_k_s": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_S),
-    "q5_k": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
-    "q6_k": (Type.Q6_K, LlamaFileType.MOSTLY_Q6_K),
-    "q3_k_l": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_L),
-    "q3_k_m": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
-    "q3_k_s": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_S),
-    "q3_k": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
-    "q2_k": (Type.Q2_K, LlamaFileType.MOSTLY_Q2_K),
-    "q4_0": (Type.Q4_0, LlamaFileType.MOSTLY_Q4_0),
-    "q8_0": (Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
 _ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
-_ATTN_OUTPUT_8_EXPERTS: Final = frozenset(
-    {
-        LlamaFileType.MOSTLY_Q2_K, LlamaFileType.MOSTLY_Q3_K_S, LlamaFileType.MOSTLY_Q3_K_M,
-        LlamaFileType.MOSTLY_Q4_K_S, LlamaFileType.MOSTLY_Q4_K_M, LlamaFileType.MOSTLY_IQ4_NL,
-        LlamaFileType.MOSTLY_IQ4_XS,
-    }
-)  # fmt: skip
 _POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
 _TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
 
@@ -119,128 +93,6 @@ class Model:
         if self.arch == "llama":
             return self.layers == 80 and self.experts != 8 and self.heads != self.kv_heads
         return self.layers == {"qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(self.arch)
-
-
-@dataclass(frozen=True)
-class StockMix:
-    """The mix of a file in one of llama.cpp's own types: by layer and part of the model, some matrices get more bits.
-
-    Attributes:
-        file_type: ``general.file_type``.
-        statistics: whether there are statistics of the matrices' inputs, which changes a few rules.
-        attn_v: place of each matrix of values (of queries, keys and values in one) in llama-quantize's order.
-        attn_v_count: how many there are.
-        ffn_down: place of each second matrix of a feed-forward part.
-    """
-
-    file_type: LlamaFileType
-    statistics: bool = False
-    attn_v: Mapping[str, int] = field(default_factory=dict)
-    attn_v_count: int = 0
-    ffn_down: Mapping[str, int] = field(default_factory=dict)
-
-    def type_of(self, name: str, target: Type, model: Model) -> Type:
-        """The type of a matrix of a layer, before any fallback for the row length."""
-        if any(part in name for part in _ATTN_V):
-            return self._attn_v(self.attn_v.get(name, 0), target, model)
-        if "attn_k.weight" in name:
-            return Type.Q8_0 if model.experts == 8 else target
-        if "attn_output.weight" in name:
-            return self._attn_output(target, model)
-        if "attn_q.weight" not in name and "ffn_up" not in name and "ffn_gate" not in name and "ffn_down" in name:
-            return self._ffn_down(self._layer(name, model), target, model)
-        return target
-
-    def _layer(self, name: str, model: Model) -> int:
-        """Of a model with experts the layer, else the place in the order."""
-        if model.experts > 1 and (found := re.match(r"blk\.(\d+)\.", name)):
-            return int(found[1])
-        return self.ffn_down.get(name, 0)
-
-    def _attn_v(self, place: int, target: Type, model: Model) -> Type:
-        if model.experts == 8:
-            return Type.Q8_0
-        more = _more_bits(place, self.attn_v_count)
-        shared = model.gqa >= 4
-        chosen = {
-            LlamaFileType.MOSTLY_Q2_K: Type.Q4_K if shared else Type.Q3_K,
-            LlamaFileType.MOSTLY_Q3_K_M: Type.Q5_K if place < 2 else Type.Q4_K,
-            LlamaFileType.MOSTLY_Q3_K_L: Type.Q5_K,
-            LlamaFileType.MOSTLY_IQ4_NL: Type.Q5_K if shared else target,
-            LlamaFileType.MOSTLY_IQ4_XS: Type.Q5_K if shared else target,
-            LlamaFileType.MOSTLY_Q4_K_S: Type.Q5_K if place < 4 else target,
-            LlamaFileType.MOSTLY_Q4_K_M: Type.Q6_K if more else target,
-            LlamaFileType.MOSTLY_Q5_K_M: Type.Q6_K if more else target,
-        }.get(self.file_type, target)
-        return Type.Q5_K if model.is_70b and chosen in (Type.Q3_K, Type.Q4_K) else chosen
-
-    def _attn_output(self, target: Type, model: Model) -> Type:
-        if model.arch == "falcon":
-            return Type.Q4_K if self.file_type == LlamaFileType.MOSTLY_Q3_K_L else target
-        if model.experts == 8:
-            return Type.Q5_K if self.file_type in _ATTN_OUTPUT_8_EXPERTS else target
-        return {
-            LlamaFileType.MOSTLY_Q2_K: Type.Q3_K,
-            LlamaFileType.MOSTLY_Q3_K_M: Type.Q4_K,
-            LlamaFileType.MOSTLY_Q3_K_L: Type.Q5_K,
-        }.get(self.file_type, target)
-
-    def _ffn_down(self, layer: int, target: Type, model: Model) -> Type:
-        falcon, more = model.arch == "falcon", _more_bits(layer, model.layers)
-        first_8th, first_16th = layer < model.layers // 8, layer < model.layers // 16
-        match self.file_type:
-            case LlamaFileType.MOSTLY_Q2_K:
-                return Type.Q3_K
-            case LlamaFileType.MOSTLY_Q3_K_M:
-                return Type.Q5_K if first_16th else Type.Q4_K if more or not falcon else target
-            case LlamaFileType.MOSTLY_Q3_K_L:
-                return Type.Q4_K if falcon else Type.Q5_K
-            case LlamaFileType.MOSTLY_Q4_K_M if falcon:
-                return Type.Q6_K if first_16th else Type.Q5_K if more else target
-            case LlamaFileType.MOSTLY_Q4_K_M | LlamaFileType.MOSTLY_Q5_K_M:
-                return Type.Q6_K if more else target
-            case LlamaFileType.MOSTLY_Q4_K_S:
-                return Type.Q5_K if first_8th and not falcon else target
-            case LlamaFileType.MOSTLY_IQ4_NL | LlamaFileType.MOSTLY_IQ4_XS:
-                return Type.Q5_K if first_8th and not self.statistics else target
-            case LlamaFileType.MOSTLY_Q4_0:
-                return Type.Q4_1 if first_8th and self.statistics else target
-        return target
-
-
-def stock_mix(
-    file_type: LlamaFileType, tensors: Sequence[tuple[str, Sequence[int]]], arch: str, *, statistics: bool,
-    overrides: Overrides,
-) -> StockMix:  # fmt: skip
-    """The mix of a file of the given type for a model.
-
-    Args:
-        file_type: one of those in :data:`STOCK_TYPES`.
-        tensors: GGUF names and shapes of all tensors.
-        arch: ``general.architecture``.
-        statistics: whether there are statistics of the matrices' inputs.
-        overrides: types that are given by name; a tensor of a ``--tensor-type`` has no place in the order.
-    """
-
-    def order(name: str) -> tuple[int, str]:
-        found = re.match(r"blk\.(\d+)\.", name)
-        return int(found[1]) if found else -1, name
-
-    names = sorted((name for name, shape in tensors if may_quantize(name, shape, arch)), key=order)
-    mixed = [name for name in names if overrides.pattern(name) is None]
-    attn_v = [name for name in mixed if any(part in name for part in _ATTN_V)]
-    ffn_down = [name for name in mixed if "ffn_down" in name]
-    return StockMix(
-        file_type, statistics, {name: place for place, name in enumerate(attn_v)},
-        sum(any(part in name for part in _ATTN_V) for name, _ in tensors),
-        {name: place for place, name in enumerate(ffn_down)},
-    )  # fmt: skip
-
-
-def _more_bits(layer: int, layers: int) -> bool:
-    """Whether a layer is one of the first or last eighth, or every third between them."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 @dataclass(frozen=True)
@@ -313,16 +165,14 @@ def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
     return not any(part in name for part in kept)
 
 
-def mix(name: str, columns: int, target: Type, model: Model, stock: StockMix | None = None) -> Type:
+def mix(name: str, columns: int, target: Type, model: Model) -> Type:
     """The type llama-quantize mixes in for a tensor it may quantize, before any fallback for the row length.
 
     Args:
         name: GGUF name.
         columns: row length.
-        target: the type of the file. Of other types than ITQ3_S, TQ1_0 and TQ2_0 only the output's rule is known
-            without ``stock``.
+        target: the type of the file. Of other types than ITQ3_S, TQ1_0, TQ2_0 and Q8_0 only the output's rule is known.
         model: facts about the model.
-        stock: the mix of a file in one of llama.cpp's own types.
     """
     is_embedding = name in _TOKEN_EMBEDDINGS
     if model.arch == "glm5-next" and any(part in name for part in ("attn_q_a", "attn_q_b", "nextn.eh_proj")):
@@ -330,8 +180,6 @@ def mix(name: str, columns: int, target: Type, model: Model, stock: StockMix | N
     if name == "output.weight" or (model.tied and is_embedding):
         whole = columns % GGML_QUANT_SIZES[target][0] == 0
         return Type.Q6_K if whole and model.arch != "falcon" and target != Type.Q8_0 else Type.Q8_0
-    if stock is not None:
-        return target if is_embedding else stock.type_of(name, target, model)
     ternary = target in (Type.TQ1_0, Type.TQ2_0)
     if not ternary and target != ITQ3_S:
         return target
@@ -368,7 +216,7 @@ def choose(
     pure: bool = False,
     writable: frozenset[Type] | None = None,
     overrides: Overrides = Overrides(),
-    stock: StockMix | None = None,
+    mixed: Mapping[str, Type] | None = None,
 ) -> Choice:
     """The type of one tensor.
 
@@ -382,7 +230,7 @@ def choose(
         pure: every matrix to ``target``, embeddings and output included.
         writable: the types that can be written, None for all; others become Q8_0, but for those that are given.
         overrides: types that are given by name. As in llama-quantize they count for what may be quantized.
-        stock: the mix of a file in one of llama.cpp's own types.
+        mixed: the types of a mix by name (:func:`.stock.mixed_types`), None for that of :func:`mix`.
     """
     if not may_quantize(name, shape, model.arch) or (overrides.leave_output and name == "output.weight"):
         return Choice(stored, stored)
@@ -392,7 +240,7 @@ def choose(
         return Choice(fit(given, columns), given)
     if target == Type.F16 or stored != Type.F16:
         return Choice(stored, stored)
-    wanted = target if pure else mix(name, columns, target, model, stock)
+    wanted = target if pure else mix(name, columns, target, model) if mixed is None else mixed[name]
     chosen = fit(wanted, columns)
     if writable is not None and chosen not in writable:
         chosen = fit(Type.Q8_0, columns)

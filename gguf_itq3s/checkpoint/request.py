@@ -12,8 +12,8 @@ from typing import Any, Final
 from gguf import LlamaFileType
 
 from ..errors import UserError
-from . import trust
 from .files import listed_file
+from .patches import replaced_in
 
 #: Fields that upstream's classes take as arguments of the same name.
 _PASSED_ON: Final = (
@@ -96,8 +96,8 @@ class Request:
                 option, flag = ("--mtp", "mtp_only") if self.mtp else ("--no-nextn", "no_mtp")
                 if not getattr(model_class, "supports_mtp_export", False):
                     raise UserError(folder, f"is of an architecture that {option} is not for", f"leave {option} out")
-                stack.enter_context(trust.replaced_in(model_class, flag, True))
+                stack.enter_context(replaced_in(model_class, flag, True))
             for name in ("module_paths", "dense_features_dims"):  # a class gathers these over all its objects
                 if (gathered := getattr(model_class, name, None)) is not None:
-                    stack.enter_context(trust.replaced_in(model_class, name, type(gathered)()))
+                    stack.enter_context(replaced_in(model_class, name, type(gathered)()))
             yield

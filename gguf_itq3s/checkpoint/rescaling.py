@@ -33,7 +33,7 @@ from ..errors import UserError
 from .channels import Channels, Norms, Plan, norm_read_by, plan, plan_norms
 
 if TYPE_CHECKING:
-    from .reader import Checkpoint, SourceTensor
+    from .reading import Checkpoint, SourceTensor
 
 #: The key of a file, model or adapter, whose norms are folded; the patched llama.cpp compares the two.
 NORMS_FOLDED: Final = "itq3s.norms_folded"

@@ -2,7 +2,7 @@
 
 A model folder may name Python files in ``auto_map`` of ``config.json`` or ``tokenizer_config.json``. transformers runs
 them where ``trust_remote_code`` is true, asks on the terminal where it is not given, and llama.cpp's ``conversion``
-package gives it as true. So every call of transformers, and of what calls it, stands inside :func:`transformers_for`.
+package gives it as true. So every call of transformers, and of what calls it, stands inside :func:`.patches.patched`.
 
 Within, the decision of transformers is replaced by the user's, and, without trust, so is every function on the way from
 a name to running code: the last of them, ``get_class_in_module``, is the only one that executes a file. A version of
@@ -17,8 +17,7 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -41,33 +40,16 @@ def add_argument(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-@contextmanager
-def transformers_for(folder: Path, trusted: bool) -> Iterator[Any]:
-    """transformers, to be used on a model folder within the context.
+def replacements(folder: Path, trusted: bool) -> dict[str, Function]:
+    """What stands in for the functions of transformers, by their names.
 
     Args:
         folder: the model's.
         trusted: whether code of the model may run.
 
-    Yields:
-        The module ``transformers``. Loading what needs code of the model raises :class:`UserError` without trust; where
-        transformers has its own configuration or model class, that is taken instead. Pickles are loaded as weights
-        alone, trusted or not.
-
     Raises:
         UserError: this version of transformers cannot be kept from running code.
     """
-    import torch
-    import transformers
-
-    with ExitStack() as stack:
-        stack.enter_context(_replaced("transformers", _replacements(folder, trusted)))
-        stack.enter_context(replaced_in(torch, "load", functools.partial(_load_weights, torch.load)))
-        yield transformers
-
-
-def _replacements(folder: Path, trusted: bool) -> dict[str, Function]:
-    """What stands in for the functions of transformers, by their names."""
     try:
         module: Any = importlib.import_module("transformers.dynamic_module_utils")
         own = {name: getattr(module, name) for name in (_DECISION, *_LOADERS)}
@@ -130,47 +112,6 @@ def _code_named_in(path: Path) -> str:
     return f" ({', '.join(found)[:200]})" if found else ""
 
 
-def _load_weights(load: Function, *args: Any, **options: Any) -> Any:
+def load_weights(load: Function, *args: Any, **options: Any) -> Any:
     """``torch.load`` that never runs what a pickle asks for."""
     return load(*args[:3], **{**options, "weights_only": True})
-
-
-@contextmanager
-def _replaced(package: str, replacements: Mapping[str, Function]) -> Iterator[None]:
-    """Within, functions of a package are other ones, in every module that has imported them by name, or will."""
-    own: dict[str, Function] = {}
-    for module, name in _holders(package, replacements):
-        if callable(function := vars(module)[name]):
-            own.setdefault(name, function)
-            setattr(module, name, replacements[name])
-    try:
-        yield
-    finally:
-        for module, name in _holders(package, replacements):  # those that were imported meanwhile too
-            if vars(module)[name] is replacements[name]:
-                setattr(module, name, own[name])
-
-
-def _holders(package: str, names: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """The modules of a package that have one of the names, with each that they have.
-
-    Every module is looked at whenever this is called: one can be imported, or get a name, at any time between.
-    """
-    below = f"{package}."
-    return [
-        (module, name)
-        for path in list(sys.modules)
-        if (path == package or path.startswith(below)) and (module := sys.modules.get(path)) is not None
-        for name in names.keys() & vars(module).keys()
-    ]
-
-
-@contextmanager
-def replaced_in(module: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Within, an attribute of a module or class is another one."""
-    before = getattr(module, name)
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

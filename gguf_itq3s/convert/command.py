@@ -11,7 +11,7 @@ from .. import report, upstream
 from ..calibration.options import FULL_COLUMNS_AT_ONCE
 from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
-from ..checkpoint.reader import download
+from ..checkpoint.hub import download
 from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.channels import ROUTERS, Channels, Plan
-from ..checkpoint.reader import SourceTensor
+from ..checkpoint.reading import SourceTensor
 from ..checkpoint.rescaling import LARGEST, STEPS, Equalization
 from ..codec.transform import BLOCK
 from ..errors import UserError

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import gguf
-import numpy as np
-from gguf import Keys, LlamaFileType
-from gguf.gguf_writer import WriterState
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
 
 from .. import __version__
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
 from ..codec.types import ITQ3_S
-from ..errors import UserError
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
 from .options import TERNARY_TYPES, ConvertOptions, Destination
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION: Final = 1
 # Types that only a mix is named after.
 _MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
-# The number of a part, and of all of them, is a uint16.
-_MOST_PARTS: Final = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
@@ -107,11 +101,11 @@ def render(job: Job) -> Head:
     Raises:
         UserError: as :func:`header`.
     """
-    tensors = list(zip(job.checkpoint.tensors, job.choices, strict=True))
-    whole, _ = _render(job.checkpoint, tensors, Destination())
+    types = [choice.type for choice in job.choices]
+    whole, _ = _render(job.checkpoint, types, Destination())
     if not job.options.to.splits:
-        return Head(whole[0], (whole[0],), (len(tensors),))
-    parts, counts = _render(job.checkpoint, tensors, job.options.to)
+        return Head(whole[0], (whole[0],), (len(types),))
+    parts, counts = _render(job.checkpoint, types, job.options.to)
     if len(parts) > 1:  # upstream fills up the head of a part without tensors
         parts = [part.ljust(padded(len(part)), b"\0") if not n else part for part, n in zip(parts, counts, strict=True)]
     return Head(whole[0], tuple(parts), tuple(counts))
@@ -131,35 +125,13 @@ def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: 
         writer.add_uint32("quantize.imatrix.chunks_count", matrix.chunks)
 
 
-def _render(
-    checkpoint: Checkpoint, tensors: Sequence[tuple[SourceTensor, Choice]], to: Destination
-) -> tuple[list[bytes], list[int]]:
+def _render(checkpoint: Checkpoint, types: Sequence[Type], to: Destination) -> tuple[list[bytes], list[int]]:
     """Heads by upstream's writer, split as it splits, and the number of tensors in each."""
     writer = checkpoint.writer
     writer.split_max_tensors, writer.split_max_size = to.split_max_tensors, to.split_max_size
     writer.tensors = [{}, {}] if to.no_tensor_first_split else [{}]
-    writer.state = WriterState.NO_FILE
-    for tensor, choice in tensors:
-        size = tensor.bytes_in(choice.type)
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=choice.type)
-    counts = [len(part) for part in writer.tensors]
-    if len(counts) > _MOST_PARTS:
-        what = f"would be written in {len(counts)} parts, more than {_MOST_PARTS}"
-        raise UserError(checkpoint.folder, what, "raise --split-max-size or --split-max-tensors")
-    buffers = [io.BytesIO() for _ in counts]
-    writer.fout, writer.state = buffers, WriterState.EMPTY
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-    except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
-        what = f"gives metadata that no GGUF file can hold: {error}"
-        remedy = "take the config.json and the model card of the model"
-        raise UserError(checkpoint.folder / "config.json", what, remedy) from error
-    del writer.kv_data[1:]
-    for key in (Keys.Split.LLM_KV_SPLIT_NO, Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT):
-        writer.remove_key(key)
-    return [buffer.getvalue() for buffer in buffers], counts
+    heads = checkpoint.heads(types)
+    return heads, [len(part) for part in writer.tensors]
 
 
 def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> LlamaFileType:

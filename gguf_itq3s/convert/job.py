@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reading import Checkpoint, open_checkpoint
+from ..checkpoint.stock import f16_file
 from ..report import TensorRow
 from ..rounding.factors import HessianFactors, Statistics
 from . import overrides, prune, statistics, types
@@ -50,10 +51,12 @@ class Job:
             trust_remote_code=options.run.trust_remote_code, request=options.request,
         )  # fmt: skip
         self.whole = overrides.apply(read, options.override_kv)
+        # Of an F16 file of all layers: llama-quantize counts by those too.
+        stock = f16_file(self.whole) if options.mixes_stock else None
         self.plain, names = prune.prune(self.whole, options.prune_layers)
         self.ternaries = types.find_ternaries(self.plain, options, messages)
         floats = replace(self.plain, tensors=self.ternaries.load(self.plain.tensors))
-        self.choices = self.ternaries.choose(floats.tensors, types.choose(floats, options, self.encoder))
+        self.choices = self.ternaries.choose(floats.tensors, types.choose(floats, options, self.encoder, stock))
         self.plan: Plan | None = None
         self.statistics = statistics.given(floats, options, names)
         # Of types for a size, not named after one that is not known yet.

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gguf import Keys
 
-from ..checkpoint.reader import read_json
+from ..checkpoint.validation import read_json
 from ..errors import UserError
 
 _GENERAL: Final = {value for name, value in vars(Keys.General).items() if not name.startswith("_")}

@@ -10,8 +10,9 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from ..calibration.options import CalibrationOptions
-from ..checkpoint.policy import GIVEN_TYPES, STOCK_TYPES, Overrides
+from ..checkpoint.policy import GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
+from ..checkpoint.stock import STOCK_TYPES
 from ..codec import blocks
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
@@ -277,6 +278,11 @@ class ConvertOptions:
         """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
         outtype = self.types.outtype
         return STOCK_TYPES[outtype][1] if outtype in STOCK_TYPES and not self.plain else None
+
+    @property
+    def mixes_stock(self) -> bool:
+        """Whether the file has more than one of llama.cpp's own types; Q8_0 is mixed with nothing."""
+        return self.stock is not None and not self.types.pure and self.target != Type.Q8_0
 
     @property
     def target(self) -> Type:

@@ -14,7 +14,7 @@ from ..calibration import energies, store
 from ..calibration.options import BUNDLED
 from ..checkpoint import rescaling
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reading import Checkpoint
 from ..checkpoint.rescaling import Rescaling
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error

@@ -8,7 +8,8 @@ from gguf import GGMLQuantizationType
 
 from ..checkpoint import policy
 from ..checkpoint.policy import Choice
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
+from ..checkpoint.stock import F16File
 from ..codec import native
 from ..errors import UserError
 from ..rounding.encode import Encoder
@@ -38,22 +39,28 @@ def find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: Te
     return ternaries.find(checkpoint, mode, qtype, asked.ternary_scale, messages, but=given)
 
 
-def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder) -> list[Choice]:
+def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, stock: F16File | None) -> list[Choice]:
     """The type of every tensor by the mix, or as it is given.
+
+    Args:
+        checkpoint: the model, pruned.
+        options: of the conversion.
+        encoder: which types it writes.
+        stock: what llama-quantize is asked about, where the file is a mix of llama.cpp's own types.
 
     Raises:
         UserError: a type needs the built library, which is not there.
     """
-    given = options.types.overrides
-    stock = None
-    if options.stock is not None:
-        shapes = [(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
-        arch = checkpoint.model.arch
-        stock = policy.stock_mix(options.stock, shapes, arch, statistics=options.calibrated, overrides=given)
+    given, mixed = options.types.overrides, None
+    if stock is not None and options.stock is not None:
+        names = [tensor.name for tensor in checkpoint.tensors if given.pattern(tensor.name) is not None]
+        mixed = stock.mixed_types(
+            options.stock, statistics=options.calibrated, given=names, pruned=options.prune_layers
+        )
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
-            pure=options.types.pure, writable=encoder.writable, overrides=given, stock=stock,
+            pure=options.types.pure, writable=encoder.writable, overrides=given, mixed=mixed,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip

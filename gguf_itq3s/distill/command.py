@@ -9,7 +9,7 @@ from typing import Any, Final
 from .. import report
 from ..calibration.options import BUNDLED
 from ..checkpoint import trust
-from ..checkpoint.reader import download
+from ..checkpoint.hub import download
 from ..codec.blocks import EFFORTS
 from ..codec.native import processors
 from ..errors import positive

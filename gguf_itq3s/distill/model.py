@@ -14,8 +14,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
-from ..checkpoint import experts, policy, rescaling, trust
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint import experts, policy, rescaling
+from ..checkpoint.patches import patched
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..codec.types import ITQ3_S
@@ -36,7 +37,7 @@ def load_model(options: DistillOptions, device: torch.device) -> Any:
         UserError: transformers cannot run it, or its weights are not floats.
     """
     try:
-        with trust.transformers_for(options.model, options.trust_remote_code) as transformers:
+        with patched(options.model, options.trust_remote_code) as transformers:
             config = transformers.AutoConfig.from_pretrained(options.model)
             if getattr(config, "quantization_config", None):
                 raise UserError(options.model, "comes quantized", "distil the model that it was made from")
@@ -179,7 +180,7 @@ class Student:
             sources = self._tensors[place.name].sources
             return {sources[0]: weights} if len(sources) == 1 else {}
         known = {source for name in place.names for source in self._tensors[name].sources}
-        with trust.transformers_for(self.options.model, self.options.trust_remote_code) as transformers:
+        with patched(self.options.model, self.options.trust_remote_code) as transformers:
             revert = transformers.core_model_loading.revert_weight_conversion
             found: dict[str, torch.Tensor] = revert(self.model, {place.path: weights})
         return found if known >= found.keys() else {}

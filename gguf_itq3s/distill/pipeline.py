@@ -24,7 +24,7 @@ from ..calibration.store import model_hash
 from ..calibration.text import windows
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.reading import Checkpoint, open_checkpoint
 from ..errors import UserError, output_error
 from .codes import encoder
 from .losses import confidence_of, divergence

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import report
 from ..checkpoint import trust
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reading import open_checkpoint
 from ..codec import ternary
 
 

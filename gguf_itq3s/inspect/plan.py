@@ -2,8 +2,9 @@
 
 Shapes come from the headers of the safetensors files if those are there, else from building the model of
 ``config.json`` on torch's meta device, with the tensors that the index names. llama.cpp's conversion makes GGUF tensors
-of them as it would of the weights, and the converter's type policy says what each becomes. ``--scaling`` asks the
-scaling laws of ternary and 16-bit models instead (:mod:`.scaling_plan`).
+of them as it would of the weights, and the converter's type policy says what each becomes. The mixes of llama.cpp's own
+types (``--outtype q3_k_m``) need the built library. ``--scaling`` asks the scaling laws of ternary and 16-bit models
+instead (:mod:`.scaling_plan`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as Type
 
 from .. import report
 from ..checkpoint import policy, trust
-from ..checkpoint.reader import Checkpoint, check_counts, open_shapes, read_json, read_weight_map, stored_tensors
+from ..checkpoint.patches import patched
+from ..checkpoint.reading import Checkpoint, open_shapes
+from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
+from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
 from ..codec.types import ITQ3_S
 from ..errors import UserError, positive
 from . import scaling_plan
@@ -30,6 +34,12 @@ WEIGHT_TYPES: Final = (
     Type.F16, Type.Q8_0, Type.Q6_K, Type.Q4_K, Type.IQ4_XS, Type.Q3_K, Type.IQ3_S, ITQ3_S, Type.IQ3_XXS, Type.TQ2_0,
     Type.TQ1_0,
 )  # fmt: skip
+#: Rows that can be asked for by the name of a converter's output type: the type of most matrices, and the file's where
+#: llama-quantize mixes others with it.
+OUTTYPES: Final[Mapping[str, tuple[Type, LlamaFileType | None]]] = {
+    **{qtype.name.lower(): (qtype, None) for qtype in (ITQ3_S, Type.TQ1_0, Type.TQ2_0, Type.F16, Type.Q8_0)},
+    **{name: types for name, types in STOCK_TYPES.items() if name != "q8_0"},
+}
 CACHE_TYPES: Final = (Type.F16, Type.Q8_0, Type.Q4_0)
 
 #: llama.cpp's defaults: tokens of a physical batch, and padding of a sliding-window cache.
@@ -91,7 +101,7 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
     import torch
 
     try:
-        with trust.transformers_for(folder, trusted) as transformers, torch.device("meta"):
+        with patched(folder, trusted) as transformers, torch.device("meta"):
             transformers.logging.set_verbosity_error()
             config = transformers.AutoConfig.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -109,17 +119,20 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
     return {name: shapes[name] for name in names if name in shapes}
 
 
-def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool) -> int:
+def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool, mixed: Mapping[str, Type] | None = None) -> int:
     """Bytes of all tensors with the matrices in a type, by the converter's own policy.
 
     Args:
         checkpoint: its tensors need no weights.
         qtype: type of the matrices.
         pure: the embedding and the output matrix are in that type too.
+        mixed: as of :func:`gguf_itq3s.checkpoint.policy.choose`.
     """
     total = 0
     for tensor in checkpoint.tensors:
-        choice = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure)
+        choice = policy.choose(
+            tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure, mixed=mixed
+        )
         total += tensor.bytes_in(choice.type)
     return total
 
@@ -173,13 +186,16 @@ def compute_bytes(config: Mapping[str, Any]) -> int:
     return 4 * _MICRO_BATCH * (int(config.get("vocab_size") or 0) + 3 * widest)
 
 
-def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def plan(
+    folder: Path, context: int, memory: int | None, *, outtypes: Sequence[str] = (), trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Sizes of everything.
 
     Args:
         folder: Hugging Face folder; ``config.json`` and an index are enough.
         context: tokens of context.
         memory: bytes there are, or None.
+        outtypes: the rows, of :data:`OUTTYPES`; empty for :data:`WEIGHT_TYPES`.
         trust_remote_code: Python code of the folder may run.
 
     Returns:
@@ -187,7 +203,8 @@ def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: b
         ``compute`` (bytes), ``memory``, ``context``, and ``fits`` (type -> cache type -> bool) if memory is given.
 
     Raises:
-        UserError: as :func:`read_config` and :func:`read_shapes`, or the config does not describe the cache.
+        UserError: as :func:`read_config` and :func:`read_shapes`, the config does not describe the cache, or there is
+            no library for the mixes.
     """
     config = read_config(folder)
     checkpoint = open_shapes(
@@ -201,10 +218,17 @@ def plan(folder: Path, context: int, memory: int | None, *, trust_remote_code: b
             folder / "config.json", f"does not describe the KV cache ({error})", "give a decoder model"
         ) from error
     weights = sum(tensor.size for tensor in checkpoint.tensors)
+    rows = {name.upper(): OUTTYPES[name] for name in outtypes} or {qtype.name: (qtype, None) for qtype in WEIGHT_TYPES}
+    file: F16File | None = None
     types = {}
-    for qtype in WEIGHT_TYPES:
-        mixed, pure = (weight_bytes(checkpoint, qtype, pure=pure) for pure in (False, True))
-        types[qtype.name] = {"bytes": mixed, "pure_bytes": pure, "bits": 8 * mixed / weights}
+    for name, (qtype, file_type) in rows.items():
+        mixed = None
+        if file_type is not None:
+            file = file or f16_file(checkpoint)
+            mixed = file.mixed_types(file_type)
+        used = weight_bytes(checkpoint, qtype, pure=False, mixed=mixed)
+        pure = weight_bytes(checkpoint, qtype, pure=True)
+        types[name] = {"bytes": used, "pure_bytes": pure, "bits": 8 * used / weights}
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {
         "weights": weights, "context": context, "memory": memory, "types": types, "cache": cache,
@@ -247,6 +271,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", type=Path, nargs="?", help="Hugging Face folder; config.json and the index are enough")
     parser.add_argument("--ctx", type=positive, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=report.parse_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
+    parser.add_argument(
+        "--outtype", choices=OUTTYPES, action="append", default=[], dest="outtypes", metavar="TYPE",
+        help=f"a row of the table instead of the usual ones, repeatable: {', '.join(OUTTYPES)}; the types of llama.cpp "
+        "as llama-quantize mixes them, which needs the built library",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)
     scaling_plan.add_arguments(parser)
@@ -274,14 +303,15 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{option}", "asks the scaling law", "add --scaling")
     if args.model is None:
         raise UserError("MODEL", "is not given", "give a Hugging Face folder, or --scaling")
-    result = plan(args.model, args.ctx, args.vram, trust_remote_code=args.trust_remote_code)
+    result = plan(args.model, args.ctx, args.vram, outtypes=args.outtypes, trust_remote_code=args.trust_remote_code)
     print(json.dumps(result, indent=1) if args.json else text(result))
     return 0
 
 
 def _run_scaling(args: argparse.Namespace) -> int:
-    if args.vram is not None:
-        raise UserError("--vram", "is not for --scaling", "leave one of them out")
+    for option, value in (("--vram", args.vram), ("--outtype", args.outtypes or None)):
+        if value is not None:
+            raise UserError(option, "is not for --scaling", "leave one of them out")
     parameters = args.params
     if args.model is not None:
         if parameters is not None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .. import report
 from ..checkpoint import loadable, trust
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import Rescaling
 from ..errors import UserError
 from .reader import GGUFFile, open_gguf, rescaling_of, shape_of

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Reader
 from ..calibration.moments import rotate
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..errors import UserError
 from ..rounding import fisher, target

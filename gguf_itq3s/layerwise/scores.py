@@ -29,7 +29,7 @@ from gguf import GGMLQuantizationType as Type
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
-from ..checkpoint.reader import Checkpoint, SourceTensor
+from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..rounding import fisher, hessian

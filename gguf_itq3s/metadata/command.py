@@ -19,6 +19,7 @@ from typing import Any, Final
 import gguf
 
 from ..checkpoint.files import check_output
+from ..checkpoint.patches import replaced_in
 from ..errors import UserError, output_error
 from ..programs import as_program
 
@@ -90,12 +91,11 @@ def _whole_files() -> Iterator[None]:
             super().close()
             partial[-1].replace(self._final)
 
-    gguf.GGUFWriter = Writer
     try:
-        yield
+        with replaced_in(gguf, "GGUFWriter", Writer):
+            yield
     except OSError as error:
         raise output_error(partial[-1] if partial else Path(error.filename or "output"), error) from error
     finally:
-        gguf.GGUFWriter = own
         for path in partial:
             path.unlink(missing_ok=True)

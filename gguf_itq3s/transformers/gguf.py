@@ -23,9 +23,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeling_gguf_pytorch_utils
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint import experts, trust
-from ..checkpoint.reader import check_counts, check_counts_by_shapes
+from ..checkpoint import experts
+from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
+from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, shape_of
@@ -97,7 +98,7 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
             path, f"is of the architecture {arch}, whose tensors Transformers rearranges",
             "take from_pretrained(folder, gguf_file=...), which decodes them",
         )  # fmt: skip
-    with trust.transformers_for(path.parent, trusted=False):
+    with patched(path.parent, trusted=False):
         return _load(file, path, arch, processor_class, dtype or torch.get_default_dtype(), options)
 
 

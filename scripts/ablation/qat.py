@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.text import windows  # noqa: E402
-from gguf_itq3s.checkpoint.trust import replaced_in  # noqa: E402
+from gguf_itq3s.checkpoint.patches import replaced_in  # noqa: E402
 from gguf_itq3s.distill.codes import Coded, encoder  # noqa: E402
 from gguf_itq3s.distill.losses import confidence_of, divergence  # noqa: E402
 from gguf_itq3s.distill.optimizer import Adam, Group  # noqa: E402

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from gguf_itq3s.calibration.options import BUNDLED
 from gguf_itq3s.calibration.text import read_text
-from gguf_itq3s.checkpoint import trust
+from gguf_itq3s.checkpoint.patches import patched
 from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate import wikitext
 from gguf_itq3s.evaluate.runner import write_json
@@ -109,7 +109,7 @@ def chat(folder: Path, f16: Path, server: Path, kept: Path, threads: int) -> str
     Raises:
         UserError: the server fails, or the template.
     """
-    with trust.transformers_for(folder, False) as transformers:
+    with patched(folder, False) as transformers:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
         return None

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from gguf_itq3s import report, upstream
-from gguf_itq3s.checkpoint import channels, loadable, trust
+from gguf_itq3s.checkpoint import channels, loadable, patches
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.errors import UserError, report_errors
@@ -92,7 +92,7 @@ def _one_tokenizer(model_class: Any) -> Iterator[None]:
         if model_class.__module__.endswith(".bert"):  # as its own does
             reader.gguf_writer.add_token_type_count(reader.hparams.get("type_vocab_size", 1))
 
-    with trust.replaced_in(model_class, "set_vocab", set_vocab):
+    with patches.replaced_in(model_class, "set_vocab", set_vocab):
         yield
 
 
@@ -112,7 +112,7 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     theirs, ours, small = folder / "theirs.gguf", folder / "ours.gguf", folder / "small.gguf"
     with _one_tokenizer(model_class):
         try:
-            with torch.inference_mode(), trust.replaced_in(model_class, "no_mtp", no_nextn):
+            with torch.inference_mode(), patches.replaced_in(model_class, "no_mtp", no_nextn):
                 model_class(model, gguf.LlamaFileType.MOSTLY_F16, theirs).write()
             said = ""
         except Exception as error:  # whatever the code of an architecture raises

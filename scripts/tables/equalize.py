@@ -37,7 +37,7 @@ from gguf_itq3s.calibration.options import FULL_COLUMNS, CalibrationOptions  # n
 from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.channels import Channels  # noqa: E402
-from gguf_itq3s.checkpoint.reader import SourceTensor, open_checkpoint  # noqa: E402
+from gguf_itq3s.checkpoint.reading import SourceTensor, open_checkpoint  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK  # noqa: E402
 from gguf_itq3s.convert.equalize import mean_squares  # noqa: E402

@@ -26,7 +26,7 @@ from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.pipeline import calibrate  # noqa: E402
 from gguf_itq3s.calibration.store import open_calibration  # noqa: E402
 from gguf_itq3s.checkpoint import rescaling  # noqa: E402
-from gguf_itq3s.checkpoint.reader import open_checkpoint  # noqa: E402
+from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK, fwht  # noqa: E402
 from gguf_itq3s.errors import UserError, report_errors  # noqa: E402

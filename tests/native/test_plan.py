@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
 
 from checkpoints import ARCHITECTURES, SIZES, save_model
+from gguf_itq3s.checkpoint.policy import choose
+from gguf_itq3s.checkpoint.reading import open_shapes
+from gguf_itq3s.checkpoint.stock import f16_file
 from gguf_itq3s.codec import native
+from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.inspect import plan
+
+MIXES = ("q3_k_m", "q4_k_m", "q2_k", "iq4_xs")
 
 
 def written(model: Path, outtype: str, pure: bool) -> int:
@@ -27,8 +35,10 @@ def test_the_plan_is_what_is_written(
     name: str, checkpoint: Callable[[str], Path], library: native.NativeLibrary
 ) -> None:
     """Grouped-query attention, ternary mixes, experts, odd rows, extra tensors: one policy."""
-    types = plan.plan(checkpoint(name), 128, None)["types"]
-    for outtype in ("itq3_s", "tq1_0", "tq2_0", "f16"):
+    outtypes = ("itq3_s", "tq1_0", "tq2_0", "f16", *MIXES)
+    types = plan.plan(checkpoint(name), 128, None, outtypes=outtypes)["types"]
+    assert list(types) == [outtype.upper() for outtype in outtypes]
+    for outtype in outtypes:
         for pure, key in ((False, "bytes"), (True, "pure_bytes")):
             assert types[outtype.upper()][key] == written(checkpoint(name), outtype, pure), (outtype, key)
 
@@ -43,3 +53,9 @@ def test_the_plan_knows_eight_experts_and_seventy_billion(
     shapes = plan.read_shapes(folder)
     assert len(shapes) == 80 * 9 + 3
     assert plan.plan(folder, 128, None)["types"]["ITQ3_S"]["bytes"] == written(folder, "itq3_s", False)
+    opened = open_shapes(folder, shapes)
+    for kind in (ITQ3_S, Type.TQ1_0, Type.TQ2_0, Type.Q8_0):  # the rules that need no build are llama-quantize's
+        theirs = f16_file(opened).mixed_types(LlamaFileType[f"MOSTLY_{kind.name}"])
+        for tensor in opened.tensors:
+            ours = choose(tensor.name, tensor.shape, tensor.stored, kind, opened.model).wanted
+            assert theirs[tensor.name] == ours, (kind, tensor.name)

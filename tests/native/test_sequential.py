@@ -21,7 +21,7 @@ from gguf_itq3s.calibration.layers import LayeredModel
 from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.text import read_text, windows
-from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.row_order import row_order
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import llama
+from checkpoints import NOVEL
 from gguf_files import types
-from gguf_itq3s.checkpoint.policy import STOCK_TYPES
+from gguf_itq3s.checkpoint.stock import STOCK_TYPES
 from gguf_itq3s.convert.options import STOCK_OUTTYPES, ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from selection import crossed, some
@@ -57,6 +59,38 @@ def test_without_statistics_bytes_are_those_of_llama_quantize(
     flags = ["--pure"] if pure else []
     llama.run("llama-quantize", *flags, tmp_path / "f16.gguf", tmp_path / "theirs.gguf", outtype.upper(), "2")
     assert contents(tmp_path / "ours.gguf") == contents(tmp_path / "theirs.gguf")
+
+
+@pytest.fixture(scope="module")
+def importance(checkpoint: Make, f16: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An importance matrix of the deep Llama."""
+    matrix = tmp_path_factory.mktemp("importance") / "imatrix.gguf"
+    llama.run(
+        "llama-imatrix", "-m", f16("llama-deep"), "-f", NOVEL, "-c", "64", "--chunks", "2", "-o", matrix, "-t", "1"
+    )
+    return matrix
+
+
+@pytest.mark.parametrize("outtype", some(["q4_0", "iq4_xs", "q4_k_m", "q3_k_m"], lambda outtype: outtype != "q3_k_m"))
+def test_types_by_statistics_patterns_and_layers(
+    outtype: str, importance: Path, checkpoint: Make, f16: Make, tmp_path: Path
+) -> None:
+    """What changes llama-quantize's rules, or its counts of the matrices that a rule has seen."""
+    words = ["--imatrix", str(importance), "--prune-layers", "3,7", "--output-tensor-type", "q5_k",
+             "--tensor-type", r"blk\.(0|2|11)\.(attn_v|ffn_down)=q8_0"]  # fmt: skip
+    llama.run("llama-quantize", *words, f16("llama-deep"), tmp_path / "theirs.gguf", outtype.upper(), "2")
+
+    def chosen(**options: Any) -> dict[str, Type]:
+        asked = ConvertOptions.of(
+            checkpoint("llama-deep"), tmp_path / "ours.gguf", outtype=outtype, prune_layers=(3, 7),
+            output_tensor_type="q5_k", dry_run=True, **options,
+        )  # fmt: skip
+        return {row.name: Type[row.type] for row in convert(asked).rows}
+
+    ours = chosen(imatrix=importance, tensor_types=((r"blk\.(0|2|11)\.(attn_v|ffn_down)", "q8_0"),))
+    assert ours == types(tmp_path / "theirs.gguf")
+    plain = chosen()
+    assert {name for name in ours if ours[name] not in (plain[name], Type.Q8_0)}, "nothing is moved but what is named"
 
 
 @pytest.mark.parametrize("outtype", ["q4_k_m", "q4_k_s", "iq4_xs", "q4_0", "q8_0"])

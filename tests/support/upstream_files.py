@@ -10,7 +10,7 @@ import gguf
 import torch
 
 from gguf_itq3s import upstream
-from gguf_itq3s.checkpoint.trust import replaced_in
+from gguf_itq3s.checkpoint.patches import replaced_in
 
 
 def write(

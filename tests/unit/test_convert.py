@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from checkpoints import ARCHITECTURES, ONE_OF_A_KIND, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import report
-from gguf_itq3s.checkpoint import policy, reader
+from gguf_itq3s.checkpoint import patches, policy, reading
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
@@ -539,7 +539,7 @@ def test_open_checkpoint_reads_no_weights(checkpoint: Make, monkeypatch: pytest.
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(np, "fromfile", refuse)
-    opened = reader.open_checkpoint(checkpoint("mixtral"))
+    opened = reading.open_checkpoint(checkpoint("mixtral"))
     assert opened.model == policy.Model("llama", 2, 4, 2, 8, False)
     with pytest.raises(AssertionError, match="weights were read"):
         next(opened.tensors[0].load())
@@ -548,7 +548,7 @@ def test_open_checkpoint_reads_no_weights(checkpoint: Make, monkeypatch: pytest.
 def test_gguf_is_left_as_it_was(checkpoint: Callable[[str], Path]) -> None:
     """Safetensors are read and not mapped while a checkpoint is open for reading, and only then."""
     mapped = gguf.utility.LocalTensor.mmap_bytes
-    tensor = reader.open_checkpoint(checkpoint("llama")).tensors[0]
+    tensor = reading.open_checkpoint(checkpoint("llama")).tensors[0]
     assert gguf.utility.LocalTensor.mmap_bytes is mapped
     for part in tensor.load():
         assert part.size == tensor.size
@@ -557,7 +557,7 @@ def test_gguf_is_left_as_it_was(checkpoint: Callable[[str], Path]) -> None:
 
 def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ternary matrices are told apart by their first rows; nothing else of a tensor is read before the conversion."""
-    monkeypatch.setattr(reader, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
+    monkeypatch.setattr(patches, "_read_bytes", lambda tensor: pytest.fail(f"{tensor} was read"))
     for name in ("llama", "mixtral"):
         options = ConvertOptions.of(checkpoint(name), Path("unused.gguf"), dry_run=True)
         assert convert(options, io.StringIO()).rows
@@ -568,7 +568,9 @@ def test_the_first_row_of_a_transposed_matrix_is_not_asked_for(tokenizer: Path, 
     config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_ctx=64, n_embd=256, n_layer=1, n_head=4)
     model = transformers.GPT2LMHeadModel(config)
     folder = save_model(model, tmp_path / "gpt2", tokenizer)
-    opened = reader.open_shapes(folder, {k: tuple(v.shape) for k, v in load_file(folder / "model.safetensors").items()})
+    opened = reading.open_shapes(
+        folder, {k: tuple(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
+    )
     opened = replace(opened, files=[folder / "model.safetensors"])
     square = next(tensor for tensor in opened.tensors if tensor.name == "blk.0.attn_output.weight")
     assert square.shape == (256, 256) and opened.first_rows(square) is None

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import NOVEL
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import upstream
-from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import blocks, ternary
 from gguf_itq3s.codec.types import ITQ3_S

@@ -22,7 +22,7 @@ from gguf_itq3s.calibration.groups import Layout
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
-from gguf_itq3s.checkpoint.reader import Checkpoint, open_checkpoint
+from gguf_itq3s.checkpoint.reading import Checkpoint, open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.convert import equalize as best_factors

@@ -14,7 +14,7 @@ from gguf import LlamaFileType
 
 import upstream_files
 from gguf_files import metadata
-from gguf_itq3s.checkpoint import reader
+from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert import command
 from gguf_itq3s.convert.naming import default_name, output_path
@@ -137,7 +137,7 @@ def test_a_model_of_the_hub_is_written_here(checkpoint: Make, tmp_path: Path, mo
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a model is read."""
-    monkeypatch.setattr(reader, "_check_folder", lambda folder: pytest.fail(f"{folder} was opened"))
+    monkeypatch.setattr(reading, "check_folder", lambda folder: pytest.fail(f"{folder} was opened"))
 
 
 @pytest.mark.parametrize("place", ["missing/x.gguf", "file/x.gguf", "folder", "n" * 245 + ".gguf", "missing/{ftype}"])

@@ -130,3 +130,13 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), "--vram", "much"])
     assert "is no size" in capsys.readouterr().err
+
+
+def test_mixes_of_llama_quantize_need_the_build(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(llama_70b), "--outtype", "q8_0", "--outtype", "itq3_s"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "/" not in line and "GiB" in line]
+    assert rows[-2:] == ["Q8_0", "ITQ3_S"]
+    assert main(["plan", str(llama_70b), "--outtype", "q3_k_m"]) == 1
+    assert f"{llama_70b}: Q3_K_M needs the built library; run make build" in capsys.readouterr().err
+    assert main(["plan", "--scaling", "--outtype", "q3_k_m"]) == 1
+    assert "--outtype: is not for --scaling" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from gguf_files import arrays, metadata
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan_norms
-from gguf_itq3s.checkpoint.reader import open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert

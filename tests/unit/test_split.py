@@ -15,7 +15,7 @@ import pytest
 
 import upstream_files
 from gguf_files import metadata, tensors
-from gguf_itq3s.checkpoint import reader
+from gguf_itq3s.checkpoint import patches, reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -107,9 +107,7 @@ def test_bad_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_more_parts_than_can_be_numbered(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gguf_itq3s.convert import header
-
-    monkeypatch.setattr(header, "_MOST_PARTS", 20)
+    monkeypatch.setattr(reading, "_MOST_PARTS", 20)
     with pytest.raises(UserError, match="would be written in 21 parts, more than 20; raise --split-max-size"):
         convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", split_max_tensors=1))
 
@@ -279,7 +277,7 @@ def test_a_failed_read_is_no_failed_write(checkpoint: Make, tmp_path: Path, monk
     def failing(tensor: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(reader, "_read_bytes", failing)
+    monkeypatch.setattr(patches, "_read_bytes", failing)
     with pytest.raises(
         UserError, match=r"output\.weight \(lm_head\.weight\): cannot be read: Input/output error; check"
     ):

@@ -21,7 +21,8 @@ import transformers
 
 import gguf_itq3s
 from checkpoints import NOVEL
-from gguf_itq3s.checkpoint import reader, trust
+from gguf_itq3s.checkpoint import hub, reading, trust
+from gguf_itq3s.checkpoint.patches import patched
 from gguf_itq3s.cli import main
 from gguf_itq3s.errors import UserError
 from selection import some
@@ -195,7 +196,7 @@ def test_torch_never_runs_a_pickle_within_the_gate(marker: Path, tmp_path: Path)
     pickled(marker, tmp_path / "mask_embedding.pt", zipped=True)
     own = torch.load
     for trusted in (False, True):
-        with trust.transformers_for(tmp_path, trusted):
+        with patched(tmp_path, trusted):
             for options in ({}, {"weights_only": False}, {"weights_only": None}, {"pickle_module": pickle}):
                 with pytest.raises((pickle.UnpicklingError, RuntimeError)):
                     torch.load(tmp_path / "mask_embedding.pt", **options)
@@ -210,7 +211,7 @@ def test_every_way_to_running_code_is_shut(llama_copy: Path, marker: Path) -> No
     utilities: Any = importlib.import_module("transformers.dynamic_module_utils")
     generation: Any = importlib.import_module("transformers.generation.utils")
     own = {name: getattr(utilities, name) for name in ("resolve_trust_remote_code", *trust._LOADERS)}
-    with trust.transformers_for(llama_copy, False):
+    with patched(llama_copy, False):
         for module in (utilities, generation):
             for name in set(own) & set(vars(module)) - {"resolve_trust_remote_code"}:
                 with pytest.raises(UserError, match="--trust-remote-code"):
@@ -232,12 +233,12 @@ def test_a_version_of_transformers_without_the_functions_is_refused(
 ) -> None:
     monkeypatch.delattr(importlib.import_module("transformers.dynamic_module_utils"), name)
     with pytest.raises(UserError, match=f"transformers {transformers.__version__} may run its code"):
-        reader.open_checkpoint(llama_copy)
+        reading.open_checkpoint(llama_copy)
 
 
 def test_kernels_of_a_hub_are_not_loaded(llama_copy: Path) -> None:
     hub: Any = importlib.import_module("transformers.integrations.hub_kernels")
-    with trust.transformers_for(llama_copy, False), pytest.raises(FileNotFoundError, match="no/body"):
+    with patched(llama_copy, False), pytest.raises(FileNotFoundError, match="no/body"):
         hub.get_kernel("no/body")
 
 
@@ -251,7 +252,7 @@ def test_the_package_uses_transformers_through_the_gate_alone() -> None:
             if any(name.split(".")[0] == "transformers" for name in names):
                 users.add(path.relative_to(package).as_posix())
     # The room "transformers" is called by Transformers itself; its own reading of a file is tested beside it.
-    assert {user for user in users if not user.startswith("transformers/")} == {"checkpoint/trust.py"}
+    assert {user for user in users if not user.startswith("transformers/")} == {"checkpoint/patches.py"}
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -265,6 +266,6 @@ def test_python_files_are_downloaded_only_with_trust(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    reader.download("some/model", trust_remote_code=trusted)
+    hub.download("some/model", trust_remote_code=trusted)
     assert "*.safetensors" in asked
     assert any(pattern.endswith("py") for pattern in asked) == trusted

@@ -1,0 +1,108 @@
+"""Files in llama.cpp's own types: the mixes of ``llama-quantize``, which the built library is asked for.
+
+``llama_model_quantize`` with its ``dry_run`` says in its log what it would make of each tensor of an F16 file. It is
+asked about the head of that file, with a hole in place of the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
+
+from ..codec import native
+from ..errors import UserError
+from . import libllama
+from .reading import Checkpoint
+
+#: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
+STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {
+    "q4_k_m": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "q4_k_s": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_S),
+    "q4_k": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "iq4_xs": (Type.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
+    "iq4_nl": (Type.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
+    "q5_k_m": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "q5_k_s": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_S),
+    "q5_k": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "q6_k": (Type.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+    "q3_k_l": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_L),
+    "q3_k_m": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
+    "q3_k_s": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_S),
+    "q3_k": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
+    "q2_k": (Type.Q2_K, LlamaFileType.MOSTLY_Q2_K),
+    "q4_0": (Type.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "q8_0": (Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+
+#: Of the log: a tensor, its type in the F16 file, its new type if that is another.
+_CHOSEN: Final = re.compile(r"^\[ *\d+/ *\d+\] (\S+) +- .*, type = +(\S+), size = .*?(?:\((\S+)\))?$", re.MULTILINE)
+#: A tensor whose rows are not whole blocks, and the type that it would have otherwise.
+_WANTED: Final = re.compile(r"^warning: (\S+) +- ncols .*?\(required for type +(\S+)\)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class F16File:
+    """The file that llama-quantize would read.
+
+    Attributes:
+        folder: of the checkpoint, for messages.
+        head: GGUF header, metadata and tensor infos.
+        size: bytes of the whole file.
+    """
+
+    folder: Path
+    head: bytes
+    size: int
+
+    def mixed_types(
+        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = (),
+        pruned: Sequence[int] = (),
+    ) -> dict[str, Type]:  # fmt: skip
+        """The types that llama-quantize mixes, before any fallback for the row length.
+
+        Args:
+            file_type: of the file.
+            statistics: whether there are statistics of the matrices' inputs, which changes a few rules.
+            given: tensors whose type is given by ``--tensor-type``; they have no place in the order.
+            pruned: layers that are left out.
+
+        Returns:
+            Name -> type, the names those of after pruning; of tensors that are given a type any.
+
+        Raises:
+            UserError: there is no built library, or it cannot read the metadata.
+        """
+        question = {
+            "file_type": int(file_type), "statistics": statistics, "given": [f"^{re.escape(name)}$" for name in given],
+            "pruned": list(pruned),
+        }  # fmt: skip
+        with libllama.hole(self.head, self.size) as path:
+            answer = libllama.ask(path, question)
+        if answer is None:
+            name = file_type.name.removeprefix("MOSTLY_")
+            raise UserError(self.folder, f"{name} needs the built library", f"run {native.build_command()}")
+        if answer.error:
+            what = f"llama.cpp cannot choose types for it: {answer.error}"
+            raise UserError(self.folder, what, "check its config.json")
+        types = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(answer.log)}
+        return types | {name: Type[wanted.upper()] for name, wanted in _WANTED.findall(answer.log)}
+
+
+def f16_file(checkpoint: Checkpoint) -> F16File:
+    """The F16 file of a checkpoint, as it now is.
+
+    Raises:
+        UserError: the model's metadata do not fit GGUF's types.
+    """
+    writer = checkpoint.writer
+    writer.tensors = [{}]
+    stored = [tensor.stored for tensor in checkpoint.tensors]
+    head = checkpoint.heads(stored)[0]
+    sizes = [len(head), *(tensor.bytes_in(qtype) for tensor, qtype in zip(checkpoint.tensors, stored, strict=True))]
+    return F16File(checkpoint.folder, head, sum(writer.ggml_pad(size, writer.data_alignment) for size in sizes))
