@@ -215,14 +215,19 @@ def layer_rows() -> list[Row]:
 
 def mix_rows() -> list[Row]:
     """Of a real model: whole files as a user makes them, embedding and output quantized too."""
-    sized = {"target_bpw": _BEST, "fisher": True}
     ours: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         ("itq3_s", "mix, no data", {}, {}),
         ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}, {}),
         ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}, {}),
         ("itq3_s-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True}, {"fisher": True}),
-        (f"bpw-{_BEST:g}", f"types for {_BEST:g} bits, calibrated in sequence, Fisher", {"sequential": True}, sized),
-    )
+        *(
+            (
+                f"bpw-{bits:g}", f"types for {bits:g} bits, calibrated in sequence, Fisher", {"sequential": True},
+                {"target_bpw": bits, "fisher": True},
+            )
+            for bits in (_BEST, 4.3)
+        ),
+    )  # fmt: skip
     rows = [
         Row(f"mix-{key}", "mix" if "bpw" in key else "ITQ3_S", how, "package", options=tuple(options.items()), **flags)
         for key, how, flags, options in ours

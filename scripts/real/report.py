@@ -26,10 +26,13 @@ RATIOS: Final[tuple[ratio.Ratio, ...]] = (
     ("ITQ3_S `--calibrate` / IQ3_S, imatrix", "itq3_s-calibrate", ("iq3_s-imatrix",)),
     ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "itq3_s-fisher", ("iq3_s-imatrix",)),
     ("mix of ITQ3_S `--calibrate --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", ("mix-iq3_s-imatrix",)),
-    (
-        "`--target-bpw 3.85 --calibrate --fisher` / mix of IQ4_XS, imatrix",
-        "mix-bpw-3.85",
-        ("mix-iq4_xs-imatrix",),
+    *(
+        (
+            f"`--target-bpw {bits:g} --calibrate --fisher` / mix of IQ4_XS, imatrix",
+            f"mix-bpw-{bits:g}",
+            ("mix-iq4_xs-imatrix",),
+        )
+        for bits in (3.85, 4.3)
     ),
 )
 #: Marker of a point by what its row was made with; the first that the row's key holds.
