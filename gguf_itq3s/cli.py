@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, build, upstream
-from .adapters import command as adapters
 from .calibration import command as calibrate
 from .convert import command as convert
 from .distill import command as distill
 from .errors import report_errors
 from .evaluate import command as evaluate
 from .inspect import contents, find_ternary, plan, verify
-from .metadata import command as metadata
+from .programs import lora_command, metadata
 from .publish import command as publish
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
@@ -29,7 +28,7 @@ SUBCOMMANDS = (
     evaluate,
     plan,
     find_ternary,
-    adapters,
+    lora_command,
     metadata,
     build,
     publish,

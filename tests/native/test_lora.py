@@ -16,10 +16,10 @@ from adapters import change, merged, save_adapter
 from divergence import log_probabilities, mean_kld
 from gguf_files import arrays, metadata
 from gguf_itq3s import cli
-from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
 from gguf_itq3s.checkpoint.rescaling import EXPONENTS, ID, NORMS_FOLDED, SOURCES
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.programs.lora import LoraOptions, convert_lora
 
 #: Models: the bundled one, and random ones with gains far from one.
 MODELS = ("bundled", "llama", "gemma")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import llama
 from divergence import log_probabilities, read_log_probabilities
-from gguf_itq3s.adapters.lora import LoraOptions, convert_lora
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.programs.lora import LoraOptions, convert_lora
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from training import with_random_adapter
 

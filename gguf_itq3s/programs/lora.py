@@ -35,8 +35,8 @@ from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
 from ..errors import UserError, output_error
 from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
-from ..programs import as_program
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
+from .run import as_program
 
 OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0")
 _SCRIPT: Final = "convert_lora_to_gguf.py"

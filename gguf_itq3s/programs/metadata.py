@@ -21,7 +21,7 @@ import gguf
 from ..checkpoint.files import check_output
 from ..checkpoint.patches import replaced_in
 from ..errors import UserError, output_error
-from ..programs import as_program
+from .run import as_program
 
 
 @dataclass(frozen=True)
