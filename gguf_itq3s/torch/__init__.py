@@ -7,7 +7,7 @@
 Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a slice at a time), ``products`` (the
 products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
 ``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks, the residual pass),
-``memory`` (what a product takes besides), ``kernels`` (Triton).
+``kernels`` (Triton).
 
 This room and ``transformers`` above it import PyTorch at their heads: ``import gguf_itq3s`` alone does not load it.
 """

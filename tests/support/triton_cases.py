@@ -29,8 +29,8 @@ import triton_shapes
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.torch import PackedExperts, PackedLinear, kernels, products, rotate
 from gguf_itq3s.torch.experts import Stack
-from gguf_itq3s.torch.memory import StorageTracker, additional
 from packed import TYPES, deviation, matrix, packed_rows
+from scripts.tables.torch_memory import StorageTracker, additional
 
 
 def layer(qtype: int, outputs: int, columns: int) -> tuple[PackedLinear, torch.Tensor]:

@@ -17,8 +17,8 @@ from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import PackedExperts, PackedLinear, products, use_path
 from gguf_itq3s.torch.experts import Stack
-from gguf_itq3s.torch.memory import StorageTracker
 from packed import TYPES, packed_rows
+from scripts.tables.torch_memory import StorageTracker
 from selection import some
 
 EXPERTS, HIDDEN, INNER, TOKENS = 5, 512, 256, 11

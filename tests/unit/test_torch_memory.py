@@ -9,20 +9,14 @@ from gguf import GGMLQuantizationType as Type
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import PackedLinear, products, transform
-from gguf_itq3s.torch.memory import StorageTracker, additional
 from packed import matrix, packed_rows
+from scripts.tables.torch_memory import StorageTracker, additional, measure
 
 
 def layer(qtype: Type, residual: Type | None, outputs: int, columns: int) -> PackedLinear:
     blocks = torch.from_numpy(packed_rows(qtype, outputs, columns))
     second = None if residual is None else torch.from_numpy(packed_rows(residual, outputs, columns))
     return PackedLinear.from_blocks(blocks, torch.zeros(outputs), qtype=qtype, residual=second)
-
-
-def peak(built: PackedLinear, x: torch.Tensor, path: str) -> StorageTracker:
-    with torch.no_grad(), StorageTracker() as tracker:
-        built(x, path=path)
-    return tracker
 
 
 PASSES = [(ITQ3_S, None), (ITQ3_S, ITQ3_S), (ITQ3_S, TQ2_0), (TQ1_0, None), (TQ2_0, None)]
@@ -39,9 +33,8 @@ def test_reference_takes_what_the_page_says(
 ) -> None:
     built = layer(qtype, residual, outputs, columns).to(dtype)
     x = matrix(rows, columns).to(dtype)
-    built(x[:1])  # makes the tables
     assert rows * columns <= transform.PIECE or rows == 5000
-    measured = peak(built, x, "reference").peak
+    measured = measure(built, x, "reference").peak
     expected = additional(rows, columns, outputs, qtype=qtype, residual_type=residual, dtype=dtype)
     # The scales of a slice, four bytes a row, are not in the formula.
     assert expected <= measured <= expected + 5 * 4 * min(outputs, products.SLICE_ROWS)
@@ -53,8 +46,7 @@ def test_nothing_as_large_as_the_matrix_is_made(rows: int, residual: Type | None
     built = layer(ITQ3_S, residual, 2048, 2048)
     x = matrix(rows, 2048)
     whole = 2048 * 2048 * 4
-    built(x[:1])
-    tracker = peak(built, x, "reference")
+    tracker = measure(built, x, "reference")
     assert tracker.largest <= whole / 8
     assert tracker.peak < whole / 2
 
@@ -63,8 +55,10 @@ def test_the_dense_path_would_be_found_out() -> None:
     """The test before this one can fail."""
     built = layer(ITQ3_S, None, 2048, 2048)
     x = matrix(1, 2048)
-    assert peak(built, x, "dense").largest == 2048 * 2048 * 4
-    assert peak(built, x, "dense").peak == additional(1, 2048, 2048, path="dense")  # the matrix is there now
+    with torch.no_grad(), StorageTracker() as tracker:
+        built(x, path="dense")
+    assert tracker.largest == 2048 * 2048 * 4
+    assert measure(built, x, "dense").peak == additional(1, 2048, 2048, path="dense")  # the matrix is there now
 
 
 def test_backward_makes_nothing_as_large() -> None:

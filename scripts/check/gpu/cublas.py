@@ -7,7 +7,6 @@ used.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import re
@@ -19,15 +18,6 @@ from pathlib import Path
 LIBRARIES = ("libcublas", "libcublasLt")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cublas:
-    """Where the libraries and the headers are; no headers are needed to run."""
-
-    libraries: Path
-    headers: Path | None
-    is_toolkit: bool = False
-
-
 @functools.cache
 def toolkit_of(nvcc: str) -> Path:
     """The folder of the CUDA toolkit that ``nvcc``, a path, belongs to."""
@@ -36,92 +26,46 @@ def toolkit_of(nvcc: str) -> Path:
     return Path(found[1]).resolve() if found else Path(nvcc).resolve().parents[1]
 
 
-def library_folders(toolkit: Path) -> list[Path]:
-    folders = [toolkit / "lib64", toolkit / "lib", *sorted(toolkit.glob("targets/*/lib"))]
-    return [f for f in folders if f.is_dir()]
+def library_folders(nvcc: str) -> list[Path]:
+    """Where the toolkit has its libraries."""
+    toolkit = toolkit_of(nvcc)
+    return [f for f in (toolkit / "lib64", toolkit / "lib", *sorted(toolkit.glob("targets/*/lib"))) if f.is_dir()]
 
 
-def library_in(folder: Path, name: str, major: str | None) -> Path | None:
-    """The library of that major version, or of any."""
-    found = sorted(folder.glob(f"{name}.so.{major or '*'}"))
-    return found[-1] if found else None
+def is_in_toolkit(nvcc: str) -> bool:
+    toolkit = toolkit_of(nvcc)
+    headers = [toolkit / "include", *toolkit.glob("targets/*/include")]
+    return any((h / "cublas_v2.h").exists() for h in headers) and any(
+        all((f / f"{name}.so").exists() for name in LIBRARIES) for f in library_folders(nvcc)
+    )
 
 
-def cublas_below(folder: Path, major: str | None) -> Cublas | None:
-    """cuBLAS in a folder that someone named, or in a Python's site-packages."""
-    parts = ["", "cublas", "nvidia/cublas", *(f"{p}cu{major or '*'}" for p in ("", "nvidia/"))]
-    for part in parts:
-        for base in sorted(folder.glob(part)) if part else [folder]:
-            for libraries in (base / "lib", base / "lib64", base):
-                if all(library_in(libraries, name, major) for name in LIBRARIES):
-                    headers = [p / "include" for p in (base, base.parent)]
-                    return Cublas(libraries, next((h for h in headers if (h / "cublas_v2.h").exists()), None))
-    return None
+def packages(places: list[Path]) -> list[Path]:
+    """Folders with cuBLAS's libraries: below ``places``, and where pip puts its package for the running Python."""
+    parts = ("", "lib", "lib64", "cublas/lib", "cu*/lib", "nvidia/cublas/lib", "nvidia/cu*/lib")
+    places = [*places, *(Path(p) for p in sys.path if Path(p).is_dir())]
+    found = [f for place in places for part in parts for f in (sorted(place.glob(part)) if part else [place])]
+    return [f for f in found if all(any(f.glob(f"{name}.so.*")) for name in LIBRARIES)]
 
 
-def cublas_of_toolkit(toolkit: Path, major: str | None, for_build: bool) -> Cublas | None:
-    headers = [toolkit / "include", *sorted(toolkit.glob("targets/*/include"))]
-    found = next((h for h in headers if (h / "cublas_v2.h").exists()), None)
-    for folder in library_folders(toolkit):
-        complete = all((folder / f"{name}.so").exists() for name in LIBRARIES) if for_build else True
-        if complete and library_in(folder, "libcublas", major) and (found or not for_build):
-            return Cublas(folder, found, is_toolkit=True)
-    return None
+def link_package(places: list[Path], major: str, folder: Path) -> bool:
+    """Make ``folder`` with links to a package's libraries of a major version and its headers, for a compiler.
 
-
-@functools.cache
-def site_packages() -> list[Path]:
-    """The import paths of every python3 on PATH."""
-    pythons = []
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        python3 = Path(folder) / "python3"
-        if folder and os.access(python3, os.X_OK):
-            pythons.append(str(python3))
-    found = [Path(p) for p in sys.path if Path(p).is_dir()]
-    for python in dict.fromkeys(pythons):
-        try:
-            done = subprocess.run(
-                [python, "-c", "import sys; print(*sys.path, sep='\\n')"], capture_output=True, text=True, timeout=30
-            )
-        except (OSError, subprocess.SubprocessError):
+    Returns:
+        whether there is such a package.
+    """
+    for libraries in packages(places):
+        headers = next((p / "include" for p in (libraries, *libraries.parents[:2]) if (p / "include").is_dir()), None)
+        linked = {f"{name}.so": libraries / f"{name}.so.{major}" for name in LIBRARIES}
+        if headers is None or not (headers / "cublas_v2.h").exists() or not all(p.exists() for p in linked.values()):
             continue
-        found += [Path(line) for line in done.stdout.splitlines() if line and Path(line).is_dir()]
-    return list(dict.fromkeys(found))
-
-
-def find(named: Path | None, carried: Path, toolkit: Path | None, major: str | None, for_build: bool) -> Cublas | None:
-    """cuBLAS of the folder ``named``, of the toolkit, of a Python, or of ``carried``. A build needs headers."""
-    if named is not None:
-        return cublas_below(named, major)
-    if toolkit is not None and (found := cublas_of_toolkit(toolkit, major, for_build)):
-        return found
-    for folder in [*site_packages(), carried]:
-        found = cublas_below(folder, major)
-        if found and (found.headers or not for_build):
-            return found
-    return None
-
-
-def make_shim(found: Cublas, folder: Path, major: str | None) -> Cublas:
-    """Links in ``folder`` to the libraries, under the names a linker and a program want, and to the headers."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "lib").mkdir(parents=True)
-    (folder / "include").mkdir()
-    for name in LIBRARIES:
-        library = library_in(found.libraries, name, major)
-        if library:
-            (folder / "lib" / f"{name}.so").symlink_to(library.resolve())
-            (folder / "lib" / library.name).symlink_to(library.resolve())
-    if found.headers:
-        for header in found.headers.glob("cublas*.h"):
+        shutil.rmtree(folder, ignore_errors=True)
+        for part in ("lib", "include"):
+            (folder / part).mkdir(parents=True)
+        for name, library in linked.items():
+            for link in (name, library.name):
+                (folder / "lib" / link).symlink_to(library.resolve())
+        for header in headers.glob("cublas*.h"):
             (folder / "include" / header.name).symlink_to(header.resolve())
-    return Cublas(folder / "lib", folder / "include")
-
-
-def major_of(program_folders: list[Path]) -> str | None:
-    """The major version of cuBLAS that a built libggml-cuda.so needs."""
-    for folder in program_folders:
-        library = folder / "libggml-cuda.so"
-        if library.exists() and (found := re.search(rb"libcublas\.so\.(\d+)", library.read_bytes())):
-            return found[1].decode()
-    return None
+        return True
+    return False

@@ -4,28 +4,24 @@
 Needs a GPU with its driver and Python 3; without --build also nvcc, CMake, a C++ compiler, cuBLAS, and ninja or make.
 No network, git, patch or xz. The stages, in order:
 
-  source       unpack the patched llama.cpp that scripts/check/gpu/pack.py packed
-  build        test-backend-ops, llama-perplexity, llama-bench and gpu-bench
+  build        the patched llama.cpp that scripts/check/gpu/pack.py packed
   ops          test-backend-ops of the three types, also without programmatic launches
   sanitizer    some of its cases under compute-sanitizer
   perplexity   the bundled model on the CPU and in many configurations on the GPU
-  bench        gpu-bench: products of the types beside others and cuBLAS
+  perf         test-backend-ops perf: products of the types beside others and F16
   llama_bench  llama-bench on random models of 8B shapes
-  report       gpu_check.json and gpu_check.md
 
-A stage that is done is not run again while its inputs are the same, and a stage that was broken off goes on where it
-stopped. A stage that fails keeps no other from running that can; the exit status is 1 then. --out gets the two files
-of the report and logs/STAGE.log.
+A program that ran to its end is not run again while its inputs are the same, so a check that was broken off goes on
+where it stopped. A stage that fails keeps no other from running that can; the exit status is 1 then. --out gets
+gpu_check.json and gpu_check.md, written anew after every stage, and logs/STAGE.log.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -34,24 +30,18 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from scripts.check.gpu import cublas, random_model, report
-else:
-    import cublas
-    import random_model
-    import report
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from scripts.check.gpu import cublas, random_model, report
 
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[2]
 PROGRAMS: Final = ("test-backend-ops", "llama-perplexity", "llama-bench")
-BENCH: Final = "gpu-bench"
 MEMORY: Final = Path("/dev/shm")
-MODEL: Final = "gpu-check-model.gguf"
-LOG_LIMIT: Final = 2**20  # bytes of a log that are copied to --out
 TYPE_FILTER: Final = "type(_a)?=(itq3_s|tq1_0|tq2_0)"
 
 #: One case or two of every type and way through the kernels: columns, experts, gates.
@@ -60,8 +50,11 @@ SANITIZER_FILTER: Final = "|".join(
     for shape in ("m=67,n=(1|2|5|8|16|17|77),k=768", "n_mats=8,.*m=96,n=(1|5|17),k=768", "m=[14],n=45,k=(1024|4608)")
 )
 
+NO_PDL: Final = {"GGML_CUDA_PDL": "0"}
 #: Every product quantizes its own activations.
 NO_SHARING: Final = {"GGML_CUDA_ITQ3S_SHARE": "0"}
+#: Products with many columns are dequantized to F16, to find where that is faster.
+BY_CUBLAS: Final = {"GGML_CUDA_ITQ3S_CUBLAS_COLUMNS": "65"}
 
 #: Options of llama-perplexity and environment of every run that report.PERPLEXITIES names.
 PERPLEXITY_RUNS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
@@ -72,8 +65,8 @@ PERPLEXITY_RUNS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "tensor": (["-ngl", "99", "-sm", "tensor", "-fa", "on"], {}),
     **{f"batch{n}": (["-ngl", "99", "-b", "512", "-ub", str(n)], {}) for n in (1, 2, 4, 8, 24, 64)},
     "nographs": (["-ngl", "99", "-b", "512", "-ub", "8"], {"GGML_CUDA_DISABLE_GRAPHS": "1"}),
-    "nopdl": (["-ngl", "99"], {"GGML_CUDA_PDL": "0"}),
-    "nopdl8": (["-ngl", "99", "-b", "512", "-ub", "8"], {"GGML_CUDA_PDL": "0"}),
+    "nopdl": (["-ngl", "99"], NO_PDL),
+    "nopdl8": (["-ngl", "99", "-b", "512", "-ub", "8"], NO_PDL),
     "noshare": (["-ngl", "99"], NO_SHARING),
     "noshare8": (["-ngl", "99", "-b", "512", "-ub", "8"], NO_SHARING),
 }
@@ -87,32 +80,14 @@ class NotRunError(RuntimeError):
     """A stage that this machine has no tool for; it does not count as failed."""
 
 
-class Children:
-    """The programs that run now, each with its own process group, so that all of them end with this one."""
-
-    def __init__(self) -> None:
-        self.running: set[subprocess.Popen[bytes]] = set()
-
-    def stop(self, child: subprocess.Popen[bytes]) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(child.pid, number)
-                child.wait(5)
-
-    def stop_all(self) -> None:
-        for child in list(self.running):
-            self.stop(child)
-
-
 @dataclasses.dataclass
 class Step:
-    """A program to run. Its output is in ``name``.txt, and its standard output apart in ``stdout`` if that is given."""
+    """A program to run, at most ``limit`` seconds; the environment gets ``env`` besides."""
 
     name: str
     command: list[str]
-    limit: float
     env: dict[str, str] = dataclasses.field(default_factory=dict)
-    stdout: str | None = None
+    limit: float = 300
 
 
 @dataclasses.dataclass
@@ -121,26 +96,14 @@ class Check:
     out: Path
     work: Path
     prebuilt: Path | None
-    cublas_folder: Path | None
+    cublas_places: list[Path]
     jobs: int
-    quick: bool
-    shape: list[str]
+    shape: random_model.Shape
     end: float  # when all time is over
-    stage_limit: float
     gpu: str
     arch: str
     nvcc: str | None
-    key: str = ""
-    stage_end: float = 0.0
-    children: Children = dataclasses.field(default_factory=Children)
-
-    @property
-    def results(self) -> Path:
-        return self.work / "results"
-
-    @property
-    def logs(self) -> Path:
-        return self.work / "logs"
+    results: Path = Path()
 
     @property
     def tree(self) -> Path:
@@ -152,100 +115,65 @@ class Check:
         base = self.prebuilt or self.work / "build"
         return [base / "bin", base]
 
-    def program(self, name: str) -> str:
+    def built(self, name: str) -> Path:
         for folder in self.folders:
-            path = folder / name
-            if path.is_file():
-                if not os.access(path, os.X_OK):
+            if (path := folder / name).is_file():
+                if not name.endswith(".so") and not os.access(path, os.X_OK):
                     path.chmod(0o755)
-                return str(path)
+                return path
         raise CheckError(f"{name}: not there; {'look at --build' if self.prebuilt else 'the build has not made it'}")
-
-    def library(self, name: str) -> Path:
-        for folder in self.folders:
-            if found := sorted(folder.glob(name + "*")):
-                return found[0]
-        raise CheckError(f"{name}: not in {self.folders[0]}")
-
-    def find_cublas(self, for_build: bool) -> cublas.Cublas:
-        toolkit = cublas.toolkit_of(self.nvcc) if self.nvcc else None
-        if for_build:
-            version = re.search(r"release (\d+)\.", output_of([self.nvcc or "nvcc", "--version"]))
-            major = version[1] if version else None
-        else:
-            major = cublas.major_of(self.folders)
-        found = cublas.find(self.cublas_folder, self.packed, toolkit, major, for_build)
-        if found is None or (for_build and found.headers is None):
-            raise CheckError(
-                f"cuBLAS {major or ''}: not found in the toolkit or in a Python's packages; install nvidia-cublas or "
-                "name its folder with --cublas"
-            )
-        if found.is_toolkit:
-            return found
-        return cublas.make_shim(found, self.work / ("cublas-build" if for_build else "cublas-run"), major)
 
     def run_env(self) -> dict[str, str]:
         """Where the programs find their libraries."""
-        folders = [f for f in self.folders if f.is_dir()]
-        with contextlib.suppress(CheckError):
-            found = self.find_cublas(for_build=False)
-            # cuBLAS of the package and the runtime beside it; the links of the shim are resolved
-            folders += [found.libraries, *{p.resolve().parent for p in found.libraries.glob("libcublas.so.*")}]
-        if self.nvcc:
-            folders += cublas.library_folders(cublas.toolkit_of(self.nvcc))
-        for base in cublas.site_packages():
-            folders += [f for f in (base / "nvidia" / "cuda_runtime" / "lib",) if f.is_dir()]
+        folders = [*self.folders, *(cublas.library_folders(self.nvcc) if self.nvcc else [])]
+        folders += cublas.packages(self.cublas_places)
+        folders += [f for base in map(Path, sys.path) for f in sorted(base.glob("nvidia/cuda_runtime/lib"))]
         before = os.environ.get("LD_LIBRARY_PATH")
         return {"LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([before] if before else [])])}
 
-    def seconds_left(self) -> float:
-        return min(self.stage_end, self.end) - time.monotonic()
+    def run(self, *steps: Step) -> None:
+        """Run those steps at once that have not ended well.
 
-    def run(self, step: Step, log: Path) -> bool:
-        """Run a step with its output in ``log``, which gets a last line that says how it ended."""
-        limit = min(step.limit, self.seconds_left())
-        partial = log.with_name(log.name + ".partial")
-        with contextlib.ExitStack() as files:
-            file = files.enter_context(partial.open("wb"))
-            target = files.enter_context((self.results / step.stdout).open("wb")) if step.stdout else file
-            file.write(f"$ {' '.join(step.command)}\n".encode())
-            file.flush()
-            end = "stopped after 0 s"
-            if limit > 0:
+        A step's standard output is in NAME.out, the rest in NAME.txt, whose last line says how it ended.
+        """
+        steps = tuple(step for step in steps if not report.finished(self.results, step.name))
+        start = time.monotonic()
+        running: list[subprocess.Popen[bytes]] = []
+        if start >= self.end:
+            return
+        with contextlib.ExitStack() as at_end:
+            logs = []
+            for step in steps:
+                out = at_end.enter_context((self.results / f"{step.name}.out").open("wb"))
+                log = at_end.enter_context((self.results / f"{step.name}.txt").open("wb"))
+                log.write(f"$ {' '.join(step.command)}\n".encode())
+                log.flush()
                 child = subprocess.Popen(
-                    step.command,
-                    stdout=target,
-                    stderr=file if step.stdout else subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **step.env},
+                    step.command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, env={**os.environ, **step.env},
                     start_new_session=True,
-                )
-                self.children.running.add(child)
+                )  # fmt: skip
+                at_end.callback(stop, child)  # also when this program is interrupted
+                logs.append(log)
+                running.append(child)
+            for step, log, child in zip(steps, logs, running, strict=True):
                 try:
-                    end = f"exit {child.wait(limit)}"
+                    child.wait(max(0, min(start + step.limit, self.end) - time.monotonic()))
+                    end = f"exit {child.returncode}"
                 except subprocess.TimeoutExpired:
-                    self.children.stop(child)
-                    end = f"stopped after {limit:.0f} s"
-                finally:
-                    self.children.running.discard(child)
-            file.seek(0, os.SEEK_END)
-            file.write(f"\n[{end}]\n".encode())
-        partial.rename(log)
-        return end == "exit 0"
+                    stop(child)
+                    end = "stopped"
+                log.seek(0, os.SEEK_END)
+                log.write(f"\n[{end}, {time.monotonic() - start:.0f} s]\n".encode())
+                say(f"  {step.name}: {end}, {time.monotonic() - start:.0f} s")
 
-    def run_all(self, steps: Sequence[Step], at_once: int = 1) -> None:
-        """Run the steps that are not done. How they ended is in their outputs."""
 
-        def one(step: Step) -> None:
-            log = self.results / f"{step.name}.txt"
-            if report.finished(log):
-                return
-            start = time.monotonic()
-            self.run(step, log)
-            say(f"  {step.name}: {report.ended(log)}, {time.monotonic() - start:.0f} s")
-
-        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(one, steps))
+def stop(child: subprocess.Popen[bytes]) -> None:
+    """End a program and what it started, if it still runs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(child.pid, number)
+                child.wait(5)
 
 
 def say(text: str) -> None:
@@ -266,42 +194,40 @@ def need(name: str) -> str:
     return found
 
 
-def stage_source(check: Check) -> list[str]:
-    """Unpack into a new folder, and move what differs, so that a later build compiles no more than it must."""
+def unpack(check: Check) -> None:
+    """Bring the tree to what is packed; files that are the same stay, so that they are not compiled again."""
     archive = check.packed / "llama.cpp.tar.xz"
     if not archive.exists():
         raise CheckError(f"{archive}: not there; make it with scripts/check/gpu/pack.py")
-    fresh = check.work / "unpacked"
-    shutil.rmtree(fresh, ignore_errors=True)
+    members, changed = set(), False
     try:
         with tarfile.open(archive, "r:xz") as packed:
-            packed.extractall(fresh, filter="data")
+            for member in packed:
+                content = packed.extractfile(tarfile.data_filter(member, str(check.work)))
+                path = check.work / member.name
+                members.add(path)
+                data = content.read() if content else b""
+                if not path.is_file() or path.read_bytes() != data:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
+                    changed = True
     except (tarfile.TarError, EOFError, OSError) as error:
         raise CheckError(f"{archive}: cannot be unpacked: {error}") from error
-    source = fresh / "llama.cpp"
-    if not (source / "ggml/src/ggml-cuda/itq3s-quantize.cuh").exists():
+    if check.tree / "ggml/src/ggml-cuda/itq3s-quantize.cuh" not in members:
         raise CheckError(f"{archive}: not the patched source; make it anew with scripts/check/gpu/pack.py")
-    for old in [p for p in check.tree.rglob("*") if p.is_file()]:
-        if not (source / old.relative_to(check.tree)).is_file():
-            old.unlink()
-    for new in [p for p in source.rglob("*") if p.is_file()]:
-        old = check.tree / new.relative_to(source)
-        if old.is_file() and old.read_bytes() == new.read_bytes():
-            continue
-        old.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(new, old)
-        os.utime(old)
-    shutil.rmtree(fresh)
-    for name in (*PROGRAMS, BENCH, "libggml-cuda.so"):  # of another source; made anew, whatever the build ends like
-        for folder in check.folders:
-            (folder / name).unlink(missing_ok=True)
-    return []
+    for old in [p for p in check.tree.rglob("*") if p.is_file() and p not in members]:
+        old.unlink()
+        changed = True
+    if changed:  # programs of another source must not be tested, whatever the build ends like
+        for path in [f / name for f in check.folders for name in (*PROGRAMS, "libggml-cuda.so")]:
+            path.unlink(missing_ok=True)
+        for path in check.results.glob("build-*"):
+            path.unlink()
 
 
 def driver_options(check: Check, nvcc: str) -> list[str]:
     """How to link the driver's library: by the toolkit's stub, by itself, or not at all."""
-    folders = cublas.library_folders(cublas.toolkit_of(nvcc))
-    if any((f / "stubs" / "libcuda.so").exists() for f in folders):
+    if any((f / "stubs" / "libcuda.so").exists() for f in cublas.library_folders(nvcc)):
         return []
     listed = re.search(r"libcuda\.so\.1 .*=> (\S+)", output_of([shutil.which("ldconfig") or "/sbin/ldconfig", "-p"]))
     driver = Path(listed[1]) if listed else None
@@ -314,29 +240,39 @@ def driver_options(check: Check, nvcc: str) -> list[str]:
     return [f"-DCUDA_cuda_driver_LIBRARY={link}"]
 
 
-def stage_build(check: Check) -> list[str]:
+def cublas_options(check: Check, nvcc: str) -> list[str]:
+    if not check.cublas_places[:-1] and cublas.is_in_toolkit(nvcc):
+        return []
+    version = re.search(r"release (\d+)\.", output_of([nvcc, "--version"]))
+    links = check.work / "cublas"
+    if version is None or not cublas.link_package(check.cublas_places, version[1], links):
+        raise CheckError(
+            f"cuBLAS {version[1] if version else ''}: not found in the toolkit or in a Python's packages; install "
+            "nvidia-cublas or name its folder with --cublas"
+        )
+    return [
+        f"-DCMAKE_LIBRARY_PATH={links / 'lib'}",
+        f"-DCMAKE_CUDA_FLAGS=-isystem={links / 'include'}",
+        f"-DCMAKE_CXX_FLAGS=-isystem {links / 'include'}",
+    ]
+
+
+def build(check: Check) -> None:
+    unpack(check)
     nvcc, cmake = check.nvcc or need("nvcc"), need("cmake")
-    if not check.tree.is_dir():
-        raise CheckError("the source is not unpacked")
     ninja = shutil.which("ninja") or shutil.which("ninja-build")
     if ninja is None and shutil.which("make") is None:
         raise CheckError("neither ninja nor make is on PATH")
-    found = check.find_cublas(for_build=True)
-    build = check.work / "build"
-    cache = build / "CMakeCache.txt"
+    folder = check.work / "build"
     generator = "Ninja" if ninja else "Unix Makefiles"
+    cache = folder / "CMakeCache.txt"
     if cache.exists() and f"CMAKE_GENERATOR:INTERNAL={generator}" not in cache.read_text():
-        shutil.rmtree(build)
-    system = [] if found.is_toolkit else [
-        f"-DCMAKE_LIBRARY_PATH={found.libraries}",
-        f"-DCMAKE_CUDA_FLAGS=-isystem={found.headers}",
-        f"-DCMAKE_CXX_FLAGS=-isystem {found.headers}",
-    ]  # fmt: skip
+        shutil.rmtree(folder)
     configure = [
         cmake, "-G", generator, *([f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []),
-        "-S", str(check.tree), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON",
+        "-S", str(check.tree), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON",
         "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON", f"-DCMAKE_CUDA_ARCHITECTURES={check.arch}-real",
-        f"-DCMAKE_CUDA_COMPILER={nvcc}", *system, *driver_options(check, nvcc),
+        f"-DCMAKE_CUDA_COMPILER={nvcc}", *cublas_options(check, nvcc), *driver_options(check, nvcc),
         # the libraries that libggml-cuda.so needs are found when it is run
         "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined",
         "-DGGML_CUDA=ON", "-DGGML_CUDA_FA=ON", "-DGGML_CUDA_NCCL=OFF", "-DGGML_NATIVE=ON", "-DGGML_CCACHE=OFF",
@@ -344,257 +280,135 @@ def stage_build(check: Check) -> list[str]:
         "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_NUMBER=0",
         "-DLLAMA_BUILD_COMMIT=pinned", "-DGIT_EXE=OFF",
     ]  # fmt: skip
-    libraries = [] if found.is_toolkit else ["-isystem", str(found.headers), f"-L{found.libraries}"]
-    bench = [
-        nvcc, "-std=c++17", "-O2", "-cudart", "shared", "-extended-lambda", "-use_fast_math",
-        "-gencode", f"arch=compute_{check.arch},code=sm_{check.arch}", *libraries,
-        *(f"-I{check.tree}/ggml/{part}" for part in ("include", "src", "src/ggml-cuda")),
-        str(HERE / "bench.cu"), "-o", str(build / "bin" / BENCH), f"-L{build / 'bin'}", "-lggml-cuda", "-lggml-base",
-        "-lcublas", "-Xlinker", "--allow-shlib-undefined", "-Xlinker", "-rpath,$ORIGIN",
-    ]  # fmt: skip
-    compile_all = [cmake, "--build", str(build), "--parallel", str(check.jobs), "--target", *PROGRAMS]
-    for name, command in (("configure", configure), ("compile", compile_all), (BENCH, bench)):
-        step = Step(f"build-{name}", command, 480)
-        log = check.results / f"{step.name}.txt"
-        if not check.run(step, log):
-            ended = report.ended(log)
-            return [f"{name}: {ended}" + ("; run this again, it goes on" if ended.startswith("stopped") else "")]
-    return []
+    compile_all = [cmake, "--build", str(folder), "--parallel", str(check.jobs), "--target", *PROGRAMS]
+    check.run(Step("build-configure", configure))
+    if report.finished(check.results, "build-configure"):
+        check.run(Step("build-compile", compile_all, limit=86400))
 
 
-def stage_ops(check: Check) -> list[str]:
-    program, env = check.program("test-backend-ops"), check.run_env()
-    check.run_all([
-        Step(
-            f"ops-{run}",
-            [program, "test", "-b", "CUDA0", "-o", op, "-p", TYPE_FILTER, "-j", "4"],
-            200,
-            {**env, **({"GGML_CUDA_PDL": "0"} if run.endswith("-nopdl") else {})},
-        )
-        for run, op in report.OPERATION_RUNS.items()
-    ])  # fmt: skip
-    return report.operation_problems(check.results)
+def ops(check: Check) -> None:
+    program, env = str(check.built("test-backend-ops")), check.run_env()
+    tests = [program, "test", "-b", "CUDA0", "-p", TYPE_FILTER, "-j", "4", "--output", "sql", "-o"]
+    check.run(Step("ops-all", [*tests, ",".join(report.OPERATIONS)], env))
+    check.run(Step("ops-nopdl", [*tests, "MUL_MAT"], {**env, **NO_PDL}))
 
 
-def find_sanitizer(check: Check) -> str | None:
+def sanitizer(check: Check) -> None:
+    program, env = str(check.built("test-backend-ops")), check.run_env()
     folders = [os.environ.get("PATH", "")]
     if check.nvcc:
-        toolkit = cublas.toolkit_of(check.nvcc)
-        folders += [str(toolkit / "bin"), str(toolkit / "compute-sanitizer")]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
-
-
-def stage_sanitizer(check: Check) -> list[str]:
-    program, env, sanitizer = check.program("test-backend-ops"), check.run_env(), find_sanitizer(check)
-    if sanitizer is None:
+        folders += [str(cublas.toolkit_of(check.nvcc) / name) for name in ("bin", "compute-sanitizer")]
+    tool = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+    if tool is None:
         raise NotRunError("compute-sanitizer not found")
     tests = [program, "test", "-b", "CUDA0", "-o", ",".join(report.SANITIZED), "-p", SANITIZER_FILTER]
-    check.run_all(
-        [Step(f"sanitizer-{t}", [sanitizer, "--tool", t, *tests], 280, env) for t in report.SANITIZERS], at_once=3
-    )
-    return report.sanitizer_problems(check.results)
+    check.run(*(
+        Step(f"sanitizer-{name}", [tool, "--tool", name, *tests, "--output", "sql"], env) for name in report.SANITIZERS
+    ))  # fmt: skip
 
 
-def stage_perplexity(check: Check) -> list[str]:
-    program, env = check.program("llama-perplexity"), check.run_env()
+def perplexity(check: Check) -> None:
+    program, env = str(check.built("llama-perplexity")), check.run_env()
     model, text = check.packed / "demo-itq3_s.gguf", check.packed / "text.txt"
     for path in (model, text):
         if not path.exists():
             raise CheckError(f"{path}: not there; make it with scripts/check/gpu/pack.py")
-    head = check.results / "text.txt"
+    head = check.results / "text"
     head.write_bytes(text.read_bytes()[: 100 * 1024])
     common = [program, "-m", str(model), "-f", str(head), "-c", "512", "--chunks", "16", "-fit", "off", "-lv", "4"]
-    check.run_all([
-        Step(f"ppl-{name}", [*common, "-t", str(check.jobs), *options], 60, {**env, **extra})
-        for name, (options, extra) in PERPLEXITY_RUNS.items()
-    ])  # fmt: skip
-    return report.perplexity_problems(check.results)
+    for name, (options, extra) in PERPLEXITY_RUNS.items():
+        check.run(Step(f"perplexity-{name}", [*common, "-t", str(check.jobs), *options], {**env, **extra}, 60))
 
 
-def stage_bench(check: Check) -> list[str]:
-    options = ["--quick"] if check.quick else []
-    env = check.run_env()
-    by_cublas = {**env, "GGML_CUDA_ITQ3S_CUBLAS_COLUMNS": "65"}  # dequantized to F16, to find where that is faster
-    check.run_all([
-        Step("bench", [check.program(BENCH), *options], 240, env, stdout="bench.jsonl"),
-        Step("bench-cublas", [check.program(BENCH), *options, "--prompts"], 60, by_cublas, stdout="bench-cublas.jsonl"),
-    ])  # fmt: skip
-    return report.bench_problems(check.results)
+def perf_cases(ggml: random_model.Ggml) -> str:
+    """Cases for test-backend-ops: operation, type, sizes and sources, by their numbers; strides of 0 are the usual."""
+    operation, copy = (ggml.operation_number(name) for name in ("MUL_MAT", "CONT"))
+
+    def product(name: str, qtype: str, rows: int, k: int, n: int) -> str:
+        kind = ggml.type_number(qtype)
+        return f"{operation} 0 {rows} {n} 1 1 0 2 {kind} {k} {rows} 1 1 0 0 0 0 0 {k} {n} 1 1 0 0 0 0 {name}.{n}"
+
+    cases = [f"{copy} 0 {report.COPIED} 1 1 1 0 1 0 {report.COPIED} 1 1 1 0 0 0 0 copy.1"]
+    cases += [product(name, name, report.ROWS, report.LENGTH, n) for name in report.PERF_TYPES for n in report.COLUMNS]
+    cases.append(product("small", "itq3_s", 4096, 4096, 1))
+    return "\n".join(cases) + "\n"
 
 
-def memory_available() -> int:
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else 0
+def perf(check: Check) -> None:
+    program, env = str(check.built("test-backend-ops")), check.run_env()
+    cases = check.results / "cases"
+    cases.write_text(perf_cases(random_model.Ggml(check.built("libggml-base.so"))))
+    tests = [program, "perf", "-b", "CUDA0", "--test-file", str(cases), "--output", "sql", "-p"]
+    # The same product many times over would quantize its activations once.
+    for name in (*report.PERF_TYPES, "copy", "small"):
+        check.run(Step(f"perf-{name}", [*tests, f"name={name}[.]"], {**env, **NO_SHARING}))
+    check.run(Step("perf-shared", [*tests, "name=small[.]"], env))
+    columns = "|".join(map(str, report.CUBLAS_COLUMNS))
+    names = f"name=({'|'.join(report.TYPES)})[.]({columns}),"
+    check.run(Step("perf-cublas", [*tests, names], {**env, **NO_SHARING, **BY_CUBLAS}))
 
 
 def folder_for(check: Check, size: int) -> Path:
     """A folder in memory if there is room for the model twice, else the working folder."""
-    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 1.2 * size and memory_available() > 2.5 * size:
-        return MEMORY
+    with contextlib.suppress(OSError):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if available and 1024 * int(available[1]) > 2.5 * size and shutil.disk_usage(MEMORY).free > 1.2 * size:
+            return MEMORY
     if shutil.disk_usage(check.work).free < 1.1 * size:
         raise CheckError(f"no room for a model of {size / 2**30:.1f} GiB")
     return check.work
 
 
-def stage_llama_bench(check: Check) -> list[str]:
-    program, env, base = check.program("llama-bench"), check.run_env(), check.library("libggml-base.so")
-    sizes = [int(v) for v in check.shape]
-    shape = random_model.Shape(*sizes) if sizes else random_model.Shape()
-    options = [o for f, v in zip(dataclasses.fields(shape), sizes, strict=False)
-               for o in (f"--{f.name.replace('_', '-')}", str(v))]  # fmt: skip
-    problems: list[str] = []
+def llama_bench(check: Check) -> None:
+    program, env = str(check.built("llama-bench")), check.run_env()
+    ggml = random_model.Ggml(check.built("libggml-base.so"))
     for name in report.MODELS:
         runs = [run for run, model in report.BENCH_RUNS.items() if model == name]
-        if all(report.finished(check.results / f"llama-bench-{run}.txt") for run in runs):
+        if time.monotonic() >= check.end or all(report.finished(check.results, f"llama_bench-{run}") for run in runs):
             continue
-        try:
-            size = random_model.size_of(random_model.Ggml(base), shape, name)
-            model = folder_for(check, size) / MODEL
-        except (CheckError, random_model.ModelError) as error:
-            problems.append(f"{name}: {error}")
-            continue
-        write = [sys.executable, str(HERE / "random_model.py"), str(model), "--type", name, "--ggml-base", str(base)]
+        model = folder_for(check, random_model.size_of(ggml, check.shape, name)) / "gpu-check-model.gguf"
         bench = [program, "-m", str(model), "-p", "512", "-n", "128", "-r", "5", "-ngl", "99", "-fa", "1", "-o", "json"]
         try:
-            check.run_all([Step(f"model-{name}", [*write, *options], 120, env)])
-            if report.finished(check.results / f"model-{name}.txt"):
-                check.run_all([
-                    Step(
-                        f"llama-bench-{run}",
-                        bench,
-                        120,
-                        {**env, **(NO_SHARING if run.endswith("-noshare") else {})},
-                        stdout=f"llama-bench-{run}.json",
-                    )
-                    for run in runs
-                ])  # fmt: skip
+            random_model.write_model(model, ggml, check.shape, name)
+            for run in runs:
+                check.run(Step(f"llama_bench-{run}", bench, {**env, **(NO_SHARING if "noshare" in run else {})}))
         finally:
             model.unlink(missing_ok=True)
-            (check.results / f"model-{name}.txt").unlink(missing_ok=True)  # the model is gone
-    return problems + report.llama_bench_problems(check.results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """``outputs``: its results, removed when it is begun anew. ``limit``: seconds."""
-
-    name: str
-    limit: float
-    what: Callable[[Check], list[str]]
-    outputs: tuple[str, ...]
+STAGES: Final[dict[str, Callable[[Check], None]]] = {
+    "build": build, "ops": ops, "sanitizer": sanitizer, "perplexity": perplexity, "perf": perf,
+    "llama_bench": llama_bench,
+}  # fmt: skip
 
 
-BUILD_STAGES: Final = (
-    Stage("source", 120, stage_source, ()),
-    Stage("build", 480, stage_build, ("build-*.txt",)),
-)
-CHECK_STAGES: Final = (
-    Stage("ops", 240, stage_ops, ("ops-*.txt",)),
-    Stage("sanitizer", 300, stage_sanitizer, ("sanitizer-*.txt",)),
-    Stage("perplexity", 240, stage_perplexity, ("ppl-*.txt",)),
-    Stage("bench", 300, stage_bench, ("bench.txt", "bench.jsonl", "bench-cublas.txt", "bench-cublas.jsonl")),
-    Stage("llama_bench", 360, stage_llama_bench, ("llama-bench-*", "model-*.txt")),
-)
-NAMES: Final = (*(s.name for s in (*BUILD_STAGES, *CHECK_STAGES)), "report")
-
-
-def read_stages(check: Check) -> dict[str, dict[str, object]]:
+def run_stage(check: Check, stage: str, anew: bool) -> None:
+    """Run the stage's programs that are not done; what keeps it from being run is in STAGE.error or STAGE.skipped."""
+    for path in [*check.results.glob(f"{stage}.*"), *(check.results.glob(f"{stage}-*") if anew else [])]:
+        path.unlink()
+    if time.monotonic() >= check.end:
+        say(f"{stage}: no time left; run this again, it goes on")
+        return
+    say(f"{stage}: running")
     try:
-        found = json.loads((check.results / "stages.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: found[name] for name in NAMES if name in found}
-
-
-def write_stages(check: Check, stages: dict[str, dict[str, object]]) -> None:
-    partial = check.results / "stages.partial"
-    partial.write_text(json.dumps({name: stages[name] for name in NAMES if name in stages}, indent=1) + "\n")
-    partial.rename(check.results / "stages.json")
-
-
-def outputs_of(check: Check, stage: Stage) -> Iterator[Path]:
-    for pattern in stage.outputs:
-        yield from sorted(check.results.glob(pattern))
-
-
-def run_stage(check: Check, stage: Stage, anew: bool) -> bool:
-    """Run the stage unless it is done; whether the check may still succeed."""
-    stages = read_stages(check)
-    before = stages.get(stage.name, {})
-    if before.get("key") == check.key and before.get("status") == "done" and not anew:
-        say(f"{stage.name}: done before")
-        return True
-    if before.get("key") != check.key or anew:
-        for path in outputs_of(check, stage):
-            path.unlink()
-        before = {}
-    if check.end - time.monotonic() < 1:
-        say(f"{stage.name}: no time left; run this again, it goes on")
-        status, problems, seconds = "not finished", ["no time left"], 0.0
-    else:
-        start = time.monotonic()
-        check.stage_end = start + min(stage.limit, check.stage_limit)
-        # what a broken off run must find: whose results these are
-        write_stages(check, {**stages, stage.name: {"key": check.key, "status": "not finished", "problems": []}})
-        say(f"{stage.name}: running")
-        try:
-            problems = stage.what(check)
-            status = "failed" if problems else "done"
-        except NotRunError as error:
-            problems, status = [str(error)], "not run"
-        except (CheckError, OSError) as error:
-            problems, status = [str(error)], "failed"
-        seconds = time.monotonic() - start
-        for problem in problems:
-            say(f"{stage.name}: {problem}")
-        say(f"{stage.name}: {status}, {seconds:.0f} s")
-    write_log(check, stage, problems)
-    entry = {"key": check.key, "status": status, "seconds": round(seconds), "problems": problems}
-    write_stages(check, {**read_stages(check), stage.name: entry})
-    return status in ("done", "not run")
-
-
-def write_log(check: Check, stage: Stage, problems: list[str]) -> None:
-    """All that the stage's programs printed, in one file."""
-    parts = [f"==> {p.name} <==\n{p.read_text(errors='replace')}\n" for p in outputs_of(check, stage)]
-    parts += [f"{p}\n" for p in problems]
-    if parts:
-        (check.logs / f"{stage.name}.log").write_text("".join(parts))
-
-
-def copy_logs(check: Check) -> None:
-    target = check.out / "logs"
-    target.mkdir(exist_ok=True)
-    for log in check.logs.glob("*.log"):
-        text = log.read_bytes()
-        cut = b"(the beginning is left out)\n" if len(text) > LOG_LIMIT else b""
-        (target / log.name).write_bytes(cut + text[-LOG_LIMIT:])
-
-
-def digest(paths: Sequence[Path]) -> str:
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(path.name.encode())
-        if path.exists():
-            total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()[:16]
+        STAGES[stage](check)
+    except NotRunError as error:
+        (check.results / f"{stage}.skipped").write_text(str(error))
+    except (CheckError, OSError, ValueError) as error:
+        (check.results / f"{stage}.error").write_text(str(error))
 
 
 def key_of(check: Check) -> str:
     """What the results depend on."""
-    inputs = [check.packed / name for name in ("llama.cpp.tar.xz", "demo-itq3_s.gguf", "text.txt")]
-    if check.prebuilt:
-        inputs = inputs[1:]
-        for folder in check.folders:
-            if folder.is_dir():
-                inputs += [p for p in sorted(folder.iterdir()) if p.name in (*PROGRAMS, BENCH) or ".so" in p.name]
-    ours = [HERE / name for name in ("bench.cu", "gpu_check.py", "random_model.py")]
+    inputs = [HERE / "gpu_check.py", HERE / "random_model.py", check.packed / "demo-itq3_s.gguf"]
+    inputs += [check.packed / "text.txt", *([] if check.prebuilt else [check.packed / "llama.cpp.tar.xz"])]
+    for folder in check.folders if check.prebuilt else []:
+        inputs += [p for p in sorted(folder.glob("*")) if p.name in PROGRAMS or ".so" in p.name]
     compiler = output_of([check.nvcc, "--version"]) if check.nvcc and not check.prebuilt else ""
-    options = f"{check.gpu} sm_{check.arch} {check.quick} {check.shape} {compiler}"
-    return f"{digest(ours)} {digest(inputs)} {hashlib.sha256(options.encode()).hexdigest()[:8]}"
+    total = hashlib.sha256(f"{check.gpu} {check.arch} {check.shape} {compiler}".encode())
+    for path in inputs:
+        total.update(path.name.encode() + (path.read_bytes() if path.exists() else b""))
+    return total.hexdigest()[:16]
 
 
 def find_gpu() -> tuple[str, str]:
@@ -610,22 +424,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    build = ROOT / "build"
-    parser.add_argument("--packed", type=Path, default=build / "gpu-check", help="what pack.py wrote (%(default)s)")
+    folder = ROOT / "build"
+    parser.add_argument("--packed", type=Path, default=folder / "gpu-check", help="what pack.py wrote (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the report and the logs (as --packed)")
-    parser.add_argument("--work", type=Path, default=build / "gpu-work", help="the build, the results (%(default)s)")
+    parser.add_argument("--work", type=Path, default=folder / "gpu-work", help="the build, the results (%(default)s)")
     parser.add_argument("--build", type=Path, help="programs and libraries built elsewhere, in DIR or DIR/bin")
     parser.add_argument("--cublas", type=Path, help="a folder with cuBLAS, such as an unpacked nvidia-cublas package")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once, threads")
     parser.add_argument("--arch", help="build for this architecture (90), not for the GPU found; needs none to build")
     parser.add_argument("--time", type=float, default=86400, metavar="S", help="stop after S seconds, with a report")
-    parser.add_argument("--limit", type=float, default=480, metavar="S", help="a stage gets S seconds at most (480)")
-    parser.add_argument("--quick", action="store_true", help="measure fewer numbers of columns")
-    parser.add_argument("--only", action="append", choices=NAMES, default=[], help="run this stage, even if it is done")
+    parser.add_argument(
+        "--only", action="append", choices=list(STAGES), default=[], help="run this stage, even if it is done"
+    )
     parser.add_argument(
         "--shape",
-        type=lambda v: v.split(","),
-        default=[],
+        type=lambda v: random_model.Shape(*map(int, v.split(","))),
+        default=random_model.Shape(),
         metavar="L,H,F,..",
         help="layers, hidden, ffn, heads, kv heads, vocabulary of the models of llama_bench (an 8B Llama's)",
     )
@@ -634,14 +448,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace) -> Check:
     start = time.monotonic()
-    arch = args.arch
-    if arch and args.only and set(args.only) <= {"source", "build", "report"}:
-        gpu = "none"
-    else:
+    gpu, arch = "none", args.arch
+    if not arch or args.only != ["build"]:
         gpu, found = find_gpu()
         arch = arch or found
-    if re.fullmatch(r"12\d", arch):
-        arch += "a"
     if args.build is not None and not args.build.is_dir():
         raise CheckError(f"{args.build}: not a folder")
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
@@ -652,46 +462,36 @@ def prepare(args: argparse.Namespace) -> Check:
         out=(args.out or args.packed).resolve(),
         work=args.work.resolve(),
         prebuilt=args.build.resolve() if args.build else None,
-        cublas_folder=args.cublas.resolve() if args.cublas else None,
+        cublas_places=[*([args.cublas.resolve()] if args.cublas else []), args.packed.resolve()],
         jobs=args.jobs,
-        quick=args.quick,
         shape=args.shape,
         end=start + args.time,
-        stage_limit=args.limit,
         gpu=gpu,
-        arch=arch,
+        arch=arch + "a" if re.fullmatch(r"12\d", arch) else arch,
         nvcc=nvcc,
     )
-    for folder in (check.out, check.results, check.logs):
-        folder.mkdir(parents=True, exist_ok=True)
-    check.key = key_of(check)
+    check.results = check.work / f"results-{key_of(check)}"
+    check.results.mkdir(parents=True, exist_ok=True)
     return check
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         check = prepare(args)
+        stages = [name for name in STAGES if not (check.prebuilt and name == "build")]
+        result = report.write_report(check.results, check.out, check.gpu, stages)
+        for stage in args.only or stages:
+            run_stage(check, stage, anew=bool(args.only))
+            result = report.write_report(check.results, check.out, check.gpu, stages)  # should the rest be broken off
+            say("\n".join([f"{stage}: {result[stage]['status']}", *(f"  {p}" for p in result[stage]["problems"])]))
     except (CheckError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-    def interrupted(number: int, frame: object) -> None:
-        check.children.stop_all()
-        for folder in (MEMORY, check.work):
-            (folder / MODEL).unlink(missing_ok=True)
-        os._exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)
-    good = True
-    for stage in (*(() if check.prebuilt else BUILD_STAGES), *CHECK_STAGES):
-        if not args.only or stage.name in args.only:
-            good = run_stage(check, stage, anew=bool(args.only)) and good
-            copy_logs(check)
-            report.write_report(check.results, check.out)  # what there is, should the rest be broken off
-    say(report.write_report(check.results, check.out))
-    return 0 if good else 1
+    say((check.out / "gpu_check.md").read_text())
+    return 0 if all(result[name]["status"] in ("done", "skipped") for name in args.only or stages) else 1
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 
 Writes build/gpu-check/: ``llama.cpp.tar.xz`` (the patched source without the backends and tools that are not built),
 ``demo-itq3_s.gguf`` (models/demo-llama, converted) and ``text.txt`` (WikiText-2 where it is at hand, else the project's
-prose). Copy scripts/check/gpu and this folder to the machine with the GPU and run ``scripts/check/gpu/gpu_check.sh``
-there.
+prose). Copy the repository and this folder to the machine with the GPU and run scripts/check/gpu/gpu_check.sh there.
 """
 
 from __future__ import annotations
