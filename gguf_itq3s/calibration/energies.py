@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.source import Checkpoint
 from ..rounding.factors import tensor_entry
 from .activations import activations
 from .inputs import Seen, Watch

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from ..checkpoint import experts
 from ..checkpoint.patches import patched
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.source import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Layout

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUFWriter
 
 from ..errors import UserError
 from .channels import Channels, Norms, Plan, norm_read_by, plan, plan_norms
 
 if TYPE_CHECKING:
-    from .reading import Checkpoint, SourceTensor
+    from .source import Checkpoint, SourceTensor
 
 #: The key of a file, model or adapter, whose norms are folded; the patched llama.cpp compares the two.
 NORMS_FOLDED: Final = "itq3s.norms_folded"
@@ -105,6 +106,16 @@ class Rescaling:
     def marks(self) -> dict[str, bool | str]:
         """What an adapter for such a file says."""
         return {}
+
+    def describe(self, writer: GGUFWriter) -> None:
+        """Give the writer of a file what it says of this."""
+        for key, value in self.metadata().items():
+            if isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, str):
+                writer.add_string(key, value)
+            else:
+                writer.add_array(key, value)
 
     def touches(self, name: str) -> bool:
         """Whether a tensor is another one in the file."""

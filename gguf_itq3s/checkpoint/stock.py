@@ -18,7 +18,7 @@ from gguf import LlamaFileType
 from ..codec import native
 from ..errors import UserError
 from . import libllama
-from .reading import Checkpoint
+from .source import Checkpoint
 
 #: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
 STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {

@@ -4,19 +4,17 @@ work."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..checkpoint import loadable
 from ..checkpoint.files import check_output
 from ..errors import UserError
+from .header import Head
+from .job import Job
 from .metadata import check_metadata
 from .naming import is_template
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
 from .output import Part, check_place
-
-if TYPE_CHECKING:
-    from .header import Head
-    from .job import Job
 
 _CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
 

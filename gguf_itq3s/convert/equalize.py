@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.channels import ROUTERS, Channels, Plan
-from ..checkpoint.reading import SourceTensor
 from ..checkpoint.rescaling import LARGEST, STEPS, Equalization
+from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..rounding import equalize as best

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import gguf
 from gguf import GGMLQuantizationType as Type
-from gguf import LlamaFileType
 
 from .. import __version__
-from ..checkpoint.policy import Choice
-from ..checkpoint.reading import Checkpoint
-from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION, Rescaling
+from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
+from ..checkpoint.source import Checkpoint
 from ..codec.types import ITQ3_S
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
-from .options import TERNARY_TYPES, ConvertOptions, Destination
-from .output import padded
-
-if TYPE_CHECKING:
-    from .job import Job
+from .job import Job
+from .options import ConvertOptions, Destination
+from .types import file_type
 
 FORMAT_VERSION: Final = 1
-# Types that only a mix is named after.
-_MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,11 @@ class Head:
     whole: bytes
     parts: tuple[bytes, ...]
     counts: tuple[int, ...]
+
+
+def padded(size: int) -> int:
+    """A size, up to the next multiple of GGUF's alignment."""
+    return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 def header(job: Job) -> Head:
@@ -74,17 +72,6 @@ def header(job: Job) -> Head:
     if isinstance(job.statistics, ImportanceMatrix):
         _add_importance(writer, job.statistics, options)
     return render(job)
-
-
-def describe(checkpoint: Checkpoint, rescaling: Rescaling) -> None:
-    """Give the writer of a checkpoint what the file says of its rescaling."""
-    for key, value in rescaling.metadata().items():
-        if isinstance(value, bool):
-            checkpoint.writer.add_bool(key, value)
-        elif isinstance(value, str):
-            checkpoint.writer.add_string(key, value)
-        else:
-            checkpoint.writer.add_array(key, value)
 
 
 def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
@@ -132,25 +119,6 @@ def _render(checkpoint: Checkpoint, types: Sequence[Type], to: Destination) -> t
     writer.tensors = [{}, {}] if to.no_tensor_first_split else [{}]
     heads = checkpoint.heads(types)
     return heads, [len(part) for part in writer.tensors]
-
-
-def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> LlamaFileType:
-    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be.
-
-    Where types are chosen for a size, it is that of the type of most weights.
-    """
-    if options.plain or options.request.vocab_only:
-        return checkpoint.ftype
-    weights: Counter[str] = Counter()
-    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
-        weights[choice.type.name.lower()] += tensor.size
-    if options.types.budgeted:
-        name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
-        return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
-    ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
-    if weights[ternary] > weights[options.target.name.lower()]:
-        return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
-    return options.stock or LlamaFileType[f"MOSTLY_{options.types.outtype.upper()}"]
 
 
 def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:

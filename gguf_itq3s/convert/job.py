@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..checkpoint.reading import Checkpoint, open_checkpoint
+from ..checkpoint.reading import open_checkpoint
+from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
 from ..report import TensorRow
 from ..rounding.factors import HessianFactors, Statistics
 from . import overrides, prune, statistics, types
 from .encoder import encoder_of
-from .header import describe, file_type
 from .naming import output_path
 from .options import ConvertOptions
 
@@ -65,7 +65,7 @@ class Job:
         self.rescaling = statistics.rescaling_of(self.whole, floats, options, kept, names, messages)
         self.checkpoint = replace(floats, tensors=self.rescaling.apply(floats.tensors, floats.folder))
         self.factors = None if self.statistics is None else self.factors_of(self.statistics)
-        describe(self.checkpoint, self.rescaling)
+        self.rescaling.describe(self.checkpoint.writer)
 
     @property
     def out(self) -> Path:
@@ -79,7 +79,7 @@ class Job:
         return out.with_name(f"{out.name}.calibrating")
 
     def _named(self, checkpoint: Checkpoint) -> Path:
-        return output_path(self.options, checkpoint.described, file_type(checkpoint, self.choices, self.options))
+        return output_path(self.options, checkpoint.described, types.file_type(checkpoint, self.choices, self.options))
 
     def factors_of(self, found: Statistics) -> HessianFactors:
         """Factors of Hessians by some statistics.

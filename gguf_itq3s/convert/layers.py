@@ -6,8 +6,6 @@ import shutil
 from dataclasses import replace
 from typing import Final
 
-from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFWriter
-
 from ..calibration.options import FULL_COLUMNS_AT_ONCE
 from ..checkpoint.channels import ARCHITECTURES
 from ..errors import UserError
@@ -44,7 +42,7 @@ def choose_for_size(job: Job) -> None:
     asked, tensors = job.options.types, job.checkpoint.tensors
     kept = job.work.exists()
     head = header.render(job)
-    sizes = (GGUFWriter.ggml_pad(len(part) + _MORE_METADATA, GGUF_DEFAULT_ALIGNMENT) for part in head.parts)
+    sizes = (header.padded(len(part) + _MORE_METADATA) for part in head.parts)
     given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
     there = budget.Budget(
         job.checkpoint, job.choices, job.encoder, given,

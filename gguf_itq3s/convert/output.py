@@ -20,18 +20,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
-import gguf
 import numpy as np
 
 from .. import report
 from ..errors import UserError, output_error
 from ..journal import Journal
+from .header import Head, padded
 from .naming import part_paths
-
-if TYPE_CHECKING:
-    from .header import Head
 
 _PARTIAL: Final = ".partial"
 _JOURNAL: Final = ".partial.journal"
@@ -68,11 +65,6 @@ class Part:
     def size(self) -> int:
         """Bytes of the whole file."""
         return self.offset(len(self.sizes))
-
-
-def padded(size: int) -> int:
-    """A size, up to the next multiple of GGUF's alignment."""
-    return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 def parts_of(path: Path, head: Head, sizes: Sequence[int]) -> list[Part]:

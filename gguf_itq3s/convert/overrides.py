@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..checkpoint.reading import Checkpoint, model_facts
+from ..checkpoint.source import Checkpoint, model_facts
 from ..errors import UserError, positive
 from .options import TENSOR_TYPES
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from ..report import TensorRow
-from . import checks, header, statistics, types
+from . import checks, header, notes
 from .job import Job
 from .options import ConvertOptions
 from .output import Output, Part, parts_of
@@ -60,8 +60,8 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         from . import layers  # torch runs the model
     if options.types.budgeted:
         layers.choose_for_size(job)
-    types.warn(job)
-    statistics.warn_unknown(job)
+    notes.say_types(job)
+    notes.say_unknown(job)
     if calibrate:
         layers.check_architecture(job)
     head = header.header(job)

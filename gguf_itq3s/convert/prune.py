@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.source import Checkpoint
 from ..errors import UserError
 from ..rounding.factors import Statistics
 

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import numpy as np
 
@@ -14,17 +14,14 @@ from ..calibration import energies, store
 from ..calibration.options import BUNDLED
 from ..checkpoint import rescaling
 from ..checkpoint.policy import Choice
-from ..checkpoint.reading import Checkpoint
 from ..checkpoint.rescaling import Rescaling
+from ..checkpoint.source import Checkpoint
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import equalize, prune
 from .options import ConvertOptions
-
-if TYPE_CHECKING:
-    from .job import Job
 
 
 def given(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
@@ -144,18 +141,3 @@ def share(checkpoint: Checkpoint, choices: Sequence[Choice], known: Callable[[st
     pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if c.type == ITQ3_S]
     total = sum(tensor.size for tensor, _ in pairs)
     return sum(tensor.size * known(tensor.name) for tensor, _ in pairs) / total if total else 0.0
-
-
-def warn_unknown(job: Job) -> None:
-    """One warning for the tensors that there are no statistics of, where some are given."""
-    if job.statistics is None:
-        return
-    # Rows of the embedding are looked up, not multiplied.
-    unknown = [
-        f"  {tensor.name}"
-        for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True)
-        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not job.statistics.share(tensor.name)
-    ]
-    if unknown:
-        what = f"has nothing on {len(unknown)} tensors, they are rounded without"
-        print("\n".join([f"warning: {job.statistics.path} {what}:", *unknown]), file=job.messages)

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint.policy import Choice
-from ..checkpoint.reading import SourceTensor
+from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
 from ..errors import UserError

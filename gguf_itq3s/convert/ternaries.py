@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from ..checkpoint.policy import Choice, may_quantize
-from ..checkpoint.reading import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec import ternary
 from ..codec.transform import BLOCK
 

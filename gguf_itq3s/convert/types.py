@@ -1,14 +1,16 @@
-"""The type of every tensor of a file: the policy's choices for a checkpoint, and what is said of them."""
+"""The type of every tensor of a file, by the policy's choices, and of the file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, TextIO
 
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, LlamaFileType
 
 from ..checkpoint import policy
 from ..checkpoint.policy import Choice
-from ..checkpoint.reading import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..checkpoint.stock import F16File
 from ..codec import native
 from ..errors import UserError
@@ -17,8 +19,8 @@ from . import ternaries
 from .options import TERNARY_TYPES, ConvertOptions
 from .ternaries import Ternaries
 
-if TYPE_CHECKING:
-    from .job import Job
+# Types that only a mix is named after.
+_MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
 
 
 def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
@@ -71,19 +73,20 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, st
     return choices
 
 
-def warn(job: Job) -> None:
-    """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
-    odd, unwritable = [], set()
-    writable = job.encoder.writable
-    for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
-        fitted = policy.fit(choice.wanted, tensor.shape[-1])
-        if fitted != choice.wanted:
-            odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
-        if writable is not None and fitted not in writable and fitted != choice.type:
-            unwritable.add(f"{fitted.name} -> {choice.type.name}")
-    if odd:
-        what = f"rows of {len(odd)} tensors are not whole blocks, another type is used"
-        print("\n".join([f"warning: {what}:", *odd]), file=job.messages)
-    if unwritable:
-        changes = ", ".join(sorted(unwritable))
-        print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=job.messages)
+def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: ConvertOptions) -> LlamaFileType:
+    """``general.file_type``: of the output type, or of the ternary type that most matrices were found to be.
+
+    Where types are chosen for a size, it is that of the type of most weights.
+    """
+    if options.plain or options.request.vocab_only:
+        return checkpoint.ftype
+    weights: Counter[str] = Counter()
+    for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
+        weights[choice.type.name.lower()] += tensor.size
+    if options.types.budgeted:
+        name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
+        return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
+    ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
+    if weights[ternary] > weights[options.target.name.lower()]:
+        return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
+    return options.stock or LlamaFileType[f"MOSTLY_{options.types.outtype.upper()}"]

@@ -16,13 +16,12 @@ from gguf import GGMLQuantizationType as Type
 from ..calibration.groups import Layout, Reader
 from ..checkpoint import experts, policy, rescaling
 from ..checkpoint.patches import patched
-from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
-from ..layerwise.matrices import whole
 from .codes import CodedMatrix, Encode, codes_of, scaled
 from .optimizer import Group
 from .options import DistillOptions
@@ -255,7 +254,7 @@ class Student:
 
     def _orders(self, name: str, source: SourceTensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
         """Which row of the model each row of the tensor is, matrix by matrix, by the weights before the codes."""
-        weights = self.rescaling.scale(name, whole(source))
+        weights = self.rescaling.scale(name, source.whole())
         try:
             for ours, theirs in zip(_matrices(rows.cpu().numpy()), _matrices(weights), strict=True):
                 yield row_order(ours, theirs)

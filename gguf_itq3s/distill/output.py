@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.source import Checkpoint
 from ..errors import UserError
 
 #: What is copied of a model's folder besides its weights: nothing that runs, and nothing whose name is not known.

@@ -24,7 +24,8 @@ from ..calibration.store import model_hash
 from ..calibration.text import windows
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
-from ..checkpoint.reading import Checkpoint, open_checkpoint
+from ..checkpoint.reading import open_checkpoint
+from ..checkpoint.source import Checkpoint
 from ..errors import UserError, output_error
 from .codes import encoder
 from .losses import confidence_of, divergence

@@ -22,7 +22,8 @@ from gguf import GGMLQuantizationType as Type
 from .. import report
 from ..checkpoint import policy, trust
 from ..checkpoint.patches import patched
-from ..checkpoint.reading import Checkpoint, open_shapes
+from ..checkpoint.reading import open_shapes
+from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
 from ..codec.types import ITQ3_S

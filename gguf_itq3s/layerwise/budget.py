@@ -23,7 +23,7 @@ from ..calibration import ends, store
 from ..calibration.options import FULL_COLUMNS
 from ..calibration.pipeline import calibrate
 from ..checkpoint.policy import Choice, may_quantize
-from ..checkpoint.reading import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError, output_error
 from ..journal import Journal

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Reader
 from ..calibration.moments import rotate
-from ..checkpoint.reading import Checkpoint, SourceTensor
 from ..checkpoint.rescaling import Rescaling
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..errors import UserError
 from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
@@ -66,7 +66,7 @@ class Source:
         if not self.quantized(EMBEDDING):
             return None
         tokens = np.unique(inputs)
-        weights = whole(self.tensors[EMBEDDING])
+        weights = self.tensors[EMBEDDING].whole()
         if tokens[-1] >= len(weights):
             return None
         return tokens, self.encoder.decoded(weights[tokens], self.types[EMBEDDING])
@@ -74,7 +74,7 @@ class Source:
     def output(self) -> np.ndarray | None:
         """The output matrix as the file gives it back; None where it has it as it is."""
         name = OUTPUT if OUTPUT in self.tensors else EMBEDDING
-        return self.encoder.decoded(whole(self.tensors[name]), self.types[name]) if self.quantized(name) else None
+        return self.encoder.decoded(self.tensors[name].whole(), self.types[name]) if self.quantized(name) else None
 
 
 @dataclass
@@ -106,10 +106,10 @@ class Matrix:
     def _of(self, tensors: Mapping[str, SourceTensor], *, rescaled: bool) -> np.ndarray:
         name, expert = self.reader.name, self.reader.expert
         if expert is None:
-            return whole(tensors[name])
+            return tensors[name].whole()
         key = (name, rescaled)
         if key not in self.stacks:
-            self.stacks[key] = whole(tensors[name])
+            self.stacks[key] = tensors[name].whole()
         return self.stacks[key][expert]
 
     def target(self, of: Sums, decomposition: Decomposition) -> np.ndarray:
@@ -196,9 +196,3 @@ class Matrix:
         put = np.empty_like(decoded)
         put[self.order] = decoded
         self.streams.put(self.reader, put)
-
-
-def whole(tensor: SourceTensor) -> np.ndarray:
-    """All of a tensor, float32."""
-    parts = [np.asarray(part, dtype=np.float32) for part in tensor.load()]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

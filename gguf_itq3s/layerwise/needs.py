@@ -12,7 +12,7 @@ import numpy as np
 from .. import report
 from ..calibration.layers import LayeredModel
 from ..calibration.options import CalibrationOptions
-from ..checkpoint.reading import SourceTensor
+from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..rounding.target import WIDE

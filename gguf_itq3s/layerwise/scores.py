@@ -29,14 +29,14 @@ from gguf import GGMLQuantizationType as Type
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
-from ..checkpoint.reading import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..rounding import fisher, hessian
 from ..rounding.encode import CALIBRATED_TYPES, Encoder
 from ..rounding.factors import HessianFactors, tensor_entry
 from .backward import OutputFisher
-from .matrices import EMBEDDING, OUTPUT, Source, whole
+from .matrices import EMBEDDING, OUTPUT, Source
 
 #: Weights of a tensor that are rounded for its scores.
 _SAMPLE: Final = 1 << 20
@@ -104,7 +104,7 @@ class RowWeights:
                 if not blocks:
                     continue
                 if reader.name not in stacks:
-                    stacks[reader.name] = whole(self._source.plain[reader.name])
+                    stacks[reader.name] = self._source.plain[reader.name].whole()
                 tensor = stacks[reader.name]
                 here = tensor if reader.expert is None else tensor[reader.expert]
                 own = reader.rows(layer).detach().float().cpu().numpy()
@@ -144,7 +144,7 @@ class Scores:
         Raises:
             UserError: its weights or statistics cannot be used.
         """
-        weights = whole(tensor)
+        weights = tensor.whole()
         if not np.isfinite(weights).all():
             what, remedy = "has weights that are NaN or infinite", "repair the checkpoint or download it again"
             raise UserError(self._checkpoint.folder, what, remedy, tensor.label)

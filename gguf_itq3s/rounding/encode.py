@@ -152,7 +152,7 @@ class Encoder:
         """Encode a tensor piece by piece.
 
         Args:
-            parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.reading.SourceTensor.load`).
+            parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.source.SourceTensor.load`).
             size: weights of the whole tensor.
             qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
             factor_of: calibration statistics, as :meth:`rows` takes them.

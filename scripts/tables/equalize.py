@@ -37,12 +37,12 @@ from gguf_itq3s.calibration.options import FULL_COLUMNS, CalibrationOptions  # n
 from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.channels import Channels  # noqa: E402
-from gguf_itq3s.checkpoint.reading import SourceTensor, open_checkpoint  # noqa: E402
+from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402
+from gguf_itq3s.checkpoint.source import SourceTensor  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK  # noqa: E402
 from gguf_itq3s.convert.equalize import mean_squares  # noqa: E402
 from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
-from gguf_itq3s.layerwise.matrices import whole  # noqa: E402
 from gguf_itq3s.rounding import equalize, hessian, ldlq  # noqa: E402
 
 #: p and q, in eighths; the first are the channels as they are.
@@ -169,7 +169,7 @@ def errors(
     full = len(w) <= FULL_COLUMNS
     some = {}
     for reader in channels.readers:
-        weights = whole(tensors[reader])
+        weights = tensors[reader].whole()
         some[reader] = weights[np.linspace(0, len(weights) - 1, min(count, len(weights))).astype(int)]
     result: dict[tuple[str, tuple[int, int]], float] = {}
     for powers in POWERS:

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from encoding import encoded, error_of, weights
-from gguf_itq3s.checkpoint import reading
+from gguf_itq3s.checkpoint import converter
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.rounding import encode
@@ -61,12 +61,12 @@ def test_chunked_tensors_of_gguf_py_are_read_chunk_by_chunk() -> None:
         return array[start : start + 4]
 
     chunked = gguf.LazyChunkedTensor([lambda s=s: chunk(s) for s in (0, 4, 8)], array.shape, np.float32)
-    held = reading._parts(chunked.quantize(Type.F16))
+    held = converter._parts(chunked.quantize(Type.F16))
     assert isinstance(held, Iterator) and alive == []
     np.testing.assert_array_equal(next(held), array[:4])
     assert alive == [0]
     np.testing.assert_array_equal(
-        encoded(encode.Encoder(), list(reading._parts(chunked)), ITQ3_S), blocks.quantize(array).ravel()
+        encoded(encode.Encoder(), list(converter._parts(chunked)), ITQ3_S), blocks.quantize(array).ravel()
     )
 
 

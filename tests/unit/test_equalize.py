@@ -22,8 +22,9 @@ from gguf_itq3s.calibration.groups import Layout
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
-from gguf_itq3s.checkpoint.reading import Checkpoint, open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
+from gguf_itq3s.checkpoint.source import Checkpoint
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions

@@ -17,7 +17,8 @@ from checkpoints import SIZES, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s.checkpoint import policy
 from gguf_itq3s.checkpoint.policy import Overrides, choose
-from gguf_itq3s.checkpoint.reading import Checkpoint, SourceTensor, open_checkpoint
+from gguf_itq3s.checkpoint.reading import open_checkpoint
+from gguf_itq3s.checkpoint.source import Checkpoint, SourceTensor
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert import overrides as kv

@@ -15,7 +15,7 @@ import pytest
 
 import upstream_files
 from gguf_files import metadata, tensors
-from gguf_itq3s.checkpoint import patches, reading
+from gguf_itq3s.checkpoint import patches, source
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
@@ -107,7 +107,7 @@ def test_bad_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_more_parts_than_can_be_numbered(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", 20)
+    monkeypatch.setattr(source, "_MOST_PARTS", 20)
     with pytest.raises(UserError, match="would be written in 21 parts, more than 20; raise --split-max-size"):
         convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", split_max_tensors=1))
 
