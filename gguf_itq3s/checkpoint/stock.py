@@ -76,13 +76,16 @@ class F16File:
             Name -> type, the names those of after pruning; of tensors that are given a type any.
 
         Raises:
-            UserError: there is no built library, or it cannot read the metadata.
+            UserError: there is no built library, it cannot read the metadata, or there is a limit on the size of files.
         """
         question = {
             "file_type": int(file_type), "statistics": statistics, "given": [f"^{re.escape(name)}$" for name in given],
             "pruned": list(pruned),
         }  # fmt: skip
         with libllama.hole(self.head, self.size) as path:
+            if path is None:
+                what = "there can be no file of its size in F16, which llama.cpp is asked about"
+                raise UserError(self.folder, what, "raise the limit on the size of files (ulimit -f)")
             answer = libllama.ask(path, question)
         if answer is None:
             name = file_type.name.removeprefix("MOSTLY_")
