@@ -8,9 +8,15 @@ layer lacks, and an output matrix that is neither there nor tied to the embeddin
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +25,7 @@ from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 
 from ..codec import native
 from ..errors import UserError
-from . import libllama
+from . import loader
 from .channels import ARCHITECTURES
 from .validation import read_json
 
@@ -28,6 +34,9 @@ BY_LOADER: Final = "llama.cpp's loader takes the tensors and the metadata"
 _ADDS: Final = f"{native.build_command()} adds"
 BY_TABLES: Final = f"names and shapes agree with the metadata; llama.cpp's loader was not asked ({_ADDS} it)"
 BY_NOBODY: Final = f"not compared with the architecture, whose tensors are not known here ({_ADDS} llama.cpp's)"
+
+#: What the loader may take: far more than any vocabulary and list of tensors need.
+_SECONDS: Final = 120
 
 _LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
 _QUOTED: Final = re.compile(r"tensor '([^']+)'")
@@ -68,7 +77,7 @@ def check_head(head: bytes, size: int, shapes: Shapes, metadata: Mapping[str, An
         NotLoadableError: it would not be loaded.
     """
     _check_alike(shapes)
-    with libllama.hole(head, size) as path:
+    with hole(head, size) as path:
         found = _ask_loader(path)
     if found is None:
         found = check_tables(shapes, metadata)
@@ -110,19 +119,54 @@ def user_error(problem: NotLoadableError, file: Path, remedy: str, label: str | 
 # ------------------------------------------------------------------------------------------------- llama.cpp's loader
 
 
+@contextlib.contextmanager
+def hole(head: bytes, size: int) -> Iterator[str | None]:
+    """The path of a file of that head and zeros up to a size, which take no space; None where there can be none."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if hasattr(os, "memfd_create"):
+                handle = os.memfd_create("head.gguf", 0)
+                stack.callback(os.close, handle)
+                path = f"/proc/{os.getpid()}/fd/{handle}"
+            else:
+                file = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".gguf"))
+                handle, path = file.fileno(), file.name
+            os.write(handle, head)
+            os.truncate(handle, max(size, len(head)))
+            yield path
+    except OSError:  # a limit on the size of files
+        yield None
+
+
 def _ask_loader(path: str | None) -> str | None:
     """What :data:`BY_LOADER` says, None where there is no loader to ask.
 
     Raises:
         NotLoadableError: it refuses the file.
     """
-    answer = libllama.ask(path)
-    if answer is None or any(text in answer.error for text in _UNKNOWN):
+    base = native.library_path()
+    library = base.with_name(base.name.replace("ggml-base", "llama")) if base else None
+    if path is None or library is None or not library.exists():
         return None
-    if not answer.error:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", loader.__file__, str(library), path], capture_output=True, text=True,
+            errors="replace", timeout=_SECONDS, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"ready"')]
+    if not answers or not answers[0]["ready"]:
+        return None
+    error = answers[-1].get("error")
+    if error is None:
+        error = next((line for line in done.stderr.splitlines() if line.strip()), f"ends with code {done.returncode}")
+    if not error:
         return BY_LOADER
-    tensor = _QUOTED.search(answer.error)
-    what = " ".join((answer.error.replace(f"tensor '{tensor[1]}' ", "") if tensor else answer.error).split())
+    if any(text in error for text in _UNKNOWN):
+        return None
+    tensor = _QUOTED.search(error)
+    what = " ".join((error.replace(f"tensor '{tensor[1]}' ", "") if tensor else error).split())
     raise NotLoadableError(f"llama.cpp cannot load it: {what}", tensor[1] if tensor else None)
 
 

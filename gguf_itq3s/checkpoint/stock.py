@@ -1,12 +1,16 @@
-"""Files in llama.cpp's own types: the mixes of ``llama-quantize``, which the built library is asked for.
+"""Files in llama.cpp's own types: the mixes of ``llama-quantize``, which the built tool is asked for.
 
-``llama_model_quantize`` with its ``dry_run`` says in its log what it would make of each tensor of an F16 file. It is
-asked about the head of that file, with a hole in place of the weights.
+With ``--dry-run`` it says what it would make of each tensor of an F16 file. It is asked about the head of that file,
+with a hole in place of the weights.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import struct
+import subprocess
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +21,7 @@ from gguf import LlamaFileType
 
 from ..codec import native
 from ..errors import UserError
-from . import libllama
+from .loadable import hole
 from .source import Checkpoint
 
 #: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
@@ -40,6 +44,10 @@ STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {
     "q8_0": (Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 
+#: What an answer may take: far more than any list of tensors needs.
+_SECONDS: Final = 120
+#: An importance matrix in the form of old, of one value for a matrix that no model has: that there is one counts.
+_IMPORTANCE: Final = struct.pack("<ii3siif", 1, 3, b"any", 1, 1, 1.0)
 #: Of the log: a tensor, its type in the F16 file, its new type if that is another.
 _CHOSEN: Final = re.compile(r"^\[ *\d+/ *\d+\] (\S+) +- .*, type = +(\S+), size = .*?(?:\((\S+)\))?$", re.MULTILINE)
 #: A tensor whose rows are not whole blocks, and the type that it would have otherwise.
@@ -73,25 +81,46 @@ class F16File:
             pruned: layers that are left out.
 
         Returns:
-            Name -> type, the names those of after pruning; of tensors that are given a type any.
+            Name -> type, the names those of after pruning; of tensors whose type is given any.
 
         Raises:
-            UserError: there is no built library, or it cannot read the metadata.
+            UserError: there is no built library, it cannot read the metadata, or there is a limit on the size of files.
         """
-        question = {
-            "file_type": int(file_type), "statistics": statistics, "given": [f"^{re.escape(name)}$" for name in given],
-            "pruned": list(pruned),
-        }  # fmt: skip
-        with libllama.hole(self.head, self.size) as path:
-            answer = libllama.ask(path, question)
-        if answer is None:
-            name = file_type.name.removeprefix("MOSTLY_")
-            raise UserError(self.folder, f"{name} needs the built library", f"run {native.build_command()}")
-        if answer.error:
-            what = f"llama.cpp cannot choose types for it: {answer.error}"
-            raise UserError(self.folder, what, "check its config.json")
-        types = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(answer.log)}
-        return types | {name: Type[wanted.upper()] for name, wanted in _WANTED.findall(answer.log)}
+        kind = file_type.name.removeprefix("MOSTLY_")
+        base = native.library_path()
+        tool = base.with_name(f"llama-quantize{'.exe' if base.suffix == '.dll' else ''}") if base else None
+        if tool is None or not tool.exists():
+            raise UserError(self.folder, f"{kind} needs the built library", f"run {native.build_command()}")
+        words = [word for name in given for word in ("--tensor-type", f"^{re.escape(name)}$=q8_0")]
+        if pruned:
+            words += ["--prune-layers", ",".join(map(str, pruned))]
+        with tempfile.NamedTemporaryFile() as matrix:
+            if statistics:
+                matrix.write(_IMPORTANCE)
+                matrix.flush()
+                words += ["--imatrix", matrix.name]
+            with hole(self.head, self.size) as path:
+                if path is None:
+                    what = "there can be no file of its size in F16, which llama-quantize is asked about"
+                    raise UserError(self.folder, what, "raise the limit on the size of files (ulimit -f)")
+                log = self._log_of([str(tool), "--dry-run", *words, path, kind, "1"])
+        types = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(log)}
+        return types | {name: Type[wanted.upper()] for name, wanted in _WANTED.findall(log)}
+
+    def _log_of(self, command: Sequence[str]) -> str:
+        """What llama-quantize says."""
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                errors="replace", timeout=_SECONDS, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+            )  # fmt: skip
+        except (subprocess.TimeoutExpired, OSError) as error:
+            raise UserError(command[0], f"cannot be asked: {error}", f"run {native.build_command()}") from error
+        if done.returncode:
+            found = re.search(r"failed to quantize: (.+)", done.stderr)
+            reason = found[1] if found else f"it ended with code {done.returncode}"
+            raise UserError(self.folder, f"llama-quantize cannot read it: {reason}", "check its config.json")
+        return done.stderr
 
 
 def f16_file(checkpoint: Checkpoint) -> F16File:

@@ -275,7 +275,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--outtype", choices=OUTTYPES, action="append", default=[], dest="outtypes", metavar="TYPE",
         help=f"a row of the table instead of the usual ones, repeatable: {', '.join(OUTTYPES)}; the types of llama.cpp "
-        "as llama-quantize mixes them, which needs the built library",
+        "as llama-quantize mixes them, which needs the build",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)

@@ -59,8 +59,7 @@ def test_what_the_check_takes_llama_cpp_takes(checkpoint: Callable[[str], Path],
 def test_a_library_that_is_no_llama_cpp_is_not_asked() -> None:
     base = library_path()
     assert base is not None
-    command = [sys.executable, loader.__file__, str(base), "x.gguf"]
-    done = subprocess.run(command, input="{}", capture_output=True, text=True)
+    done = subprocess.run([sys.executable, loader.__file__, str(base), "x.gguf"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, '{"ready": false}\n')
 
 

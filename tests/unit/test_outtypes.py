@@ -56,6 +56,13 @@ def test_q8_0_leaves_rows_that_are_no_whole_blocks_in_f16(tokenizer: Path, tmp_p
     assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.parametrize("outtype", ["q3_k_m", "iq4_xs", "q4_0"])
+def test_mixes_of_llama_quantize_need_the_build(outtype: str, checkpoint: Make, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf": {outtype.upper()} needs the built library; run make build"):
+        convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", outtype=outtype))
+    assert not list(tmp_path.iterdir())
+
+
 def test_auto_takes_the_type_of_the_first_matrix(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
     for model, kind in ((checkpoint("llama"), "bf16"), (uneven("llama"), "f16")):
         (part,) = convert(ConvertOptions.of(model, tmp_path / "{ftype}.gguf", outtype="auto")).parts
