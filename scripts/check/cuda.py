@@ -25,9 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -50,7 +50,8 @@ FLAGS: Final = [
 #: The columns of the table of counts.
 PIPES: Final = (*sass.PIPES, "uniform", "other")
 
-TYPE_NAMES: Final = {"500": "ITQ3_S", "34": "TQ1_0", "35": "TQ2_0"}
+
+T = TypeVar("T")
 
 
 class CheckError(RuntimeError):
@@ -74,19 +75,12 @@ class Kernel:
 
 def kernel_name(mangled: str) -> str | None:
     """Our name of a mangled kernel, or None for a kernel that is upstream's alone."""
-    types = [TYPE_NAMES[t] for t in re.findall(r"L9ggml_type(\d+)E", mangled) if t in TYPE_NAMES]
-    base = re.match(r"_Z(?:N\d+_INTERNAL_\w+?)?(\d+)", mangled)
-    if base is None:
+    instance = sass.instance_of(mangled)
+    if instance is None:
         return None
-    start = base.end()
-    name = mangled[start : start + int(base.group(1))]
-    own = re.search(r"itq3_s|q8_1x4|dequantize_rows_256", name)
-    decoder = re.search(r"dequantize_(itq3_s|tq1_0|tq2_0)", mangled[start + len(name) :])
-    if types:
-        return f"{name} {types[0]}"
-    if decoder:
-        return f"{name} {decoder.group(1).upper()}"
-    return name if own else None
+    if instance.type in sass.TYPES.values():
+        return f"{instance.kernel} {instance.type}"
+    return instance.kernel if sass.OWN.search(instance.kernel) else None
 
 
 def kernels_of(log: str) -> list[Kernel]:
@@ -151,33 +145,14 @@ def cublas_headers(nvcc: str, version: str) -> Path | None:
     if (target / "cublas_v2.h").exists():
         return target
     package = f"nvidia-cublas=={major}.*" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
-    print(f"fetching the headers of {package} (some 400 MiB, once)", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--dest",
-            scratch,
-        ]
-        done = subprocess.run([*command, package], capture_output=True, text=True)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise CheckError(f"pip download {package}: {reason}; install the cuBLAS headers of the CUDA toolkit")
-        partial = target.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            for name in wheel.namelist():
-                if re.search(r"/include/[^/]+\.h$", name):
-                    (partial / Path(name).name).write_bytes(wheel.read(name))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+    files = sass.files_of_wheel(package, r"/include/[^/]+\.h$", "the cuBLAS headers")
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, content in files.items():
+        (partial / name).write_bytes(content)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
     return target
 
 
@@ -193,21 +168,48 @@ def prepare_tree(work: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The compiler's output, the disassembly of our kernels, and the seconds it took, 0 when nothing had changed."""
+    """The compiler's output and the disassembly of our kernels."""
 
     log: str
     code: str
-    seconds: float
+
+
+def compile_all(
+    jobs: list[tuple[str, str]], compile_one: Callable[[str, str], tuple[T, float]], at_once: int
+) -> Iterator[tuple[str, T]]:
+    """Compile files, several at once, and print what was done.
+
+    Args:
+        jobs: target and name of each file.
+        compile_one: gives what a job makes, and the seconds it took, 0 when nothing had changed.
+        at_once: how many.
+
+    Yields:
+        the target and what was made for it, in the order they are done.
+    """
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        pending = {pool.submit(compile_one, *job): job for job in jobs}
+        try:
+            for count, task in enumerate(concurrent.futures.as_completed(pending), 1):
+                target, name = pending[task]
+                made, seconds = task.result()
+                took = f"{seconds:.0f} s" if seconds else "unchanged"
+                print(f"[{count}/{len(jobs)}] {target} {name}: {took}", flush=True)
+                yield target, made
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def compile_file(
     tools: tuple[str, str], tree: Path, work: Path, name: str, arch: str, flags: list[str], key: str
-) -> Compiled:
+) -> tuple[Compiled, float]:
+    """What the compiler makes of a file, and the seconds it took, 0 when nothing had changed."""
     nvcc, nvdisasm = tools
     log = work / f"sm_{arch}" / (name.replace("/", "-") + ".log")
     code = log.with_suffix(".sass")
     if log.exists() and code.exists() and log.read_text().startswith(key + "\n"):
-        return Compiled(log.read_text(), code.read_text(), 0.0)
+        return Compiled(log.read_text(), code.read_text()), 0.0
     log.parent.mkdir(parents=True, exist_ok=True)
     suffix = "a" if int(arch) >= 120 else ""  # upstream's build does the same
     target = ["-gencode", f"arch=compute_{arch}{suffix},code=sm_{arch}{suffix}"]
@@ -231,7 +233,7 @@ def compile_file(
         partial = path.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(path)
-    return Compiled(log.read_text(), code.read_text(), time.monotonic() - start)
+    return Compiled(log.read_text(), code.read_text()), time.monotonic() - start
 
 
 def is_counted(mangled: str) -> bool:
@@ -350,10 +352,7 @@ def main() -> int:
     partial = bool(args.file) or set(args.arch) != set(ARCHITECTURES)
     try:
         nvcc, version = find_nvcc()
-        try:
-            tools = (nvcc, sass.find_nvdisasm(nvcc))
-        except RuntimeError as error:
-            raise CheckError(str(error)) from error
+        tools = (nvcc, sass.find_nvdisasm(nvcc))
         headers = cublas_headers(nvcc, version)
         args.work.mkdir(parents=True, exist_ok=True)
         tree = prepare_tree(args.work.resolve())
@@ -361,30 +360,21 @@ def main() -> int:
         ours = {p.name for p in SOURCES.rglob("*") if p.is_file()}
         flags = [*FLAGS, "-I.", "-I..", "-I../../include", *([f"-isystem={headers}"] if headers else [])]
 
-        jobs = [(arch, name) for arch in args.arch for name in files]
         kernels: dict[str, list[Kernel]] = {arch: [] for arch in args.arch}
         figures: Figures = {}
         defines = sass.defines_of(SOURCES)
         found: list[str] = []
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            pending = {}
-            for arch, name in jobs:
-                key = source_key(tree, name, flags, version)
-                task = pool.submit(compile_file, tools, tree, args.work.resolve(), name, arch, flags, key)
-                pending[task] = (arch, name)
-            try:
-                for count, task in enumerate(concurrent.futures.as_completed(pending), 1):
-                    arch, name = pending[task]
-                    done = task.result()
-                    took = f"{done.seconds:.0f} s" if done.seconds else "unchanged"
-                    print(f"[{count}/{len(jobs)}] sm_{arch} {name}: {took}", flush=True)
-                    own_kernels = kernels_of(done.log)
-                    kernels[arch] += own_kernels
-                    figures |= figures_of(arch, own_kernels, done.code, defines)
-                    found += [w for w in warnings_of(done.log, ours) if w not in found]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+
+        def compile_one(target: str, name: str) -> tuple[Compiled, float]:
+            key = source_key(tree, name, flags, version)
+            return compile_file(tools, tree, args.work.resolve(), name, target.removeprefix("sm_"), flags, key)
+
+        jobs = [(f"sm_{arch}", name) for arch in args.arch for name in files]
+        for target, done in compile_all(jobs, compile_one, args.jobs):
+            arch, own_kernels = target.removeprefix("sm_"), kernels_of(done.log)
+            kernels[arch] += own_kernels
+            figures |= figures_of(arch, own_kernels, done.code, defines)
+            found += [w for w in warnings_of(done.log, ours) if w not in found]
         print_kernels(kernels)
         print_figures(figures)
         if found:
@@ -393,7 +383,7 @@ def main() -> int:
             write_figures(figures, version, partial)
         else:
             check_figures(figures, version, partial)
-    except CheckError as error:
+    except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{len(files)} files compile for " + ", ".join(f"sm_{a}" for a in args.arch) + " without a warning in ours")

@@ -12,7 +12,6 @@ is missing, tests/hip/ declares what is missing. Without such a compiler the exi
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import os
 import re
 import shutil
@@ -142,24 +141,14 @@ def main() -> int:
         ours = {p.name for p in cuda_check.SOURCES.rglob("*") if p.is_file()}
         stubs = "".join(p.read_text() for p in sorted(STUBS.rglob("*.h")))
 
+        def compile_one(target: str, name: str) -> tuple[str, float]:
+            key = cuda_check.source_key(tree, name, [*call, *FLAGS, stubs], version)
+            return check_file(call, tree, work, name, target, name in own, key)
+
         found: list[str] = []
         jobs = [(target, name) for target in (HOST, *ARCHITECTURES) for name in files]
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            pending = {}
-            for target, name in jobs:
-                key = cuda_check.source_key(tree, name, [*call, *FLAGS, stubs], version)
-                task = pool.submit(check_file, call, tree, work, name, target, name in own, key)
-                pending[task] = (target, name)
-            try:
-                for count, task in enumerate(concurrent.futures.as_completed(pending), 1):
-                    target, name = pending[task]
-                    log, seconds = task.result()
-                    took = f"{seconds:.0f} s" if seconds else "unchanged"
-                    print(f"[{count}/{len(jobs)}] {target} {name}: {took}", flush=True)
-                    found += [w for w in cuda_check.warnings_of(log, ours) if w not in found]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for _, log in cuda_check.compile_all(jobs, compile_one, args.jobs):
+            found += [w for w in cuda_check.warnings_of(log, ours) if w not in found]
         if found:
             raise cuda_check.CheckError(f"{len(found)} warnings in our files:\n" + "\n".join(found))
     except cuda_check.CheckError as error:

@@ -117,7 +117,7 @@ def instance_of(mangled: str) -> Instance | None:
     numbers: list[int] = []
     values: list[str] = []
     token = re.compile(
-        r"L9ggml_type(?P<type>\d+)E|L[a-z](?P<number>\d+)E|(?P<float>f)|6(?P<half>__half)|13__nv_(?P<bf16>bfloat16)"
+        r"L9ggml_type(?P<type>\d+)E|L[a-z](?P<number>\d+)E|(?P<plain>[fi])|6(?P<half>__half)|13__nv_(?P<bf16>bfloat16)"
         r"|Xad?L_Z\w*?dequantize_(?P<decoder>itq3_s|tq1_0|tq2_0)"
     )
     at = 1 if rest.startswith("I") else len(rest)
@@ -492,25 +492,34 @@ def find_nvdisasm(nvcc: str) -> str:
         if candidate and os.access(candidate, os.X_OK):
             return str(candidate)
     target = upstream.cache_dir() / f"nvdisasm-{NVDISASM}" / "nvdisasm"
-    if target.exists():
-        return str(target)
-    package = f"nvidia-cuda-nvdisasm=={NVDISASM}"
-    print(f"fetching {package} (5 MiB, once)", flush=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
-        done = subprocess.run([*command, scratch, package], capture_output=True, text=True)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"pip download {package}: {reason}; install nvdisasm of the CUDA toolkit")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            name = next(n for n in wheel.namelist() if n.endswith("/bin/nvdisasm"))
-            partial = Path(scratch) / "nvdisasm"
-            partial.write_bytes(wheel.read(name))
+    if not target.exists():
+        files = files_of_wheel(f"nvidia-cuda-nvdisasm=={NVDISASM}", r"/bin/nvdisasm$", "nvdisasm")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(files["nvdisasm"])
         partial.chmod(0o755)
         partial.replace(target)
     return str(target)
+
+
+def files_of_wheel(package: str, pattern: str, what: str) -> dict[str, bytes]:
+    """Download a package of NVIDIA's; name and content of the files in it whose path has the pattern.
+
+    Raises:
+        RuntimeError: the package, or such a file in it, could not be had; ``what`` of the toolkit is the remedy.
+    """
+    print(f"fetching {what} of {package} (once)", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+    with tempfile.TemporaryDirectory() as scratch:
+        done = subprocess.run([*command, scratch, package], capture_output=True, text=True)
+        found = {}
+        for path in Path(scratch).glob("*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                found = {Path(n).name: wheel.read(n) for n in wheel.namelist() if re.search(pattern, n)}
+    if done.returncode or not found:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"pip download {package}: {reason}; install {what} of the CUDA toolkit")
+    return found
 
 
 def disassemble(nvdisasm: str, cubin: Path, wanted: Callable[[str], bool]) -> str:
