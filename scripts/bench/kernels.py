@@ -33,12 +33,14 @@ import gguf  # noqa: E402
 
 from gguf_itq3s import report  # noqa: E402
 from gguf_itq3s.codec import blocks  # noqa: E402
-from gguf_itq3s.codec.native import NativeLibrary, library_name  # noqa: E402
+from gguf_itq3s.codec.native import library_name  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
-from scripts.bench import model  # noqa: E402
+from scripts.bench import random_model  # noqa: E402
 
 BIN = ROOT / "build" / "bin"
 OUT = ROOT / "build" / "bench"
+#: The random Llama, with matrices of the layers in the type that is measured.
+MODEL = random_model.Shape(12, 2048, 5632, 16, 4, tied=True)
 
 TYPES = {
     "ITQ3_S": int(ITQ3_S), "TQ1_0": 34, "TQ2_0": 35, "Q3_K": 11, "IQ3_S": 21, "IQ3_XXS": 18, "Q4_K": 12, "IQ4_XS": 23,
@@ -165,14 +167,16 @@ def build(stock: bool = True) -> dict[str, Path | None]:
 
 def models(names: Iterable[str]) -> dict[str, Path]:
     """The random Llama in every type, written where it is missing."""
-    library = NativeLibrary(BIN / library_name())
+    ggml = random_model.Ggml(BIN / library_name())
     folder = OUT / "models"
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.gguf" for name in names}
     for name, path in paths.items():
         if not path.exists():
             print(f"writing {path.relative_to(ROOT)}", file=sys.stderr)
-            model.write(path, gguf.GGMLQuantizationType(TYPES[name]), library)
+            partial = path.with_suffix(".partial")
+            random_model.write_model(partial, ggml, MODEL, name)
+            partial.rename(path)
     return paths
 
 
@@ -408,7 +412,7 @@ def main() -> int:
             "processor": processor(),
             "cores": cores,
             "rounds": arguments.rounds,
-            "weights": model.WEIGHTS,
+            "weights": MODEL.weights,
             "model_bytes": {name: path.stat().st_size for name, path in paths.items()},
             "medians": medians,
             "samples": samples,

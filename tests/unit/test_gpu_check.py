@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.check.gpu import random_model
+from scripts.bench import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "check" / "gpu"

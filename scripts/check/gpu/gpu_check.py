@@ -36,7 +36,8 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from scripts.check.gpu import cublas, random_model, report
+from scripts.bench import random_model
+from scripts.check.gpu import cublas, report
 
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[2]
@@ -400,7 +401,7 @@ def run_stage(check: Check, stage: str, anew: bool) -> None:
 
 def key_of(check: Check) -> str:
     """What the results depend on."""
-    inputs = [HERE / "gpu_check.py", HERE / "random_model.py", check.packed / "demo-itq3_s.gguf"]
+    inputs = [HERE / "gpu_check.py", Path(random_model.__file__), check.packed / "demo-itq3_s.gguf"]
     inputs += [check.packed / "text.txt", *([] if check.prebuilt else [check.packed / "llama.cpp.tar.xz"])]
     for folder in check.folders if check.prebuilt else []:
         inputs += [p for p in sorted(folder.glob("*")) if p.name in PROGRAMS or ".so" in p.name]

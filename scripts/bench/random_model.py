@@ -2,7 +2,7 @@
 
 All matrices of the layers have the given type; token embedding and output are Q6_K. There is no tokenizer: the file is
 for llama-bench, which needs none. Some Gaussian weights are quantized by ggml itself (the built libggml-base.so) and
-repeated. Only the standard library is used.
+repeated. Only the standard library is used: a machine with a GPU may have no more.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import ctypes
 import dataclasses
+import math
 import random
 import struct
 from collections.abc import Iterator
@@ -66,6 +67,12 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 32000
+    tied: bool = dataclasses.field(default=False, kw_only=True)  # the output matrix is the token embedding
+
+    @property
+    def weights(self) -> int:
+        """Of all matrices."""
+        return sum(math.prod(dims) for _, dims, _ in tensors_of(self, 0, 0) if len(dims) == 2)
 
 
 def tensors_of(shape: Shape, kind: int, embedding: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
@@ -73,7 +80,8 @@ def tensors_of(shape: Shape, kind: int, embedding: int) -> Iterator[tuple[str, t
     hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
     yield "token_embd.weight", (hidden, shape.vocabulary), embedding
     yield "output_norm.weight", (hidden,), 0
-    yield "output.weight", (hidden, shape.vocabulary), embedding
+    if not shape.tied:
+        yield "output.weight", (hidden, shape.vocabulary), embedding
     matrices = {
         "attn_q": (hidden, hidden), "attn_k": (hidden, kv), "attn_v": (hidden, kv), "attn_output": (hidden, hidden),
         "ffn_gate": (hidden, shape.ffn), "ffn_up": (hidden, shape.ffn), "ffn_down": (shape.ffn, hidden),
