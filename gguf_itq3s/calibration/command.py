@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from ..errors import positive
-from .options import FORMS, FULL_COLUMNS, CalibrationOptions
+from .options import FORMS, FULL_COLUMNS, CalibrationOptions, add_arguments
 from .pipeline import calibrate
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion to ITQ3_S."
@@ -23,20 +22,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    add_arguments(parser, CalibrationOptions)
     parser.add_argument(
-        "--tokens", type=positive, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
-    )
-    parser.add_argument(
-        "--hessian",
-        choices=FORMS,
-        help=f"form (default: full up to {FULL_COLUMNS} columns, else block)",
-    )
-    parser.add_argument("--device", default="cpu", help="torch device, such as cuda (default: %(default)s)")
-    parser.add_argument(
-        "--batch", type=positive, default=CalibrationOptions.batch, help="windows at a time (default: %(default)s)"
+        "--hessian", choices=FORMS, help=f"form (default: full up to {FULL_COLUMNS} columns, else block)"
     )
     trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)

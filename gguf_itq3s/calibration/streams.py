@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from ..errors import UserError
 from .activations import activations
 from .groups import Group, Reader
 from .inputs import Seen, Watch
-from .layers import LayeredModel
+from .layers import LayeredModel, Stop
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 
@@ -47,10 +47,6 @@ _KEPT: Final = "kept"
 
 #: Windows by number, int64.
 Batch = npt.NDArray[np.int64]
-
-
-class _Stop(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends a layer's forward pass at a passage."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +385,7 @@ class Streams:
 
         def stop(seen: Seen) -> None:
             found.append(seen)
-            raise _Stop
+            raise Stop
 
         def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
             nonlocal residual
@@ -401,9 +397,8 @@ class Streams:
             # The passage itself must be run into.
             shortcuts = {path: found for path, found in self._shortcuts.items() if path != passage[0].path}
             try:
-                stream.run(batch, shortcuts)
-            except _Stop:
-                pass
+                with suppress(Stop):
+                    stream.run(batch, shortcuts)
             finally:
                 if handle is not None:
                     handle.remove()

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checkpoint import trust
 from ..errors import UserError
-from .options import CalibrationOptions
+from .options import RunOptions
 
 #: The text that comes with the package; beside it stands where it is from.
 BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
@@ -25,7 +25,7 @@ _LEAST: Final = 512
 _WINDOWS: Final = 40
 
 
-def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
+def windows(options: RunOptions, longest: int) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text: int64 (windows, context)."""
     context = options.context or min(longest, usual_context(options.tokens))
     if not 16 <= context <= longest:

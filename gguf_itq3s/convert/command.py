@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from .. import report, upstream
 from ..calibration.options import FORMS, FULL_COLUMNS_AT_ONCE
+from ..calibration.options import add_arguments as run_arguments
 from ..checkpoint import trust
 from ..checkpoint.reader import download
 from ..codec.blocks import CODECS
@@ -163,18 +164,11 @@ def _add_calibrate(group: argparse._ArgumentGroup, defaults: ConvertOptions) -> 
         "--fisher-block", type=positive, metavar="ROWS",
         help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
     )  # fmt: skip
-    group.add_argument("--tokens", type=positive, default=defaults.tokens, help="tokens to run (default: %(default)s)")
-    group.add_argument(
-        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
-    )
+    run_arguments(group, defaults)
     group.add_argument(
         "--hessian",
         choices=FORMS,
         help=f"form of the sums (default: full up to {FULL_COLUMNS_AT_ONCE} columns, else block)",
-    )
-    group.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
-    group.add_argument(
-        "--batch", type=positive, default=defaults.batch, metavar="N", help="windows at a time (default: %(default)s)"
     )
 
 
