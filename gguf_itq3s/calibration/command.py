@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from .options import FULL_COLUMNS, CalibrationOptions, add_arguments
+from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_hessian_argument
 from .pipeline import calibrate
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion to ITQ3_S."
@@ -22,7 +22,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    add_arguments(parser, FULL_COLUMNS)
+    add_arguments(parser, CalibrationOptions)
+    add_hessian_argument(parser, FULL_COLUMNS)
     trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 

@@ -20,7 +20,7 @@ from ..codec.transform import BLOCK
 from ..errors import UserError
 from ..rounding import hessian
 from .activations import activations
-from .layers import LayeredModel
+from .layers import LayeredModel, Stop
 from .moments import Moment, rotated
 
 #: In a folder of statistics; folders of earlier versions have none.
@@ -39,10 +39,6 @@ class Ends:
 
     frequency: npt.NDArray[np.float64]
     output: npt.NDArray[np.floating] | None
-
-
-class _Stop(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends the head before the product with the output matrix."""
 
 
 def collect(
@@ -68,13 +64,13 @@ def collect(
 
     def see(_: Any, args: tuple[torch.Tensor, ...]) -> None:
         moment.add(rotated(args[0]))
-        raise _Stop
+        raise Stop  # before the product with the output matrix
 
     with model.head() as head, torch.no_grad():
         handle = model.model.get_output_embeddings().register_forward_pre_hook(see)
         try:
             for batch in batches:
-                with suppress(_Stop):
+                with suppress(Stop):
                     head(torch.from_numpy(np.array(source[batch])).to(model.device))
         finally:
             handle.remove()

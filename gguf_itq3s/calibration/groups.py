@@ -114,17 +114,17 @@ class Layout:
 
         for path, module in layer.named_modules():
             if isinstance(module, torch.nn.Linear):
-                expert, matrix = experts.single(path) or (None, "")
-                name = experts.tensor(number, matrix) if matrix else self.name(number, path)
+                expert, part = experts.single(path) or (None, "")
+                name = experts.tensor(number, part) if part else self.name(number, path)
                 add(Reader(name, expert, path), module.in_features, self.norms.norm_of(name))
             elif isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
                 stacks: dict[str, Any] = {name: getattr(module, name) for name in (experts.GATE_UP, experts.DOWN)}
                 for expert in range(len(stacks[experts.DOWN])):
                     for parameter, weights in stacks.items():
-                        matrices = experts.STACKS[parameter]
-                        for half, matrix in enumerate(matrices):
-                            name = experts.tensor(number, matrix)
-                            reader = Reader(name, expert, path, parameter, half if len(matrices) > 1 else None)
+                        parts = experts.STACKS[parameter]
+                        for half, part in enumerate(parts):
+                            name = experts.tensor(number, part)
+                            reader = Reader(name, expert, path, parameter, half if len(parts) > 1 else None)
                             inner = parameter == experts.DOWN
                             add(reader, weights.shape[2], self.norms.norm_of(name), inner=inner, stacked=True)
         return list(found.values())

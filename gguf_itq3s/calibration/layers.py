@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from ..checkpoint.source import Checkpoint
 from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Layout
-from .options import CalibrationOptions
+from .options import RunOptions
 
 if TYPE_CHECKING:
     import torch
 
 
-class _Stop(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends the model's forward pass behind its last layer."""
+class Stop(Exception):  # noqa: N818 (a signal, not an error)
+    """Raised by a hook, ends a forward pass of which the rest is not wanted; who asked for the pass suppresses it."""
 
 
 class LayeredModel:
@@ -38,7 +38,7 @@ class LayeredModel:
         layout: names of its modules and tensors.
     """
 
-    def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
+    def __init__(self, options: RunOptions, checkpoint: Checkpoint) -> None:
         import torch
 
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
@@ -52,12 +52,11 @@ class LayeredModel:
             raise
         except Exception as error:  # a config can be wrong in many ways
             raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
-        self.base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
+        self.base, self.prefix = decoder_of(self.model)
         text = self.config.get_text_config()
         self.layers, self.hidden = len(self.base.layers), int(text.hidden_size)
         self.context = int(getattr(text, "max_position_embeddings", 2048))
         self.arch = checkpoint.model.arch
-        self.prefix = next(name for name, module in self.model.named_modules() if module is self.base.layers)
         self.weights = _Weights(checkpoint.files)
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self.layout = Layout(self.arch, self.layers, self.prefix, self._tensors)
@@ -109,7 +108,7 @@ class LayeredModel:
                 if number == 0:
                     first.append(hidden_states)
                 if number + 1 == self.layers:
-                    raise _Stop
+                    raise Stop
                 return hidden_states
 
             return forward
@@ -121,12 +120,11 @@ class LayeredModel:
             for batch in batches:
                 if done and len(windows[batch]) in keywords[0]:
                     continue
-                try:
+                with suppress(Stop):
                     self.model(input_ids=torch.from_numpy(windows[batch]).to(self.device), use_cache=False)
-                except _Stop:
-                    hidden = first.pop()
-                    if target is not None:
-                        target[batch] = hidden.float().cpu().numpy()
+                hidden = first.pop()
+                if target is not None:
+                    target[batch] = hidden.float().cpu().numpy()
         for layer, forward in zip(self.base.layers, own, strict=True):
             layer.forward = forward
         if target is not None:
@@ -209,7 +207,13 @@ class LayeredModel:
                 setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
 
 
-def torch_device(options: CalibrationOptions) -> torch.device:
+def decoder_of(model: Any) -> tuple[Any, str]:
+    """The module of a model that has its layers, and the name of their list."""
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    return base, next(name for name, module in model.named_modules() if module is base.layers)
+
+
+def torch_device(options: RunOptions) -> torch.device:
     """The torch device, once it has held a number.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a calibration is asked for."""
+"""What a run of a model on a text is asked for: the part of the options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final
 
 from ..errors import UserError, positive
 
@@ -20,60 +20,90 @@ BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
 
 @dataclass(frozen=True)
-class CalibrationOptions:
-    """A model and a text that it runs on; the fields are options of commands (:func:`add_arguments`).
+class RunOptions:
+    """Which text a model is run on, and where.
 
     Attributes:
         model: a local Hugging Face folder with safetensors weights.
         text: files of text, plain or xz; windows are taken from all of them alike.
         tokens: about how many tokens are run.
         context: length of a window; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the model's.
-        hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         device: torch device.
         batch: windows at a time.
         trust_remote_code: Python code of the model folder may run.
-        widest: input whose full Hessian is collected where ``hessian`` does not say.
 
     Raises:
-        UserError: a count is not positive: nothing would be collected.
+        UserError: a count is not positive: nothing would be run.
     """
 
     model: Path
     text: Sequence[Path] = (BUNDLED,)
     tokens: int = 262144
     context: int | None = None
-    hessian: str | None = None
     device: str = "cpu"
     batch: int = 8
     trust_remote_code: bool = False
-    widest: int = FULL_COLUMNS
+
+    #: What is done with the model, for messages.
+    purpose: ClassVar[str]
+    #: Fields that count something.
+    counts: ClassVar[Sequence[str]] = ("tokens", "context", "batch")
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "context", "batch"):
+        for name in self.counts:
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise UserError(self.model, f"cannot be calibrated with --{name} {value}", "give more than 0")
+                raise self.refused(name, "give more than 0")
+
+    def refused(self, name: str, remedy: str) -> UserError:
+        """The error for a field that cannot be what it is."""
+        what = f"cannot be {self.purpose} with --{name.replace('_', '-')} {getattr(self, name)}"
+        return UserError(self.model, what, remedy)
+
+
+@dataclass(frozen=True)
+class CalibrationOptions(RunOptions):
+    """What to collect; the fields are the options of the command.
+
+    Attributes:
+        hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
+        widest: input whose full Hessian is collected where ``hessian`` does not say.
+    """
+
+    hessian: str | None = None
+    widest: int = FULL_COLUMNS
+
+    purpose = "calibrated"
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""
         return self.hessian == "full" or (self.hessian is None and columns <= self.widest)
 
 
-def add_arguments(parser: argparse._ActionsContainer, widest: int) -> None:
-    """The options that say how a model is run, on any parser; ``widest`` as in :class:`CalibrationOptions`."""
+def add_arguments(
+    parser: argparse._ActionsContainer, defaults: Any, tokens: str = "tokens to run", batch: str = "windows at a time"
+) -> None:
+    """The options of a run on a parser or a group of one.
+
+    Args:
+        parser: to add them to.
+        defaults: options with such fields, or their class: what is taken where one is not given.
+        tokens: what the help says of ``--tokens``.
+        batch: what it says of ``--batch``.
+    """
+    for name, default, what in (("tokens", defaults.tokens, tokens), ("batch", defaults.batch, batch)):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
     parser.add_argument(
-        "--tokens", type=positive, default=CalibrationOptions.tokens, help="tokens to run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--context", type=positive, help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)"
-    )
+        "--context", type=positive, metavar="N",
+        help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)",
+    )  # fmt: skip
+    parser.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
+
+
+def add_hessian_argument(parser: argparse._ActionsContainer, widest: int) -> None:
+    """``--hessian`` on a parser or a group of one; ``widest`` as in :class:`CalibrationOptions`."""
     parser.add_argument(
         "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {widest} columns, else block)"
     )
-    parser.add_argument(
-        "--device", default=CalibrationOptions.device, help="torch device, such as cuda (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=CalibrationOptions.batch, metavar="N",
-        help="windows at a time (default: %(default)s)",
-    )  # fmt: skip

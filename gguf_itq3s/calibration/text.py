@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checkpoint.patches import patched
 from ..errors import UserError
-from .options import CalibrationOptions
+from .options import RunOptions
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
@@ -22,7 +22,7 @@ _LEAST: Final = 512
 _WINDOWS: Final = 40
 
 
-def windows(options: CalibrationOptions, longest: int) -> np.ndarray:
+def windows(options: RunOptions, longest: int) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text: int64 (windows, context)."""
     context = options.context or min(longest, usual_context(options.tokens))
     if not 16 <= context <= longest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report, upstream
-from ..calibration.options import FULL_COLUMNS_AT_ONCE
+from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_hessian_argument
 from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
@@ -181,7 +181,8 @@ def _add_calibrate(group: argparse._ArgumentGroup) -> None:
         "--fisher-block", type=positive, metavar="ROWS",
         help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
     )  # fmt: skip
-    add_run_arguments(group, FULL_COLUMNS_AT_ONCE)
+    add_run_arguments(group, CalibrationOptions)
+    add_hessian_argument(group, FULL_COLUMNS_AT_ONCE)
 
 
 def _add_ternary(group: argparse._ArgumentGroup) -> None:

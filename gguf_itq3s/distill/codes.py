@@ -73,13 +73,14 @@ def codes_of(weight: torch.Tensor, encode: Encode) -> torch.Tensor:
     """What the code of a weight decodes to, float32 (..., rows, n), one matrix of a stack after the other."""
     latent = weight.detach().float()
     found = torch.empty_like(latent)
-    for target, rows in zip(_matrices(found), _matrices(latent), strict=True):
+    for target, rows in zip(matrices(found), matrices(latent), strict=True):
         target.copy_(torch.from_numpy(encode(np.ascontiguousarray(rows.cpu().numpy()))))
     return found
 
 
-def _matrices(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(-1, *weight.shape[-2:])
+def matrices(weights: Any) -> Any:
+    """A view of a matrix, or of a stack, tensor or array, as a stack: (matrices, rows, columns)."""
+    return weights.reshape(-1, *weights.shape[-2:])
 
 
 class CodedMatrix:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import report
-from ..calibration.options import BUNDLED
+from ..calibration.options import BUNDLED, add_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
 from ..codec.blocks import EFFORTS
@@ -24,7 +24,6 @@ DESCRIPTION: Final = (
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``distill``."""
     parser = subparsers.add_parser("distill", help="train a checkpoint to the codes of a file", description=DESCRIPTION)
-    defaults = DistillOptions(Path(), Path(), ())
     parser.add_argument("model", metavar="model_dir", help="Hugging Face folder, or hf:organisation/name to download")
     parser.add_argument("out", metavar="out_dir", type=Path, help="folder to write")
     parser.add_argument(
@@ -42,25 +41,15 @@ def add_parser(subparsers: Any) -> None:
         ("precision", PRECISIONS, "of the products"),
         ("effort", EFFORTS, "of encoding anew"),
     ):
-        default = getattr(defaults, option.replace("-", "_"))
+        default = getattr(DistillOptions, option.replace("-", "_"))
         parser.add_argument(f"--{option}", choices=choices, default=default, help=f"{what} (default: %(default)s)")
-    for option, what in (
-        ("steps", "of the optimizer"),
-        ("batch", "windows of a step"),
-        ("tokens", "taken from the text, about"),
-        ("every", "steps between two encodings"),
-    ):
+    for option, what in (("steps", "of the optimizer"), ("every", "steps between two encodings")):
         parser.add_argument(
-            f"--{option}", type=positive, default=getattr(defaults, option), metavar="N",
+            f"--{option}", type=positive, default=getattr(DistillOptions, option), metavar="N",
             help=f"{what} (default: %(default)s)",
         )  # fmt: skip
+    add_arguments(parser, DistillOptions, tokens="taken from the text, about", batch="windows of a step")
     parser.add_argument("--micro-batch", type=positive, metavar="N", help="windows that are run together")
-    parser.add_argument(
-        "--context",
-        type=positive,
-        metavar="N",
-        help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)",
-    )
     for option, what in (
         ("lr", "of weights, in shares of their matrix's root mean square"),
         ("scale-lr", "of the scales of blocks"),
@@ -68,19 +57,18 @@ def add_parser(subparsers: Any) -> None:
         ("embedding-lr", "of the token embedding and the output matrix, in shares of theirs; 0 leaves them"),
     ):
         parser.add_argument(
-            f"--{option}", type=float, default=getattr(defaults, option.replace("-", "_")), metavar="X",
+            f"--{option}", type=float, default=getattr(DistillOptions, option.replace("-", "_")), metavar="X",
             help=f"learning rate {what} (default: %(default)g)",
         )  # fmt: skip
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="compute activations again instead of keeping them"
     )
-    parser.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="of the order of windows (default: %(default)s)"
+        "--seed", type=int, default=DistillOptions.seed, help="of the order of windows (default: %(default)s)"
     )
     parser.add_argument(
-        "--checkpoint-minutes", type=float, default=defaults.checkpoint_minutes, metavar="X",
+        "--checkpoint-minutes", type=float, default=DistillOptions.checkpoint_minutes, metavar="X",
         help="between two checkpoints (default: %(default)g)",
     )  # fmt: skip
     trust.add_argument(parser)

@@ -27,9 +27,9 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, loss: str, confiden
 
     own, wanted = log_softmax(student.float(), dim=-1), log_softmax(teacher.float(), dim=-1)
     count = own.shape[:-1].numel()
-    if loss not in ("kl", "reverse-kl", "cakld"):
+    share = {"kl": 0.0, "reverse-kl": 1.0, "cakld": confidence}.get(loss)
+    if share is None:
         raise ValueError(f"unknown loss {loss!r}; use kl, reverse-kl or cakld")
-    share = {"kl": 0.0, "reverse-kl": 1.0}.get(loss, confidence)
     total = own.new_zeros(())
     if share < 1:
         total = total + (1 - share) * kl_div(own, wanted, reduction="sum", log_target=True)

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..calibration.groups import Layout, Reader
+from ..calibration.layers import decoder_of
 from ..checkpoint import experts, policy, rescaling
 from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import Rescaling
@@ -22,7 +23,7 @@ from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
 from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
-from .codes import CodedMatrix, Encode, codes_of, scaled
+from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group
 from .options import DistillOptions
 
@@ -102,9 +103,8 @@ class Student:
         self.matrices: dict[str, CodedMatrix] = {}
         self.left: dict[str, str] = {}
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-        base = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
+        base, prefix = decoder_of(self.model)
         self.layers = base.layers
-        prefix = next(name for name, module in self.model.named_modules() if module is base.layers)
         self.layout = Layout(checkpoint.model.arch, len(base.layers), prefix, self._tensors)
         self._places: dict[str, Place] = {}  # by GGUF name
         self._written: dict[str, bool] = {}  # whether a place can be written as tensors of the checkpoint
@@ -244,7 +244,7 @@ class Student:
         if not np.isfinite(decoded).all():
             raise UserError(path, "has weights that are not finite", "write or download it again", name)
         put = np.empty_like(decoded, dtype=np.float32)
-        for to, matrix, order in zip(_matrices(put), _matrices(decoded), self._orders(name, source, rows), strict=True):
+        for to, matrix, order in zip(matrices(put), matrices(decoded), self._orders(name, source, rows), strict=True):
             to[order] = matrix
         codes = torch.from_numpy(put).to(rows.device)
         distance = float((codes - rows).square().sum() / rows.square().sum())
@@ -256,7 +256,7 @@ class Student:
         """Which row of the model each row of the tensor is, matrix by matrix, by the weights before the codes."""
         weights = self.rescaling.scale(name, source.whole())
         try:
-            for ours, theirs in zip(_matrices(rows.cpu().numpy()), _matrices(weights), strict=True):
+            for ours, theirs in zip(matrices(rows.cpu().numpy()), matrices(weights), strict=True):
                 yield row_order(ours, theirs)
         except ValueError as problem:
             raise UserError(
@@ -338,8 +338,3 @@ class Student:
             if tensor is not None and module is not None and len(tensor.sources) == 1:
                 tensors[tensor.sources[0]] = module.weight.detach().float().cpu().clone()
         return tensors
-
-
-def _matrices(weights: np.ndarray) -> np.ndarray:
-    """A view of a matrix, or of a stack, as a stack: (matrices, rows, columns)."""
-    return weights.reshape(-1, *weights.shape[-2:])

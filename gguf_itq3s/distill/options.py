@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..calibration.options import CalibrationOptions
+from ..calibration.options import RunOptions
 from ..codec.blocks import EFFORTS
-from ..errors import UserError
 
 TYPES: Final = ("itq3_s", "tq2_0")
 LOSSES: Final = ("kl", "reverse-kl", "cakld")
@@ -22,21 +20,19 @@ NEUTRAL: Final = frozenset({"out", "threads", "checkpoint_minutes", "trust_remot
 
 
 @dataclass(frozen=True)
-class DistillOptions:
+class DistillOptions(RunOptions):
     """What to train and how; the fields are the options of the command.
 
+    The weights of the model are floats, a batch is the windows of a step, and tokens are read again when a step has
+    come to their end.
+
     Attributes:
-        model: a local Hugging Face folder with safetensors weights in floats.
         out: the folder to write.
-        text: files of text, plain or xz; windows are taken from all of them alike.
         start: a GGUF file of the model in ``type``; its codes are the start. None: the nearest codes.
         type: of the matrices, one of :data:`TYPES`.
         loss: one of :data:`LOSSES`.
         steps: of the optimizer.
-        batch: windows of a step.
         micro_batch: windows that are run together, None for all of a step.
-        tokens: about how many tokens are taken from the text; they are read again when a step has come to their end.
-        context: length of a window; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the model's.
         lr: learning rate of weights, in shares of their matrix's root mean square.
         scale_lr: learning rate of the scales of blocks, which are about 1.
         norm_lr: learning rate of norm gains, in shares of their root mean square; 0 leaves them as they are.
@@ -46,27 +42,21 @@ class DistillOptions:
         optimizer_state: one of :data:`OPTIMIZER_STATES`.
         gradient_checkpointing: activations within a layer are computed again for the gradient instead of kept.
         precision: of the products, one of :data:`PRECISIONS`; weights and sums are float32.
-        device: torch device.
         threads: that encode, and that torch uses on the CPU.
         seed: of the order of the windows.
         checkpoint_minutes: between two checkpoints.
-        trust_remote_code: Python code of the model folder may run.
 
     Raises:
         UserError: a number is out of its range.
     """
 
-    model: Path
-    out: Path
-    text: Sequence[Path]
+    tokens: int = 1 << 20
+    out: Path = Path()
     start: Path | None = None
     type: str = "itq3_s"
     loss: str = "kl"
     steps: int = 400
-    batch: int = 8
     micro_batch: int | None = None
-    tokens: int = 1 << 20
-    context: int | None = None
     lr: float = 3e-3
     scale_lr: float = 1e-3
     norm_lr: float = 2e-3
@@ -76,33 +66,20 @@ class DistillOptions:
     optimizer_state: str = "float32"
     gradient_checkpointing: bool = False
     precision: str = "float32"
-    device: str = "cpu"
     threads: int = 1
     seed: int = 0
     checkpoint_minutes: float = 10.0
-    trust_remote_code: bool = False
+
+    purpose = "distilled"
+    counts = ("steps", "batch", "micro_batch", "tokens", "every", "threads", "context")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "micro_batch", "tokens", "every", "threads", "context"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise self._error(name, value, "give more than 0")
+        super().__post_init__()
         for name in ("lr", "scale_lr", "norm_lr", "embedding_lr"):
             if not 0 <= getattr(self, name) < 1:
-                raise self._error(name, getattr(self, name), "give 0, or a number between 0 and 1")
+                raise self.refused(name, "give 0, or a number between 0 and 1")
         choices = (("type", TYPES), ("loss", LOSSES), ("optimizer_state", OPTIMIZER_STATES), ("effort", EFFORTS),
                    ("precision", PRECISIONS))  # fmt: skip
         for name, known in choices:
             if getattr(self, name) not in known:
-                raise self._error(name, getattr(self, name), f"give one of {', '.join(known)}")
-
-    def _error(self, name: str, value: object, remedy: str) -> UserError:
-        return UserError(self.model, f"cannot be distilled with --{name.replace('_', '-')} {value}", remedy)
-
-    @property
-    def calibration(self) -> CalibrationOptions:
-        """The part that says which text the model is run on."""
-        return CalibrationOptions(
-            self.model, self.text, tokens=self.tokens, context=self.context, device=self.device,
-            batch=self.batch, trust_remote_code=self.trust_remote_code,
-        )  # fmt: skip
+                raise self.refused(name, f"give one of {', '.join(known)}")

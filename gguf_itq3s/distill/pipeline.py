@@ -115,12 +115,12 @@ class Run:
 
     def __init__(self, options: DistillOptions, checkpoint: Checkpoint, work: Path, messages: TextIO) -> None:
         self.options, self.checkpoint, self.work, self.messages = options, checkpoint, work, messages
-        self.device = torch_device(options.calibration)
+        self.device = torch_device(options)
         if self.device.type == "cpu":
             torch.set_num_threads(options.threads)
         self.teacher = load_model(options, self.device)
         context = int(getattr(self.teacher.config.get_text_config(), "max_position_embeddings", 2048))
-        every = windows(options.calibration, context)
+        every = windows(options, context)
         if every.max() >= (size := int(self.teacher.get_input_embeddings().num_embeddings)):
             what = f"has a tokenizer that gives token {every.max()}, and an embedding of {size}"
             raise UserError(options.model, what, "take the tokenizer that belongs to it")
@@ -145,9 +145,7 @@ class Run:
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode())
         digest.update(model_hash(self.checkpoint.files).encode())
         if self.options.start:
-            with self.options.start.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest() if hasattr(hashlib, "file_digest")
-                              else hashlib.sha256(file.read()).digest())  # fmt: skip
+            digest.update(hashlib.sha256(np.memmap(self.options.start, mode="r").data).digest())
         digest.update(every.tobytes())
         return digest.hexdigest()
 

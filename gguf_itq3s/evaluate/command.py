@@ -14,7 +14,7 @@ from ..codec import native
 from ..errors import positive
 from . import plots
 from .rows import kv_rows, weight_rows
-from .runner import DEFAULT_CHUNKS, Settings, evaluate, hash_of, write_json
+from .runner import Settings, evaluate, hash_of, write_json
 
 DESCRIPTION: Final = (
     "Quantize a model to every type and compare each file with F16: KL divergence, which is the main figure, and "
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
     parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")
     parser.add_argument(
-        "--chunks",
-        type=int,
-        default=DEFAULT_CHUNKS,
+        "--chunks", type=int, default=Settings.chunks,
         help="windows to score, -1 for the whole text (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ctx", type=positive, default=Settings.context, help="tokens of a window (default: %(default)s)"
     )
-    parser.add_argument("--ctx", type=positive, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
     parser.add_argument(
         "--text", type=Path, metavar="FILE",

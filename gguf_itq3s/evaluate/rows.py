@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 Maker = Literal["none", "llama-quantize", "ggml", "package"]
@@ -61,25 +61,26 @@ _TYPES: Final = (
 _NEEDS_MATRIX: Final = "IQ3_XXS"
 
 
+def _by_quantize(key: str, label: str, how: str, arguments: tuple[str, ...], *, imatrix: bool = False) -> Row:
+    """A row of llama-quantize's, or of ggml's where that refuses it."""
+    key, how = key + "-imatrix" * imatrix, how + ", imatrix" * imatrix
+    if arguments[-1] == _NEEDS_MATRIX and not imatrix:
+        return Row(key, label, f"{how}, by ggml", "ggml", arguments[-1:])
+    return Row(key, label, how, "llama-quantize", arguments, imatrix)
+
+
 def _llama_quantize_rows() -> list[Row]:
     rows = []
     for name, pure, takes_matrix in _TYPES:
-        for imatrix in (False, True)[: 1 + takes_matrix]:
-            if name == _NEEDS_MATRIX and not imatrix:
-                continue
-            key = name.lower() + "-imatrix" * imatrix
-            rows.append(Row(key, name, "mix" + ", imatrix" * imatrix, "llama-quantize", (name,), imatrix))
-        for imatrix in (False, True)[: 1 + takes_matrix] if pure else ():
-            assert pure is not None
-            key = f"{pure.lower()}-pure" + "-imatrix" * imatrix
-            how = "pure" + ", imatrix" * imatrix
-            if name == _NEEDS_MATRIX and not imatrix:
-                rows.append(Row(key, pure, f"{how}, by ggml", "ggml", (name,)))
-            else:
-                rows.append(Row(key, pure, how, "llama-quantize", ("--pure", name), imatrix))
+        ways = (False, True)[: 1 + takes_matrix]
+        mixes = [imatrix for imatrix in ways if imatrix or name != _NEEDS_MATRIX]
+        rows += [_by_quantize(name.lower(), name, "mix", (name,), imatrix=imatrix) for imatrix in mixes]
+        if pure:
+            key, arguments = f"{pure.lower()}-pure", ("--pure", name)
+            rows += [_by_quantize(key, pure, "pure", arguments, imatrix=imatrix) for imatrix in ways]
     for name in ("TQ1_0", "TQ2_0"):
-        rows.append(Row(name.lower(), name, "mix", "llama-quantize", (name,)))
-        rows.append(Row(f"{name.lower()}-pure", name, "pure", "llama-quantize", ("--pure", name)))
+        rows.append(_by_quantize(name.lower(), name, "mix", (name,)))
+        rows.append(_by_quantize(f"{name.lower()}-pure", name, "pure", ("--pure", name)))
     return rows
 
 
@@ -89,53 +90,44 @@ _FRONT: Final = (3.4, 3.85, 4.3, 4.65, 5.0)
 _BEST: Final = 3.85
 
 
+def _by_package(key: str, label: str, how: str, **options: Any) -> Row:
+    """A row of the converter's. Of ``options`` the flags of a row are taken out."""
+    flags = {name: options.pop(name, False) for name in ("imatrix", "calibrated", "sequential")}
+    return Row(key, label, how, "package", options=tuple(options.items()), **flags)
+
+
 def _package_rows() -> list[Row]:
     """Rows of the converter; norms are folded where a row says so."""
     rows = []
-    for pure in (False, True):
-        key, how = "convert" + "-pure" * pure, ("pure" if pure else "mix") + ", folded"
-        options = (*(("pure", True),) * pure, ("fold_norms", True))
-        rows.append(Row(key, "ITQ3_S", how, "package", options=options))
-        calibrated = f"{how}, calibrated"
-        rows.append(Row(f"{key}-calibrated", "ITQ3_S", calibrated, "package", calibrated=True, options=options))
-        for name, more in (("sequential", ()), ("fisher", (("fisher", True),))):
-            own = f"{how}, calibrated in sequence{', Fisher' * bool(more)}"
-            rows.append(Row(f"{key}-{name}", "ITQ3_S", own, "package", sequential=True, options=(*options, *more)))
-    # llama.cpp's own types, rounded with statistics, for any llama.cpp; norms are not folded.
-    for name, label, pure in (("q4_k_s", "Q4_K", True), ("q4_k_m", "Q4_K_M", False)):
-        key, how = f"convert-{label.lower()}" + "-pure" * pure, "pure" if pure else "mix"
-        common = (("outtype", name), *((("pure", True),) * pure))
-        rows.append(Row(f"{key}-calibrated", label, f"{how}, calibrated", "package", calibrated=True, options=common))
-        rows.append(
-            Row(
-                f"{key}-fisher", label, f"{how}, calibrated in sequence, Fisher", "package", sequential=True,
-                options=(*common, ("fisher", True)),
-            )
-        )  # fmt: skip
-    for bits in _FRONT:
-        how = f"types for {bits:g} bits, calibrated"
-        rows.append(
-            Row(
-                f"convert-bpw-{bits:g}",
-                "mix",
-                how,
-                "package",
-                calibrated=True,
-                options=(("target_bpw", bits), ("fold_norms", True)),
-            )
-        )
-    how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
-    best = (("target_bpw", _BEST), ("fisher", True), ("fold_norms", True))
-    rows.append(Row(f"convert-bpw-{_BEST:g}-fisher", "mix", how, "package", sequential=True, options=best))
-    others: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = (
-        ("unfolded", "pure, by the package", ()),
-        ("fast", "pure, folded, fast", (("effort", "fast"), ("fold_norms", True))),
-        ("ternary", "pure, folded, literal ternary", (("codec", "ternary"), ("fold_norms", True))),
+    kinds: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+        ("convert", "ITQ3_S", "mix, folded", {"fold_norms": True}),
+        ("convert-pure", "ITQ3_S", "pure, folded", {"pure": True, "fold_norms": True}),
+        # llama.cpp's own types, rounded with statistics, for any llama.cpp; norms are not folded.
+        ("convert-q4_k-pure", "Q4_K", "pure", {"outtype": "q4_k_s", "pure": True}),
+        ("convert-q4_k_m", "Q4_K_M", "mix", {"outtype": "q4_k_m"}),
     )
-    rows += [
-        Row(f"convert-pure-{key}", "ITQ3_S", how, "package", options=(("pure", True), *options))
-        for key, how, options in others
-    ]
+    for key, label, how, options in kinds:
+        own = label == "ITQ3_S"
+        sequential = f"{how}, calibrated in sequence"
+        rows += [_by_package(key, label, how, **options)] if own else []
+        rows.append(_by_package(f"{key}-calibrated", label, f"{how}, calibrated", calibrated=True, **options))
+        rows += [_by_package(f"{key}-sequential", label, sequential, sequential=True, **options)] if own else []
+        rows.append(
+            _by_package(f"{key}-fisher", label, f"{sequential}, Fisher", sequential=True, **options, fisher=True)
+        )
+    for bits in _FRONT:
+        sized = {"target_bpw": bits, "fold_norms": True}
+        how = f"types for {bits:g} bits, calibrated"
+        rows.append(_by_package(f"convert-bpw-{bits:g}", "mix", how, calibrated=True, **sized))
+    how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
+    best = {"target_bpw": _BEST, "fisher": True, "fold_norms": True}
+    rows.append(_by_package(f"convert-bpw-{_BEST:g}-fisher", "mix", how, sequential=True, **best))
+    others: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("unfolded", "pure, by the package", {}),
+        ("fast", "pure, folded, fast", {"effort": "fast", "fold_norms": True}),
+        ("ternary", "pure, folded, literal ternary", {"codec": "ternary", "fold_norms": True}),
+    )
+    rows += [_by_package(f"convert-pure-{key}", "ITQ3_S", how, pure=True, **options) for key, how, options in others]
     return rows
 
 
@@ -147,17 +139,13 @@ def cache_rows(weights: Row, short: str) -> list[Row]:
     """Rows with the weights of ``weights`` and a quantized KV cache, rotated (llama.cpp's default) and not."""
     rows = []
     for cache in _CACHES:
-        runtime = ("-ctk", cache, "-ctv", cache, "-fa", "on")
-        common: dict[str, Any] = {
-            "label": weights.label, "maker": weights.maker, "arguments": weights.arguments, "imatrix": weights.imatrix,
-            "calibrated": weights.calibrated, "sequential": weights.sequential, "runtime": runtime,
-            "options": weights.options,
-        }  # fmt: skip
         how = f"{weights.how}; KV {cache}".removeprefix("; ")
-        rows.append(Row(key=f"kv-{short}-{cache}", how=f"{how}, rotated", **common))
+        rotated = replace(
+            weights, key=f"kv-{short}-{cache}", how=f"{how}, rotated",
+            runtime=("-ctk", cache, "-ctv", cache, "-fa", "on"),
+        )  # fmt: skip
         off = (("LLAMA_ATTN_ROT_DISABLE", "1"),)
-        key = f"kv-{short}-{cache}-unrotated"
-        rows.append(Row(key=key, how=f"{how}, not rotated", environment=off, **common))
+        rows += [rotated, replace(rotated, key=f"{rotated.key}-unrotated", how=f"{how}, not rotated", environment=off)]
     return rows
 
 
@@ -181,18 +169,13 @@ _OUTER: Final = ("token_embedding_type", "output_tensor_type")
 def _upstream_row(qtype: str, *, imatrix: bool) -> Row:
     """The layers in a type, by llama-quantize."""
     name = {"Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S"}.get(qtype, qtype)
-    key, how = qtype.lower() + "-imatrix" * imatrix, "layers" + ", imatrix" * imatrix
-    if qtype == _NEEDS_MATRIX and not imatrix:
-        return Row(key, qtype, f"{how}, by ggml", "ggml", (name,))
     kept = [argument for option in _OUTER for argument in (f"--{option.replace('_', '-')}", "f16")]
-    return Row(key, qtype, how, "llama-quantize", ("--pure", *kept, name), imatrix)
+    return _by_quantize(qtype.lower(), qtype, "layers", ("--pure", *kept, name), imatrix=imatrix)
 
 
 def _our_row(key: str, how: str, **options: Any) -> Row:
-    """The layers in ITQ3_S, by the converter. Of ``options`` the flags of a row are taken out."""
-    flags = {name: options.pop(name, False) for name in ("imatrix", "sequential")}
-    kept = (("pure", True), *((option, "f16") for option in _OUTER))
-    return Row(key, "ITQ3_S", f"layers, {how}", "package", options=(*kept, *options.items()), **flags)
+    """The layers in ITQ3_S, by the converter."""
+    return _by_package(key, "ITQ3_S", f"layers, {how}", pure=True, **dict.fromkeys(_OUTER, "f16"), **options)
 
 
 def layer_rows() -> list[Row]:
@@ -215,27 +198,23 @@ def layer_rows() -> list[Row]:
 
 def mix_rows() -> list[Row]:
     """Of a real model: whole files as a user makes them, embedding and output quantized too."""
-    ours: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
-        ("itq3_s", "mix, no data", {}, {}),
-        ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}, {}),
-        ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}, {}),
-        ("itq3_s-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True}, {"fisher": True}),
-        *(
-            (
-                f"bpw-{bits:g}", f"types for {bits:g} bits, calibrated in sequence, Fisher", {"sequential": True},
-                {"target_bpw": bits, "fisher": True},
-            )
-            for bits in (_BEST, 4.3)
-        ),
-    )  # fmt: skip
-    rows = [
-        Row(f"mix-{key}", "mix" if "bpw" in key else "ITQ3_S", how, "package", options=tuple(options.items()), **flags)
-        for key, how, flags, options in ours
-    ]
+    sized = tuple(
+        (
+            f"bpw-{bits:g}",
+            f"types for {bits:g} bits, calibrated in sequence, Fisher",
+            {"sequential": True, "target_bpw": bits, "fisher": True},
+        )
+        for bits in (_BEST, 4.3)
+    )
+    ours: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("itq3_s", "mix, no data", {}),
+        ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}),
+        ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}),
+        ("itq3_s-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True, "fisher": True}),
+        *sized,
+    )
+    theirs = ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M")
     return [
-        *rows,
-        *(
-            Row(f"mix-{name.lower()}-imatrix", name, "mix, imatrix", "llama-quantize", (name,), imatrix=True)
-            for name in ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M")
-        ),
+        *(_by_package(f"mix-{key}", "mix" if "bpw" in key else "ITQ3_S", how, **made) for key, how, made in ours),
+        *(_by_quantize(f"mix-{name.lower()}", name, "mix", (name,), imatrix=True) for name in theirs),
     ]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import gguf
 import numpy as np
@@ -32,13 +32,6 @@ from . import wikitext
 from .rows import Row
 from .tools import Tools
 
-#: Windows of 512 tokens scored by default: `make eval` for the bundled model then ends well within half an hour.
-DEFAULT_CHUNKS: Final = 32
-#: Tokens that calibrated rows are calibrated on.
-CALIBRATION_TOKENS: Final = 65536
-#: Tokens that the importance matrix is computed on.
-IMATRIX_TOKENS: Final = 16384
-
 Result = dict[str, Any]
 
 
@@ -50,7 +43,8 @@ class Settings:
         model: Hugging Face folder, or an F16 GGUF file.
         work: folder for quantized files, logs and cached results.
         patterns: keys of rows, with wildcards; empty for all.
-        chunks: windows to score, -1 for the whole text.
+        chunks: windows to score, -1 for the whole text; by default `make eval` for the bundled model ends well within
+            half an hour.
         context: tokens of a window.
         threads: threads of the tools.
         keep: leave quantized files and log-probabilities in ``work``, and take those that are there: a file serves
@@ -65,29 +59,19 @@ class Settings:
     model: Path
     work: Path
     patterns: tuple[str, ...] = ()
-    chunks: int = DEFAULT_CHUNKS
+    chunks: int = 32
     context: int = 512
     threads: int = 2
     keep: bool = False
     text: Path | None = None
     training: Path | None = None
-    calibration_tokens: int = CALIBRATION_TOKENS
-    imatrix_tokens: int = IMATRIX_TOKENS
+    calibration_tokens: int = 65536
+    imatrix_tokens: int = 16384
     trust_remote_code: bool = False
 
 
 def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
-        )
-
-
-def _slow_digest(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
+    return hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()
 
 
 def hash_of(*parts: object) -> str:
@@ -282,16 +266,11 @@ class Evaluation:
         with tqdm(total=len(possible), unit="row", desc="eval") as bar:
             for row in possible:
                 bar.set_postfix_str(row.key)
-                facts = {"key": row.key, "type": row.label, "how": row.how, "maker": row.maker}
-                results.append(
-                    {
-                        **facts,
-                        "arguments": row.arguments,
-                        "options": dict(row.options),
-                        "runtime": row.runtime,
-                        **self.measure(row),
-                    }
-                )
+                facts = {
+                    "key": row.key, "type": row.label, "how": row.how, "maker": row.maker, "arguments": row.arguments,
+                    "options": dict(row.options), "runtime": row.runtime,
+                }  # fmt: skip
+                results.append({**facts, **self.measure(row)})
                 bar.update()
         return results
 

@@ -75,19 +75,11 @@ class Tools:
         with log.open("w", encoding="utf-8") as out:
             out.write(" ".join(command) + "\n")
             out.flush()
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
-            )
-            try:
-                code = process.wait()
-            except BaseException:  # Ctrl-C, or SIGTERM as KeyboardInterrupt: leave no tool behind
-                process.kill()
-                process.wait()
-                raise
+            # Ctrl-C, or SIGTERM as KeyboardInterrupt, leaves no tool behind: run kills it.
+            code = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})}, check=False,
+            ).returncode  # fmt: skip
         text = log.read_text(encoding="utf-8", errors="replace")
         if code:
             last = (text.strip().splitlines() or ["no output"])[-1][:200]

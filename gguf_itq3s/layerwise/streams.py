@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,7 @@ import torch
 from ..calibration.activations import activations
 from ..calibration.groups import Group, Reader
 from ..calibration.inputs import Seen, Watch
-from ..calibration.layers import LayeredModel
+from ..calibration.layers import LayeredModel, Stop
 from ..calibration.moments import Moment, rotated
 from ..calibration.options import CalibrationOptions
 from ..checkpoint import row_order
@@ -43,10 +43,6 @@ _KEPT: Final = "kept"
 
 #: Windows by number, int64.
 Batch = npt.NDArray[np.int64]
-
-
-class _Stop(Exception):  # noqa: N818 (a signal, not an error)
-    """Ends a layer's forward pass at a passage."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +390,7 @@ class Streams:
 
         def stop(seen: Seen) -> None:
             found.append(seen)
-            raise _Stop
+            raise Stop
 
         def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
             nonlocal residual
@@ -406,9 +402,8 @@ class Streams:
             # The passage itself must be run into.
             shortcuts = {path: found for path, found in self._shortcuts.items() if path != passage[0].path}
             try:
-                stream.run(batch, shortcuts)
-            except _Stop:
-                pass
+                with suppress(Stop):
+                    stream.run(batch, shortcuts)
             finally:
                 if handle is not None:
                     handle.remove()

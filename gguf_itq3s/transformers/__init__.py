@@ -5,8 +5,8 @@
 
 Importing this room registers the quantization method ``itq3_s`` with Transformers, which the ``config.json`` of a
 saved model names too. ``config`` says what can be asked for, ``folding`` which norms are folded, ``quantizer`` is what
-Transformers calls while it loads, ``gguf`` reads a file. Adapters are trained by PEFT as it is: to it the layers are
-linear layers.
+Transformers calls while it loads, ``stacking`` lets it read experts one by one, ``gguf`` reads a file. Adapters are
+trained by PEFT as it is: to it the layers are linear layers.
 """
 
 try:

@@ -2,9 +2,9 @@
 
 ``from_pretrained`` builds the model without weights, lets :class:`ITQ3SQuantizer` put packed layers in place of linear
 ones and of stacked experts, then reads one tensor after the other; those of packed layers go through :class:`Pack` on
-their way, so that there is never more than one matrix in floats beside the model. Experts that the checkpoint holds one
-by one are read so (:class:`Stacked`); Transformers would stack the floats of all first. A saved model is read as it is,
-once its tensors are known to be what its config says.
+their way, so that there is never more than one matrix in floats beside the model; experts that the checkpoint holds one
+by one are read so (:mod:`.stacking`). A saved model is read as it is, once its tensors are known to be what its config
+says.
 """
 
 from __future__ import annotations
@@ -13,24 +13,15 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
@@ -44,6 +35,7 @@ from ..torch.stacked import Experts
 from . import folding
 from .config import METHOD, ITQ3SConfig
 from .folding import Folding
+from .stacking import Pieces, Stacked, read
 
 #: Weights that are scaled and coded at a time.
 _PIECE: Final = 1 << 22
@@ -93,77 +85,7 @@ class Pack(ConversionOps):
             except ValueError as error:
                 # Transformers would hide it in a table of its log; it is raised once the tensors are through.
                 self.quantizer.refused = error
-        return {full_layer_name: _read(tensor[0][0]) if isinstance(tensor, Pieces) else tensor}
-
-
-class Pieces(list[list[Any]]):
-    """A stack that is not made yet: for every expert what reads the pieces of its matrix, the first rows first."""
-
-
-def _read(piece: Any) -> torch.Tensor:
-    """A tensor out of what Transformers reads it with, at once or beforehand in a thread."""
-    found: torch.Tensor = piece.result() if isinstance(piece, Future) else piece()
-    return found
-
-
-class _Stack(ConversionOps):
-    """In place of the operations that stack the floats of all experts: leaves the pieces apart where they are packed.
-
-    Attributes:
-        operations: those of Transformers.
-        packed: parameters for which it does.
-    """
-
-    def __init__(self, operations: Sequence[ConversionOps], packed: Collection[str]) -> None:
-        self.operations, self.packed = operations, packed
-
-    def __deepcopy__(self, _: Any) -> _Stack:
-        return self  # of every parameter, by Transformers
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
-        full_layer_name: str = "", **options: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        if full_layer_name in self.packed:
-            stacks = [input_dict[pattern] for pattern in source_patterns]
-            return {target_patterns[0]: Pieces(list(parts) for parts in zip(*stacks, strict=True))}
-        found: dict[str, Any] = {key: [_read(piece) for piece in pieces] for key, pieces in input_dict.items()}
-        for operation in self.operations:
-            found = operation.convert(
-                found, source_patterns=source_patterns, target_patterns=target_patterns,
-                full_layer_name=full_layer_name, **options,
-            )  # fmt: skip
-        return found
-
-
-class Stacked(WeightConverter):
-    """A conversion that stacks experts, one that reads no tensor before its turn."""
-
-    __slots__ = ()
-
-    def materialize_tensors(self) -> dict[str, Any]:
-        """What reads the tensors, by pattern of their names."""
-        found = dict(self.collected_tensors)
-        self.collected_tensors.clear()
-        return found
-
-    @classmethod
-    def of(cls, converter: WeightConverter, packed: Collection[str]) -> Stacked | None:
-        """The conversion in place of one of Transformers; None of one that does more than to stack."""
-        merge, *rest = converter.operations
-        needed = ("_original_source_patterns", "_original_target_patterns", "materialize_tensors", "force_cpu")
-        if not all(hasattr(converter, name) for name in needed):
-            return None  # another version of Transformers: it stacks the floats of all experts first
-        if type(merge) is not MergeModulelist or merge.dim or len(converter.target_patterns) != 1:
-            return None
-        if [(type(operation), getattr(operation, "dim", None)) for operation in rest] not in ([], [(Concatenate, 1)]):
-            return None
-        made = cls(
-            list(converter._original_source_patterns), list(converter._original_target_patterns),
-            [_Stack(converter.operations, packed)], force_cpu=converter.force_cpu,
-        )  # fmt: skip
-        made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
-        return made
+        return {full_layer_name: read(tensor[0][0]) if isinstance(tensor, Pieces) else tensor}
 
 
 @dataclass(frozen=True)
@@ -463,10 +385,7 @@ class ITQ3SQuantizer(HfQuantizer):
             self.actions[matrix.parameter] = partial(self._pack, matrix, reads.get(matrix.parameter))
 
     def _gain(self, norm: Stored) -> torch.Tensor:
-        gain = self._folding.gain(norm.read())
-        if not torch.isfinite(gain).all():
-            raise ValueError(f"{norm.file}: {norm.key}: has NaN or infinite weights; repair the checkpoint")
-        return gain
+        return _finite(self._folding.gain(norm.read()), f"{norm.file}: {norm.key}")
 
     # ----------------------------------------------------------------------------------------------- with a weight
 
@@ -522,7 +441,7 @@ class ITQ3SQuantizer(HfQuantizer):
             if len(weight) != matrix.count:
                 raise ValueError(f"{matrix.parameter}: has {len(weight)} experts, not {matrix.count}")
             for pieces in weight:
-                rows = torch.cat([_read(piece) for piece in pieces])
+                rows = torch.cat([read(piece) for piece in pieces])
                 if tuple(rows.shape) != shape:
                     raise ValueError(f"{matrix.parameter}: has the shape {tuple(rows.shape)}, not {shape}")
                 yield rows
@@ -554,14 +473,10 @@ class ITQ3SQuantizer(HfQuantizer):
             piece = rows.float()
             if gain is not None:
                 piece = piece * gain.to(piece.device)
-            if not torch.isfinite(piece).all():
-                raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
-            yield piece
+            yield _finite(piece, name)
 
     def _ternary(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        values = matrix.cpu().numpy()
-        if not np.isfinite(values).all():
-            raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
+        values = _finite(matrix, name).cpu().numpy()
         if ternary.recognise(values) is not None:
             return matrix
         if not self.quantization_config.ternarize:
@@ -605,6 +520,17 @@ class ITQ3SQuantizer(HfQuantizer):
                         setattr(floats, f"{part}_bias", bias)
                 model.set_submodule(name, floats)
         return model
+
+
+def _finite(weights: torch.Tensor, name: str) -> torch.Tensor:
+    """The weights.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    if not torch.isfinite(weights).all():
+        raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
+    return weights
 
 
 def _listed(names: Collection[str]) -> str:

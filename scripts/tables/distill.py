@@ -111,7 +111,7 @@ def main() -> int:
             continue
         if not (work / key).exists():
             start = files["fisher"] if row.start else None
-            distill(DistillOptions(args.model, work / key, (valid, args.novels), start=start, threads=args.threads,
+            distill(DistillOptions(args.model, (valid, args.novels), out=work / key, start=start, threads=args.threads,
                                    **COMMON, **row.training))  # fmt: skip
         convert(ConvertOptions.of(work / key, files[key], fold_norms=False, threads=args.threads, **KEPT))
     plain = work / "f16.gguf"

@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {
 
 
 def options(model: Path, out: Path, **changes: Any) -> DistillOptions:
-    return DistillOptions(model, out, **{**QUICK, **changes})
+    return DistillOptions(model, out=out, **{**QUICK, **changes})
 
 
 def run(model: Path, out: Path, **changes: Any) -> pipeline.Distillation:
