@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import upstream
+from .base.errors import UserError
 from .codec import native
-from .errors import UserError
 
 #: Options of llama.cpp by the command's own.
 BACKENDS: Final = {

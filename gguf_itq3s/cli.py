@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, build, upstream
+from .base.errors import report_errors
 from .calibration import command as calibrate
 from .convert import command as convert
 from .distill import command as distill
-from .errors import report_errors
 from .evaluate import command as evaluate
 from .inspect import contents, find_ternary, plan, verify
 from .programs import lora_command, metadata

@@ -15,12 +15,12 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.codec import native
 from gguf_itq3s.convert.command import describe
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo-llama"

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from ..base.errors import UserError
 from ..codec.transform import BLOCK
-from ..errors import UserError
 from ..rounding import hessian
 from .activations import activations
 from .layers import LayeredModel, Stop

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .groups import Group
 from .layers import LayeredModel
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
+from ..base.errors import UserError
 from ..checkpoint import experts
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
-from ..errors import UserError
 from .activations import activation_path, activations
 from .groups import Layout
 from .options import RunOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ..errors import UserError, positive
+from ..base.errors import UserError, positive
 
 FORMS: Final = ("full", "block")
 #: Widest input whose full Hessian is collected by default: in a folder of statistics, where each takes disk, and while

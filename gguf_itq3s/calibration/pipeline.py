@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 from tqdm import tqdm
 
+from ..base.errors import UserError, output_error
+from ..base.journal import save_arrays
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
-from ..errors import UserError, output_error
-from ..journal import save_arrays
 from ..rounding import hessian
 from . import ends
 from .activations import activation_path, activations

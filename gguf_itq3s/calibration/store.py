@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from ..base.errors import UserError
+from ..base.journal import write_text
 from ..checkpoint.files import listed_file
-from ..errors import UserError
-from ..journal import write_text
 from ..rounding import hessian
 from ..rounding.factors import tensor_entry
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from ..base.errors import UserError
 from ..checkpoint.patches import patched
-from ..errors import UserError
 from .options import RunOptions
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.

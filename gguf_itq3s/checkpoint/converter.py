@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from ..errors import UserError
+from ..base.errors import UserError
 from . import bitnet, lazy, patches
 from .source import SourceTensor
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 #: Bytes of a file's name, on every file system in use.
 _LONGEST = 255

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 # Of a repository of the hub: what the reader, the tokenizers and the model card are made from.
 _FETCHED: Final = (

@@ -23,8 +23,8 @@ from typing import Any, Final
 import gguf
 from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 
+from ..base.errors import UserError
 from ..codec import native
-from ..errors import UserError
 from . import loader
 from .channels import ARCHITECTURES
 from .validation import read_json

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from ..errors import UserError
+from ..base.errors import UserError
 from . import trust
 
 Function = Callable[..., Any]

@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 
 from .. import upstream
-from ..errors import UserError
+from ..base.errors import UserError
 from . import converter, patches
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gguf import LlamaFileType
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .files import listed_file
 from .patches import replaced_in
 

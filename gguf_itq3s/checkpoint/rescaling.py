@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .channels import Channels, Norms, Plan, norm_read_by, plan, plan_norms
 
 if TYPE_CHECKING:

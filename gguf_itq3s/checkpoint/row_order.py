@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 
 def row_order(model: npt.NDArray[np.floating], tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:

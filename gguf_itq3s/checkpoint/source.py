@@ -17,7 +17,7 @@ from gguf import Keys
 from gguf.gguf_writer import WriterState
 from safetensors import safe_open
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .policy import Model
 from .validation import stored_tensors
 

@@ -19,8 +19,8 @@ from typing import Final
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
+from ..base.errors import UserError
 from ..codec import native
-from ..errors import UserError
 from .loadable import hole
 from .source import Checkpoint
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 _DECISION: Final = "resolve_trust_remote_code"
 #: The way of code from a name to its execution, each imported by name by other modules of transformers.

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import UserError
+from ..base.errors import UserError
 from .files import listed_file
 
 _SAFETENSORS_INDEX: Final = "model.safetensors.index.json"

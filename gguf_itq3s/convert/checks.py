@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from ..base.errors import UserError
 from ..checkpoint import loadable
 from ..checkpoint.files import check_output
-from ..errors import UserError
 from .header import Head
 from .job import Job
 from .metadata import check_metadata

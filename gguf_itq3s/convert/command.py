@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report, upstream
+from .. import upstream
+from ..base import report
+from ..base.errors import positive
 from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_hessian_argument
 from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
@@ -15,7 +17,6 @@ from ..checkpoint.hub import download
 from ..codec.blocks import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
-from ..errors import positive
 from .options import (
     EFFORTS,
     OUTTYPES,

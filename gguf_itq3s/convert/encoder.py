@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
+from ..base.errors import UserError
 from ..codec import native
-from ..errors import UserError
 from ..rounding import ldlq
 from ..rounding.encode import Encoder
 from .options import ConvertOptions

@@ -14,11 +14,11 @@ from typing import Final, TextIO
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import UserError
 from ..checkpoint.channels import ROUTERS, Channels, Plan
 from ..checkpoint.rescaling import LARGEST, STEPS, Equalization
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
-from ..errors import UserError
 from ..rounding import equalize as best
 from ..rounding.factors import Inputs
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ..base.report import TensorRow
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
-from ..report import TensorRow
 from ..rounding.factors import HessianFactors, Statistics
 from . import overrides, prune, statistics, types
 from .encoder import encoder_of

@@ -6,9 +6,9 @@ import shutil
 from dataclasses import replace
 from typing import Final
 
+from ..base.errors import UserError
 from ..calibration.options import FULL_COLUMNS_AT_ONCE
 from ..checkpoint.channels import ARCHITECTURES
-from ..errors import UserError
 from ..layerwise import budget
 from ..layerwise.finished import Finished
 from ..layerwise.matrices import Source

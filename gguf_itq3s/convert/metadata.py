@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from gguf import Keys
 
+from ..base.errors import UserError
 from ..checkpoint.validation import read_json
-from ..errors import UserError
 
 _GENERAL: Final = {value for name, value in vars(Keys.General).items() if not name.startswith("_")}
 _NUMBERS: Final = {key for key in _GENERAL if key.startswith("general.sampling.")} - {Keys.General.SAMPLING_SEQUENCE}

@@ -10,8 +10,8 @@ import gguf
 from gguf import LlamaFileType
 from gguf.gguf_writer import SHARD_NAME_FORMAT
 
+from ..base.errors import UserError
 from ..checkpoint.request import Request
-from ..errors import UserError
 from .options import ConvertOptions
 
 # Characters of a default name, so that the number of a part and the end of a partial file's name fit behind it.

@@ -24,9 +24,9 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from .. import report
-from ..errors import UserError, output_error
-from ..journal import Journal
+from ..base import report
+from ..base.errors import UserError, output_error
+from ..base.journal import Journal
 from .header import Head, padded
 from .naming import part_paths
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ..base.errors import UserError, positive
 from ..checkpoint.source import Checkpoint, model_facts
-from ..errors import UserError, positive
 from .options import TENSOR_TYPES
 
 # Bytes of a file with patterns: far more than one for every tensor of any model.

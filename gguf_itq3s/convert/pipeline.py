@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from ..report import TensorRow
+from ..base.report import TensorRow
 from . import checks, header, notes
 from .job import Job
 from .options import ConvertOptions

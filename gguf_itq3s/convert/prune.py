@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import UserError
 from ..checkpoint.source import Checkpoint
-from ..errors import UserError
 from ..rounding.factors import Statistics
 
 _LAYER: Final = re.compile(r"(?<=blk\.)\d+(?=\.)")

@@ -10,6 +10,7 @@ from typing import TextIO
 
 import numpy as np
 
+from ..base.errors import UserError, output_error
 from ..calibration import energies, store
 from ..calibration.options import BUNDLED
 from ..checkpoint import rescaling
@@ -17,7 +18,6 @@ from ..checkpoint.policy import Choice
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint
 from ..codec.types import ITQ3_S
-from ..errors import UserError, output_error
 from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import equalize, prune

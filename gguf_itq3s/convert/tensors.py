@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from ..base.errors import UserError
+from ..base.report import TensorRow
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
 from ..codec.types import ITQ3_S
-from ..errors import UserError
-from ..report import TensorRow
 from ..rounding.encode import CALIBRATED_TYPES, SquaredError
 from ..rounding.hessian import Factor
 from .job import Job

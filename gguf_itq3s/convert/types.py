@@ -8,12 +8,12 @@ from typing import Final, TextIO
 
 from gguf import GGMLQuantizationType, LlamaFileType
 
+from ..base.errors import UserError
 from ..checkpoint import policy
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..checkpoint.stock import F16File
 from ..codec import native
-from ..errors import UserError
 from ..rounding.encode import Encoder
 from . import ternaries
 from .options import TERNARY_TYPES, ConvertOptions

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report
+from ..base import report
+from ..base.errors import positive
 from ..calibration.options import BUNDLED, add_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
 from ..codec.blocks import EFFORTS
 from ..codec.native import processors
-from ..errors import positive
 from .options import LOSSES, OPTIMIZER_STATES, PRECISIONS, TYPES, DistillOptions
 
 DESCRIPTION: Final = (

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from ..base.errors import UserError
 from ..calibration.groups import Layout, Reader
 from ..calibration.layers import decoder_of
 from ..checkpoint import experts, policy, rescaling
@@ -21,7 +22,6 @@ from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
 from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group

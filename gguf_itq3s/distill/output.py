@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..base.errors import UserError
 from ..checkpoint.source import Checkpoint
-from ..errors import UserError
 
 #: What is copied of a model's folder besides its weights: nothing that runs, and nothing whose name is not known.
 _COPIED: Final = (

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError, output_error
 from ..calibration.layers import torch_device
 from ..calibration.store import model_hash
 from ..calibration.text import windows
@@ -26,7 +27,6 @@ from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
-from ..errors import UserError, output_error
 from .codes import encoder
 from .losses import confidence_of, divergence
 from .model import Student, load_model

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import UserError
-from ..journal import save_arrays
+from ..base.errors import UserError
+from ..base.journal import save_arrays
 
 _FACTS: Final = "distill"
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report, upstream
+from .. import upstream
+from ..base import report
+from ..base.errors import positive
 from ..checkpoint import trust
 from ..codec import native
-from ..errors import positive
 from . import plots
 from .rows import kv_rows, weight_rows
 from .runner import Settings, evaluate, hash_of, write_json

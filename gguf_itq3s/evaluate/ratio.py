@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import report
+from ..base import report
 
 #: A line of a table: what it is called, the row above the line, the row or rows (the best of them) below.
 Ratio = tuple[str, str, tuple[str, ...]]

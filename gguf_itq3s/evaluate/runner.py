@@ -21,13 +21,13 @@ import gguf
 import numpy as np
 from tqdm import tqdm
 
+from ..base.errors import UserError
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import calibrate
 from ..checkpoint import policy
 from ..codec import native
 from ..convert.options import ConvertOptions
 from ..convert.pipeline import convert
-from ..errors import UserError
 from . import wikitext
 from .rows import Row
 from .tools import Tools

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import UserError
 from ..codec import native
-from ..errors import UserError
 
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|nan|inf))"
 _PAIRS = {

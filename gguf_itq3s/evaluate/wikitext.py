@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Final
 
-from ..errors import UserError
+from ..base.errors import UserError
 from ..upstream import cache_dir
 
 VARIABLE: Final = "WIKITEXT2"

@@ -12,12 +12,12 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError
 from ..codec import packing
 from ..codec.blocks import unpack
 from ..codec.trellis import LEVELS
 from ..codec.types import ITQ3_S
-from ..errors import UserError
 from .reader import open_gguf
 
 # Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.

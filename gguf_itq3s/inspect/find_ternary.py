@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import report
+from ..base import report
 from ..checkpoint import trust
 from ..checkpoint.reading import open_checkpoint
 from ..codec import ternary

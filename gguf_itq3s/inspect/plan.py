@@ -19,7 +19,8 @@ from typing import Any, Final
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as Type
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError, positive
 from ..checkpoint import policy, trust
 from ..checkpoint.patches import patched
 from ..checkpoint.reading import open_shapes
@@ -27,7 +28,6 @@ from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
 from ..codec.types import ITQ3_S
-from ..errors import UserError, positive
 from . import scaling_plan
 
 #: Types of the table, by descending size.

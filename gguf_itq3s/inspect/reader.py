@@ -13,9 +13,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import Keys
 
+from ..base.errors import UserError
 from ..checkpoint import rescaling
 from ..checkpoint.rescaling import Rescaling
-from ..errors import UserError
 
 _REMEDY: Final = "write or download it again"
 _PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)

@@ -12,8 +12,8 @@ from typing import Any, Final
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from .. import report
-from ..errors import UserError, output_error
+from ..base import report
+from ..base.errors import UserError, output_error
 from . import scaling
 from .scaling import FLOAT, TERNARY, Law
 

@@ -15,11 +15,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError
 from ..checkpoint import loadable, trust
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import Rescaling
-from ..errors import UserError
 from .reader import GGUFFile, open_gguf, rescaling_of, shape_of
 
 #: Weights compared at a time.

@@ -18,13 +18,13 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from ..base.errors import UserError
+from ..base.journal import Journal, save_arrays
 from ..calibration.activations import activation_path, activations
 from ..calibration.groups import Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.moments import Moment, rotated
 from ..codec.transform import BLOCK
-from ..errors import UserError
-from ..journal import Journal, save_arrays
 from ..rounding.target import DAMPING, decompose
 from ..torch import PackedExperts, stacked
 from .streams import Batches, split

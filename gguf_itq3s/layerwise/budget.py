@@ -18,15 +18,15 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError, output_error
+from ..base.journal import Journal
 from ..calibration import ends, store
 from ..calibration.options import FULL_COLUMNS
 from ..calibration.pipeline import calibrate
 from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..errors import UserError, output_error
-from ..journal import Journal
 from ..rounding import allocation
 from ..rounding.allocation import Candidates
 from ..rounding.encode import Encoder

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 from safetensors import safe_open
 
-from ..errors import UserError, output_error
-from ..journal import Journal, save_arrays
+from ..base.errors import UserError, output_error
+from ..base.journal import Journal, save_arrays
 from ..rounding.encode import SquaredError
 
 #: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from ..base.errors import UserError
 from ..calibration.groups import Reader
 from ..calibration.moments import rotate
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..errors import UserError
 from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.fisher import OutputFactor

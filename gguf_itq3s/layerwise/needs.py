@@ -9,12 +9,12 @@ from typing import Final, TextIO
 
 import numpy as np
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError
 from ..calibration.layers import LayeredModel
 from ..calibration.options import CalibrationOptions
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import BLOCK
-from ..errors import UserError
 from ..rounding.target import WIDE
 from .backward import CHUNK
 from .matrices import EMBEDDING, Source

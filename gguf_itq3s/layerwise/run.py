@@ -17,6 +17,8 @@ from typing import Final, TextIO
 import numpy as np
 from tqdm import tqdm
 
+from ..base.errors import UserError, output_error
+from ..base.journal import key_of
 from ..calibration.activations import activation_path, activations
 from ..calibration.groups import Group
 from ..calibration.layers import LayeredModel
@@ -26,8 +28,6 @@ from ..calibration.products import quick_products
 from ..calibration.store import model_hash
 from ..calibration.text import windows
 from ..codec.types import ITQ3_S
-from ..errors import UserError, output_error
-from ..journal import key_of
 from ..rounding import target
 from ..rounding.encode import CALIBRATED_TYPES, SquaredError
 from ..rounding.hessian import Factor

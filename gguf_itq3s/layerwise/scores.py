@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
+from ..base.errors import UserError
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..errors import UserError
 from ..rounding import fisher, hessian
 from ..rounding.encode import CALIBRATED_TYPES, Encoder
 from ..rounding.factors import HessianFactors, tensor_entry

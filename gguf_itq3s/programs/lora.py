@@ -26,6 +26,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .. import upstream
+from ..base.errors import UserError, output_error
 from ..checkpoint import rescaling
 from ..checkpoint.files import check_output
 from ..checkpoint.patches import patched, replaced_in
@@ -33,7 +34,6 @@ from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
-from ..errors import UserError, output_error
 from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program

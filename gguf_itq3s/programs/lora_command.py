@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report
+from ..base import report
 from ..checkpoint import trust
 from ..checkpoint.hub import download
 from ..convert.options import TERNARY_MODES

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import gguf
 
+from ..base.errors import UserError, output_error
 from ..checkpoint.files import check_output
 from ..checkpoint.patches import replaced_in
-from ..errors import UserError, output_error
 from .run import as_program
 
 

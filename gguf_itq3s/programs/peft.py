@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..base.errors import UserError
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG, is_id
 from ..checkpoint.validation import read_json, stored_tensors
-from ..errors import UserError
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

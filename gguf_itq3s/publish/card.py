@@ -8,11 +8,11 @@ from typing import Final
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .. import report
+from ..base import report
+from ..base.errors import UserError
+from ..base.journal import write_text
 from ..checkpoint.rescaling import ID, NORMS_FOLDED
-from ..errors import UserError
 from ..evaluate.command import results_table
-from ..journal import write_text
 from .folder import CARD, Content, Model
 
 #: In every card that this module has written; others are not replaced.

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from .. import report
-from ..errors import UserError
+from ..base import report
+from ..base.errors import UserError
 from . import card, folder, hub
 
 DESCRIPTION: Final = (

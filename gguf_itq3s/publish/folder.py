@@ -12,8 +12,8 @@ from typing import Any, Final
 import gguf
 from gguf import LlamaFileType
 
+from ..base.errors import UserError
 from ..codec.types import ITQ3_S
-from ..errors import UserError
 from ..evaluate.runner import describe
 from ..inspect.plan import Layer, cache_bytes, layers_of
 from ..inspect.reader import GGUFFile, open_gguf

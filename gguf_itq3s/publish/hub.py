@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import UserError
+from ..base.errors import UserError
 
 
 def upload(folder: Path, names: Sequence[str], repository: str, *, private: bool = False) -> str:

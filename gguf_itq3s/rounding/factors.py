@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
+from ..base.errors import UserError
 from . import hessian
 from .hessian import Factor
 

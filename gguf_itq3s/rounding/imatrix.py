@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
+from ..base.errors import UserError
 from . import hessian
 from .factors import tensor_entry
 

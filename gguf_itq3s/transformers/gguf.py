@@ -23,12 +23,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, modeling_gguf_pytorch_utils
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from ..base.errors import UserError
 from ..checkpoint import experts
 from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
-from ..errors import UserError
 from ..inspect.reader import GGUFFile, open_gguf, shape_of
 from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig

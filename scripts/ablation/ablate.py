@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.errors import UserError  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from scripts.ablation import plots, study  # noqa: E402
 from scripts.train.twins import make_twins  # noqa: E402

@@ -34,7 +34,8 @@ from transformers.models.llama import modeling_llama
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import report_errors  # noqa: E402
 from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint.patches import replaced_in  # noqa: E402
@@ -42,7 +43,6 @@ from gguf_itq3s.distill.codes import Coded, encoder  # noqa: E402
 from gguf_itq3s.distill.losses import confidence_of, divergence  # noqa: E402
 from gguf_itq3s.distill.optimizer import Adam, Group  # noqa: E402
 from gguf_itq3s.distill.pipeline import rate  # noqa: E402
-from gguf_itq3s.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from scripts.ablation import rcp, study  # noqa: E402
 from scripts.ablation.torch_evaluator import Reference  # noqa: E402

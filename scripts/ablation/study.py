@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 import gguf_itq3s.codec
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from gguf_itq3s.codec.transform import BLOCK, FloatArray
 from scripts.ablation import variants
 from scripts.ablation.torch_evaluator import Reference

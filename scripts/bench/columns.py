@@ -20,7 +20,7 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
 from scripts.bench import kernels  # noqa: E402
 
 COLUMNS: Final = (1, 2, 4, 7, 8, 16, 32, 64, 256, 512)

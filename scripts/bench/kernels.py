@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import gguf  # noqa: E402
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.codec import blocks  # noqa: E402
 from gguf_itq3s.codec.native import library_name  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402

@@ -30,9 +30,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, positive, report_errors
 from gguf_itq3s.codec import native
-from gguf_itq3s.errors import UserError, positive, report_errors
 from gguf_itq3s.rounding import hessian
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
 from scripts.bench import kernels, large  # noqa: E402
 
 TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K")

@@ -26,8 +26,8 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.errors import positive, report_errors  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import positive, report_errors  # noqa: E402
 from scripts.bench.large import DEMO, Run, Shape, add_shape, hours, run, shape_of, write_model  # noqa: E402
 
 RESULTS: Final = ROOT / "docs" / "results" / "sequential.json"

@@ -27,10 +27,10 @@ import torch
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.codec.ternary import TQ2_0  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
-from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.torch import PackedLinear, paths  # noqa: E402
 
 #: Outputs x columns: queries and outputs, keys and values, gate and up, down.

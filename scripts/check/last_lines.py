@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError, report_errors
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 BIN: Final = ROOT / "build" / "bin"

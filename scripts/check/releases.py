@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from gguf_itq3s import report, upstream
-from gguf_itq3s.errors import UserError, report_errors
+from gguf_itq3s import upstream
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.upstream import Release
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
+from gguf_itq3s.base.errors import UserError, report_errors  # noqa: E402
 
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split

@@ -23,8 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.convert.command import add_arguments
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate.rows import Row
 from gguf_itq3s.evaluate.runner import Result, describe, hash_of, write_json
 from gguf_itq3s.evaluate.tools import Tools, base_chunks

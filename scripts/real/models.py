@@ -21,7 +21,7 @@ from typing import Final
 
 from tqdm import tqdm
 
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 
 _CHUNK: Final = 1 << 20
 _OWN: Final = "take a model of your own: make real REAL_MODEL=FOLDER, or hf:organisation/name"

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from gguf_itq3s.evaluate import ratio
 from gguf_itq3s.evaluate.plots import pareto_front
 

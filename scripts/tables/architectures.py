@@ -34,11 +34,12 @@ import transformers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from gguf_itq3s import report, upstream
+from gguf_itq3s import upstream
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.checkpoint import channels, loadable, patches
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError, report_errors
 from scripts.tables.random_models import MODELS, WITHOUT_MTP, make
 
 TEXT: Final = Path(__file__).resolve().parents[2] / "tests" / "data" / "novel.txt"

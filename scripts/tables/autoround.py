@@ -26,12 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.calibration.text import excerpts, read_text  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
-from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.evaluate.runner import describe  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402

@@ -29,10 +29,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import report_errors  # noqa: E402
 from gguf_itq3s.calibration.text import read_text  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
-from gguf_itq3s.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate import ratio, wikitext  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, Settings, evaluate, write_json  # noqa: E402

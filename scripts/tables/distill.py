@@ -22,13 +22,13 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import report_errors  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.distill.options import DistillOptions  # noqa: E402
 from gguf_itq3s.distill.pipeline import distill  # noqa: E402
-from gguf_itq3s.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402
 from scripts.tables.calibration import calibration_text, plain_split  # noqa: E402

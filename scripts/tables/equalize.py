@@ -30,7 +30,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.calibration.inputs import Seen, Watch  # noqa: E402
 from gguf_itq3s.calibration.layers import LayeredModel  # noqa: E402
 from gguf_itq3s.calibration.options import FULL_COLUMNS, CalibrationOptions  # noqa: E402
@@ -42,7 +43,6 @@ from gguf_itq3s.checkpoint.source import SourceTensor  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK  # noqa: E402
 from gguf_itq3s.convert.equalize import mean_squares  # noqa: E402
-from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.rounding import equalize, hessian, ldlq  # noqa: E402
 
 #: p and q, in eighths; the first are the channels as they are.

@@ -18,9 +18,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.codec import blocks, native
-from gguf_itq3s.errors import UserError, report_errors
 
 ROWS, COLUMNS = 1024, 1024
 

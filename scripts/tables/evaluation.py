@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
-from gguf_itq3s.errors import report_errors  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import report_errors  # noqa: E402
 from gguf_itq3s.evaluate import command, plots, ratio  # noqa: E402
 from gguf_itq3s.evaluate.rows import kv_rows, weight_rows  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, evaluate  # noqa: E402

@@ -32,13 +32,13 @@ import transformers
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import positive, report_errors  # noqa: E402
 from gguf_itq3s.calibration.groups import Reader  # noqa: E402
 from gguf_itq3s.calibration.options import BUNDLED  # noqa: E402
 from gguf_itq3s.calibration.text import read_text  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
-from gguf_itq3s.errors import positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.layerwise.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.transformers import load_gguf  # noqa: E402

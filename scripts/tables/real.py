@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from gguf_itq3s import report, upstream  # noqa: E402
+from gguf_itq3s import upstream  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.checkpoint.hub import download  # noqa: E402
 from gguf_itq3s.codec import native  # noqa: E402
-from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row, layer_rows, mix_rows  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, hash_of, write_json  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402

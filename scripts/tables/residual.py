@@ -25,11 +25,11 @@ from gguf import GGMLQuantizationType as Type
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.codec import native  # noqa: E402
 from gguf_itq3s.codec.ternary import TQ2_0  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
-from gguf_itq3s.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.torch import dequantize, quantize  # noqa: E402
 from scripts.ablation.torch_evaluator import Reference  # noqa: E402

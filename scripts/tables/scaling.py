@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from gguf_itq3s import report
-from gguf_itq3s.errors import report_errors
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import report_errors
 from gguf_itq3s.inspect import scaling, scaling_plan
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -21,7 +21,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, report_errors  # noqa: E402
 from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
 from gguf_itq3s.calibration.pipeline import calibrate  # noqa: E402
 from gguf_itq3s.calibration.store import open_calibration  # noqa: E402
@@ -29,7 +30,6 @@ from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402
 from gguf_itq3s.codec.transform import BLOCK, fwht  # noqa: E402
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
 from gguf_itq3s.rounding import hessian, ldlq  # noqa: E402
 
 #: None: the nearest codeword, without a Hessian.

@@ -17,10 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s import report  # noqa: E402
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import UserError, report_errors  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
-from gguf_itq3s.errors import UserError, report_errors  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from gguf_itq3s.evaluate.runner import describe  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402

@@ -19,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import report_errors
 from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.errors import report_errors
 from gguf_itq3s.torch import PackedLinear, transform
 from gguf_itq3s.torch.decode import LAYOUTS, QType
 from gguf_itq3s.torch.products import IMPLEMENTATIONS, SLICE_ROWS

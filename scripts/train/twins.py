@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.checkpoint import channels
-from gguf_itq3s.errors import UserError, report_errors
 
 TWINS = ("weight-twin", "activation-twin")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

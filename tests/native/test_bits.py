@@ -16,6 +16,7 @@ from gguf import LlamaFileType
 
 from calibrating import options as calibration_options
 from checkpoints import NOVEL
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration import ends
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.store import open_calibration
@@ -24,7 +25,6 @@ from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.layerwise import budget, scores
 from gguf_itq3s.layerwise.scores import Scores
 from gguf_itq3s.rounding import fisher, hessian

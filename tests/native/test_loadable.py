@@ -11,13 +11,13 @@ import pytest
 
 from checkpoints import ARCHITECTURES
 from damaged import KINDS, drop, dry_run, halve
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import loadable, loader
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.native import library_path, tools_folder
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 
 
 @pytest.mark.parametrize("damage", [drop, halve], ids=["missing", "halved"])

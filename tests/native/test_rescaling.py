@@ -19,7 +19,7 @@ from gguf_files import arrays
 from gguf_itq3s.calibration.energies import MeasuredEnergies
 from gguf_itq3s.checkpoint.channels import Plan
 from gguf_itq3s.checkpoint.rescaling import Equalization
-from gguf_itq3s.convert import equalize, pipeline
+from gguf_itq3s.convert import equalize, statistics
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 
@@ -61,7 +61,7 @@ def test_equalized_files_predict_what_the_model_predicts(
         )
 
     monkeypatch.setattr(equalize, "equalize", any_factors)
-    monkeypatch.setattr(pipeline, "_measured", lambda *_: MeasuredEnergies(base, {}))
+    monkeypatch.setattr(statistics, "_measured", lambda *_: MeasuredEnergies(base, {}))
     convert(ConvertOptions.of(base, equalized, outtype="f32", equalize=True))
     before, after = arrays(plain), arrays(equalized)
     changed = {key.split(".")[2] for key in before if not np.array_equal(before[key], after[key])}

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from checkpoints import FAMILIES, NOVEL, SIZES, save_model
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration.activations import activations
 from gguf_itq3s.calibration.layers import LayeredModel
 from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions
@@ -27,7 +28,6 @@ from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.layerwise import backward, run
 from gguf_itq3s.layerwise.backward import OutputFisher, sampled
 from gguf_itq3s.layerwise.matrices import Matrix

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 from scripts.tables import autoround
 
 

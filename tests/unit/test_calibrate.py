@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from calibrating import options
 from checkpoints import NOVEL
 from gguf_files import metadata
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration import store, text
 from gguf_itq3s.calibration.collector import Collector
 from gguf_itq3s.calibration.layers import LayeredModel
@@ -29,7 +30,6 @@ from gguf_itq3s.cli import main
 from gguf_itq3s.codec.transform import hadamard_matrix
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from selection import some

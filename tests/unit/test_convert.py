@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from checkpoints import ARCHITECTURES, ONE_OF_A_KIND, save_model
 from gguf_files import metadata, tensors, types
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from gguf_itq3s.checkpoint import patches, policy, reading
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native

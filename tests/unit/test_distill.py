@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import NOVEL
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import upstream
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import blocks, ternary
@@ -33,7 +34,6 @@ from gguf_itq3s.distill.model import Student
 from gguf_itq3s.distill.optimizer import BETAS, Adam, Group, decode_moment, encode_moment
 from gguf_itq3s.distill.options import DistillOptions
 from gguf_itq3s.distill.pipeline import Run, distill, rate
-from gguf_itq3s.errors import UserError
 from selection import some
 
 Make = Callable[[str], Path]

@@ -17,6 +17,7 @@ import transformers
 from checkpoints import FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
 from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration.energies import MeasuredEnergies
 from gguf_itq3s.calibration.groups import Layout
 from gguf_itq3s.calibration.store import open_calibration
@@ -29,7 +30,6 @@ from gguf_itq3s.codec import blocks
 from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.inspect import verify
 from gguf_itq3s.inspect.reader import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import llama
-from gguf_itq3s import report
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import main
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.evaluate import command, plots, ratio, runner, tools, wikitext
 from gguf_itq3s.evaluate.rows import Row, kv_rows, weight_rows
 

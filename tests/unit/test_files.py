@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint.files import check_output, listed_file
 from gguf_itq3s.cli import convert_main, main
-from gguf_itq3s.errors import UserError
 
 OUTSIDE = ["../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors", "..\\model.safetensors",
            "model\0.safetensors", 7, None, ["model.safetensors"], {"a": 1}]  # fmt: skip

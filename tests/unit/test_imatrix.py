@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from gguf_files import metadata
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.rounding import hessian, imatrix
 from importance import write
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_itq3s.journal import Journal, key_of, save_arrays, write_text
+from gguf_itq3s.base.journal import Journal, key_of, save_arrays, write_text
 
 
 def test_a_run_goes_on_behind_its_own_records_alone(tmp_path: Path) -> None:

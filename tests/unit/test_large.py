@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from scripts.bench import large
 
 ROOT = Path(__file__).resolve().parents[2]

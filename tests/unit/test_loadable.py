@@ -10,9 +10,9 @@ import pytest
 
 from checkpoints import ARCHITECTURES, ONE_OF_A_KIND
 from damaged import KINDS, drop, dry_run, halve
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import loadable
 from gguf_itq3s.cli import main
-from gguf_itq3s.errors import UserError
 from selection import some
 
 

@@ -19,11 +19,11 @@ from checkpoints import FAMILIES, SIZES
 from gguf_files import arrays, metadata, types, values
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import cli, upstream
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan_norms
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.programs.lora import LoraOptions, convert_lora
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import NOVEL
+from gguf_itq3s.base.errors import TRACEBACK, UserError, report_errors
 from gguf_itq3s.calibration.store import read_manifest
 from gguf_itq3s.cli import main
-from gguf_itq3s.errors import TRACEBACK, UserError, report_errors
 
 Damage = Callable[[Path], object]
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -14,13 +14,13 @@ from gguf import LlamaFileType
 
 import upstream_files
 from gguf_files import metadata
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert import command
 from gguf_itq3s.convert.naming import default_name, output_path
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 
 Make = Callable[[str], Path]
 CARD = "---\nbase_model: someone/Fine-Base-7B\nname: Fine Model\n---\n"

@@ -21,10 +21,10 @@ import upstream_files
 from checkpoints import SIZES, save_model
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import upstream
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 
 Make = Callable[[str], Path]
 FTYPES = {

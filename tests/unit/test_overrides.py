@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 
 from checkpoints import SIZES, save_model
 from gguf_files import metadata, tensors, types
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import policy
 from gguf_itq3s.checkpoint.policy import Overrides, choose
 from gguf_itq3s.checkpoint.reading import open_checkpoint
@@ -25,7 +26,6 @@ from gguf_itq3s.convert import overrides as kv
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.convert.prune import prune
-from gguf_itq3s.errors import UserError
 
 Make = Callable[[str], Path]
 SMALL = policy.Model("llama", layers=32, heads=32, kv_heads=32, experts=0, tied=False)

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from gguf_files import arrays, metadata
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.programs.lora import LoraOptions, convert_lora
 from gguf_itq3s.transformers import ITQ3SConfig
 from training import promised_and_found, train, windows, with_adapter

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.inspect import plan
 

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.evaluate.rows import layer_rows, mix_rows
 from gguf_itq3s.evaluate.runner import write_json
 from gguf_itq3s.evaluate.tools import Tools

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from gguf_files import arrays, metadata
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan_norms
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 
 
 def test_readers_are_multiplied_and_nothing_else_changes(uneven: Callable[[str], Path], tmp_path: Path) -> None:

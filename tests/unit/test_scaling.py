@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gguf_itq3s import report
+from gguf_itq3s.base import report
 from gguf_itq3s.cli import main
 from gguf_itq3s.inspect import plan, scaling, scaling_plan
 from gguf_itq3s.inspect.scaling import FLOAT, TERNARY, Law

@@ -15,12 +15,12 @@ import pytest
 
 import upstream_files
 from gguf_files import metadata, tensors
+from gguf_itq3s.base.errors import UserError
+from gguf_itq3s.base.journal import Journal
 from gguf_itq3s.checkpoint import patches, source
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
-from gguf_itq3s.journal import Journal
 from gguf_itq3s.rounding.encode import Encoder
 from selection import some
 

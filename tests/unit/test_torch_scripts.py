@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 from scripts.bench import torch_layers
 from scripts.tables import residual, torch_memory
 

@@ -30,10 +30,10 @@ from transformers import (
 
 from checkpoints import SIZES, save_model
 from gguf_files import rewritten
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.errors import UserError
 from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
 from loading import FAST, TOKENS, difference, load, logits

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import MIXTURES, SIZES, save_model
 from gguf_files import rewritten
 from gguf_itq3s import upstream
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.torch import PackedExperts, PackedLinear, stacked
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
 from loading import FAST, TOKENS, difference, load, logits

@@ -21,10 +21,10 @@ import transformers
 
 import gguf_itq3s
 from checkpoints import NOVEL
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import hub, reading, trust
 from gguf_itq3s.checkpoint.patches import patched
 from gguf_itq3s.cli import main
-from gguf_itq3s.errors import UserError
 from selection import some
 
 PLANTED = "planted.py"

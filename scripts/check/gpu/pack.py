@@ -16,7 +16,7 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-from gguf_itq3s.errors import UserError
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.evaluate import wikitext
 
 ROOT: Final = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from .upstream import FetchError
+from ..upstream import FetchError
 
 #: In the environment, asks for the traceback of an error.
 TRACEBACK: Final = "GGUF_ITQ3S_TRACEBACK"

@@ -1,0 +1,1 @@
+"""What every command needs: errors a user can act on, tables and numbers, work that can be interrupted."""
