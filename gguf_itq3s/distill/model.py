@@ -22,7 +22,7 @@ from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.types import ITQ3_S
-from ..inspect.reader import GGUFFile, open_gguf, rescaling_of, shape_of
+from ..inspect.file import GGUFFile, open_gguf, rescaling_of, shape_of
 from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group
 from .options import DistillOptions

@@ -18,7 +18,7 @@ from ..codec import packing
 from ..codec.blocks import unpack
 from ..codec.trellis import LEVELS
 from ..codec.types import ITQ3_S
-from .reader import open_gguf
+from .file import open_gguf
 
 # Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.
 _SCALE_OFFSETS: Final = {
@@ -128,7 +128,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
     Of a split file, any part stands for the whole.
 
     Raises:
-        UserError: as :func:`gguf_itq3s.inspect.reader.open_gguf`.
+        UserError: as :func:`gguf_itq3s.inspect.file.open_gguf`.
     """
     reader = open_gguf(path)
     names = [

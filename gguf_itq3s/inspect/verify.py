@@ -20,7 +20,7 @@ from ..base.errors import UserError
 from ..checkpoint import loadable, trust
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import Rescaling
-from .reader import GGUFFile, open_gguf, rescaling_of, shape_of
+from .file import GGUFFile, open_gguf, rescaling_of, shape_of
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22

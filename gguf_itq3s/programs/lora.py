@@ -34,7 +34,7 @@ from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
-from ..inspect.reader import GGUFFile, contents_of, open_gguf, rescaling_of
+from ..inspect.file import GGUFFile, contents_of, open_gguf, rescaling_of
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 

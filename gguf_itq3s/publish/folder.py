@@ -15,8 +15,8 @@ from gguf import LlamaFileType
 from ..base.errors import UserError
 from ..codec.types import ITQ3_S
 from ..evaluate.runner import describe
+from ..inspect.file import GGUFFile, open_gguf
 from ..inspect.plan import Layer, cache_bytes, layers_of
-from ..inspect.reader import GGUFFile, open_gguf
 
 #: What ``gguf-itq3s eval --out FOLDER`` leaves and a card shows.
 RESULTS: Final = "eval.json"

@@ -29,7 +29,7 @@ from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
-from ..inspect.reader import GGUFFile, open_gguf, shape_of
+from ..inspect.file import GGUFFile, open_gguf, shape_of
 from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig
 

@@ -31,7 +31,7 @@ from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.inspect import verify
-from gguf_itq3s.inspect.reader import open_gguf, rescaling_of
+from gguf_itq3s.inspect.file import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from importance import write
