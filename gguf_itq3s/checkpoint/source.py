@@ -25,6 +25,11 @@ from .validation import stored_tensors
 _MOST_PARTS: Final = (1 << 16) - 1
 
 
+def padded(size: int) -> int:
+    """A size, up to the next multiple of GGUF's alignment."""
+    return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
 @dataclass(frozen=True)
 class SourceTensor:
     """One tensor of the model under its GGUF name.

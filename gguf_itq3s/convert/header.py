@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 
 from .. import __version__
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
-from ..checkpoint.source import Checkpoint
+from ..checkpoint.source import Checkpoint, padded
 from ..codec.types import ITQ3_S
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
@@ -37,11 +37,6 @@ class Head:
     whole: bytes
     parts: tuple[bytes, ...]
     counts: tuple[int, ...]
-
-
-def padded(size: int) -> int:
-    """A size, up to the next multiple of GGUF's alignment."""
-    return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 def header(job: Job) -> Head:

@@ -9,6 +9,7 @@ from typing import Final
 from ..base.errors import UserError
 from ..calibration.options import FULL_COLUMNS_AT_ONCE
 from ..checkpoint.channels import ARCHITECTURES
+from ..checkpoint.source import padded
 from ..layerwise import budget
 from ..layerwise.finished import Finished
 from ..layerwise.matrices import Source
@@ -42,7 +43,7 @@ def choose_for_size(job: Job) -> None:
     asked, tensors = job.options.types, job.checkpoint.tensors
     kept = job.work.exists()
     head = header.render(job)
-    sizes = (header.padded(len(part) + _MORE_METADATA) for part in head.parts)
+    sizes = (padded(len(part) + _MORE_METADATA) for part in head.parts)
     given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
     there = budget.Budget(
         job.checkpoint, job.choices, job.encoder, given,

@@ -27,7 +27,8 @@ import numpy as np
 from ..base import report
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal
-from .header import Head, padded
+from ..checkpoint.source import padded
+from .header import Head
 from .naming import part_paths
 
 _PARTIAL: Final = ".partial"

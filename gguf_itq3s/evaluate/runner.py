@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError
+from ..base.journal import write_text
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import calibrate
 from ..checkpoint import policy
@@ -344,9 +345,7 @@ def describe(path: Path) -> Result:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by JSON in one step."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def evaluate(settings: Settings, groups: dict[str, Sequence[Row]]) -> dict[str, list[Result]]:

@@ -25,7 +25,7 @@ from ..calibration import ends, store
 from ..calibration.options import FULL_COLUMNS
 from ..calibration.pipeline import calibrate
 from ..checkpoint.policy import Choice, may_quantize
-from ..checkpoint.source import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint, SourceTensor, padded
 from ..codec.types import ITQ3_S
 from ..rounding import allocation
 from ..rounding.allocation import Candidates
@@ -160,7 +160,7 @@ class Budget:
 
     def _bytes(self, tensor: SourceTensor, qtype: Type) -> int:
         size = tensor.bytes_in(qtype)
-        return gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT) if self._by_size else size
+        return padded(size) if self._by_size else size
 
     def _chosen(self, tensor: SourceTensor, choice: Choice) -> bool:
         """Whether it is a matrix of floats that the mix quantizes, and not to a type without loss."""

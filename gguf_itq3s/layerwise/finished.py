@@ -58,16 +58,21 @@ class Finished:
         if records is None:
             finished._begin()
             return finished
-        for done, line in enumerate(records):
+        kept = 0
+        for line in records:
             path = folder / line["file"]
             if not path.is_file():
-                finished.journal.begin(done)
                 break
+            kept += 1
             for entry, (squared, energy) in line["matrices"].items():
                 finished.files[entry] = path
                 finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
             finished.dampings = line["dampings"]
+        try:
+            finished.journal.begin(kept)  # also where all are kept: a kill may have torn a line behind them
+        except OSError as error:
+            raise output_error(folder, error) from error
         return finished
 
     @property

@@ -29,7 +29,7 @@ from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..codec.transform import BLOCK
-from ..inspect.file import GGUFFile, open_gguf, shape_of
+from ..inspect.file import GGUFFile, contents_of, open_gguf, shape_of
 from ..torch import stacked
 from .config import QTYPES, ITQ3SConfig
 
@@ -108,13 +108,13 @@ def _load(
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         # Of most architectures Transformers passes over it and takes the class's default.
-        head = _contents(file, f"{arch}.attention.key_length")
+        head = contents_of(file, f"{arch}.attention.key_length")
         if isinstance(head, int) and hasattr(config, "head_dim"):
             config.head_dim = head
-        if arch == "llama" and _contents(file, "llama.expert_count"):  # to llama.cpp Mixtral is a Llama
+        if arch == "llama" and contents_of(file, "llama.expert_count"):  # to llama.cpp Mixtral is a Llama
             config = _mixtral(config, file)
         for name, key in _EXPERT_SIZES.items():
-            if isinstance(size := _contents(file, f"{arch}.{key}"), int) and hasattr(config, name):
+            if isinstance(size := contents_of(file, f"{arch}.{key}"), int) and hasattr(config, name):
                 setattr(config, name, size)
         shapes = {tensor.name: shape_of(tensor) for tensor in file.tensors}
         check_counts(path, config.to_dict())
@@ -141,8 +141,8 @@ def _mixtral(config: Any, file: GGUFFile) -> Any:
     known = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     return MixtralConfig(
         **known,
-        num_local_experts=_contents(file, "llama.expert_count"),
-        num_experts_per_tok=_contents(file, "llama.expert_used_count"),
+        num_local_experts=contents_of(file, "llama.expert_count"),
+        num_experts_per_tok=contents_of(file, "llama.expert_used_count"),
     )
 
 
@@ -284,7 +284,7 @@ def _config(model: nn.Module, types: Mapping[str, str], file: GGUFFile) -> ITQ3S
     kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name not in types]
     for name, module in model.named_modules():
         kept += [stack for part in stacked.stacks(module) if (stack := f"{name}.{part}") not in types]
-    found = _contents(file, ID)
+    found = contents_of(file, ID)
     return ITQ3SConfig(
         common, modules_to_not_convert=kept, other_types=others or None, norms_folded=_flag(file, NORMS_FOLDED),
         rescaling=str(found) if is_id(found) else None,
@@ -292,19 +292,11 @@ def _config(model: nn.Module, types: Mapping[str, str], file: GGUFFile) -> ITQ3S
 
 
 def _text(file: GGUFFile, key: str, path: Path) -> str:
-    value = _contents(file, key)
+    value = contents_of(file, key)
     if not isinstance(value, str):
         raise UserError(path, f"has no {key}", _REMEDY)
     return value
 
 
 def _flag(file: GGUFFile, key: str) -> bool:
-    return _contents(file, key) is True
-
-
-def _contents(file: GGUFFile, key: str) -> object:
-    try:
-        field = file.fields.get(key)
-        return None if field is None else field.contents()
-    except (ValueError, IndexError, TypeError):
-        return None
+    return contents_of(file, key) is True
