@@ -45,18 +45,19 @@ typedef struct {
 } itq3s_scales_tq;
 
 // Where a panel has the codes and the scales of block b; the scales of n blocks fill a cache line.
-#define ITQ3S_PANEL_OF(type, scales_t, n)                                                                           \
-    static_assert(sizeof(itq3s_codes_##type) + sizeof(scales_t) == ITQ3S_PANEL_ROWS * sizeof(block_##type),         \
-                  "a panel has another size than its rows");                                                        \
-    static_assert(sizeof(itq3s_codes_##type) % 64 == 0 && sizeof(scales_t) * (n) == 64, "codes leave their line");  \
-    static inline char * itq3s_blocks_of_##type(const void * panel, int64_t b) {                                    \
-        return (char *) (uintptr_t) panel + b / (n) * (n) * (int64_t) (ITQ3S_PANEL_ROWS * sizeof(block_##type));    \
-    }                                                                                                               \
-    static inline itq3s_codes_##type * itq3s_codes_of_##type(const void * panel, int64_t b) {                       \
-        return (void *) (itq3s_blocks_of_##type(panel, b) + b % (n) * (int64_t) (sizeof(itq3s_codes_##type) + 64)); \
-    }                                                                                                               \
-    static inline scales_t * itq3s_scales_of_##type(const void * panel, int64_t b) {                                \
-        return (scales_t *) (void *) (itq3s_blocks_of_##type(panel, b) + sizeof(itq3s_codes_##type)) + b % (n);     \
+#define ITQ3S_PANEL_OF(type, scales_t, n)                                                                          \
+    static_assert(sizeof(itq3s_codes_##type) + sizeof(scales_t) == ITQ3S_PANEL_ROWS * sizeof(block_##type),        \
+                  "a panel has another size than its rows");                                                       \
+    static_assert(sizeof(itq3s_codes_##type) % 64 == 0 && sizeof(scales_t) * (n) == 64, "codes leave their line"); \
+    static inline char * itq3s_blocks_of_##type(const void * panel, int64_t b) {                                   \
+        return (char *) (uintptr_t) panel + b / (n) * (n) * (int64_t) (ITQ3S_PANEL_ROWS * sizeof(block_##type));   \
+    }                                                                                                              \
+    static inline itq3s_codes_##type * itq3s_codes_of_##type(const void * panel, int64_t b) {                      \
+        char * const blocks = itq3s_blocks_of_##type(panel, b);                                                    \
+        return (itq3s_codes_##type *) (void *) (blocks + b % (n) * (int64_t) (sizeof(itq3s_codes_##type) + 64));   \
+    }                                                                                                              \
+    static inline scales_t * itq3s_scales_of_##type(const void * panel, int64_t b) {                               \
+        return (scales_t *) (void *) (itq3s_blocks_of_##type(panel, b) + sizeof(itq3s_codes_##type)) + b % (n);    \
     }
 ITQ3S_PANEL_OF(itq3_s, itq3s_scales_itq3_s, 1)
 ITQ3S_PANEL_OF(tq2_0, itq3s_scales_tq, 2)
