@@ -77,15 +77,16 @@ struct itq3s_columns {
 // because GCC takes a function that does nothing else for one that does nothing.
 #define ITQ3S_PREFETCH_DISTANCE 12288
 #if defined(__GNUC__) || defined(__clang__)
-#    define ITQ3S_PREFETCH(codes, line)                                                             \
-        do {                                                                                        \
-            if (64 * (line) <= (int) sizeof(*(codes))) {                                            \
-                __builtin_prefetch((const char *) (codes) + ITQ3S_PREFETCH_DISTANCE + 64 * (line)); \
-            }                                                                                       \
-        } while (0)
+#    define ITQ3S_PREFETCH_BYTES(at) __builtin_prefetch((const char *) (at) + ITQ3S_PREFETCH_DISTANCE)
 #else
-#    define ITQ3S_PREFETCH(codes, line) ((void) 0)
+#    define ITQ3S_PREFETCH_BYTES(at) ((void) (at))
 #endif
+#define ITQ3S_PREFETCH(codes, line)                                     \
+    do {                                                                \
+        if (64 * (line) <= (int) sizeof(*(codes))) {                    \
+            ITQ3S_PREFETCH_BYTES((const char *) (codes) + 64 * (line)); \
+        }                                                               \
+    } while (0)
 
 #ifdef __cplusplus
 extern "C" {
@@ -109,6 +110,14 @@ void itq3s_gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns
                       float out[][ITQ3S_PANEL_ROWS]);
 void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                       float out[][ITQ3S_PANEL_ROWS]);
+
+// out[r]: the product of row r of n_rows, row_size bytes apart as a file has them, and the one column of y, the bytes of
+// which are in the order of Q8_K_H. It has the bits that a panel's product has.
+#if defined(__AVX2__)
+#    define ITQ3S_HAS_GEMV
+void itq3s_gemv_itq3_s(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
+                       float * out);
+#endif
 
 // From 256 bytes of Q8_K_H to the order of the kernels.
 void itq3s_reorder_q8_K_h(const int8_t * q, int8_t * y);
