@@ -19,55 +19,55 @@ static uint32_t load_word(const uint8_t * bytes) {
 //
 
 void itq3s_repack_itq3_s_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_itq3_s *  codes  = panel;
-    itq3s_scales_itq3_s * scales = (void *) (codes + nb);
-    memset(panel, 0, (size_t) nb * (sizeof(*codes) + sizeof(*scales)));
+    memset(panel, 0, (size_t) nb * ITQ3S_PANEL_ROWS * sizeof(block_itq3_s));
 
     for (int r = 0; r < n_rows; ++r) {
         const block_itq3_s * x = (const void *) ((const char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+            itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
             for (int k = 0; k < QK_ITQ3_S; ++k) {
                 const int      t = k % 8, h = k / 8 % 2, a = k / 16 % 4, j = k / 64;
                 const uint32_t selector = x[b].sel[k / 8] >> t & 1;
                 const uint32_t symbol   = x[b].qs[k % 64] >> 2 * j & 3;
-                codes[b].sel[t][r] |= selector << k / 8;
-                codes[b].qs[2 * t + h][r] |= symbol << (8 * j + 2 * (a ^ 1));
+                codes->sel[t][r] |= selector << k / 8;
+                codes->qs[2 * t + h][r] |= symbol << (8 * j + 2 * (a ^ 1));
             }
-            scales[b].d[r] = x[b].d;
-            scales[b].z[r] = x[b].z;
+            scales->d[r] = x[b].d;
+            scales->z[r] = x[b].z;
         }
     }
 }
 
 void itq3s_repack_tq2_0_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq2_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-    memset(panel, 0, (size_t) nb * (sizeof(*codes) + sizeof(*scales)));
+    memset(panel, 0, (size_t) nb * ITQ3S_PANEL_ROWS * sizeof(block_tq2_0));
 
     for (int r = 0; r < n_rows; ++r) {
         const block_tq2_0 * x = (const void *) ((const char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+            itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
             for (int w = 0; w < 16; ++w) {
-                codes[b].qs[w][r] = load_word(x[b].qs + 4 * w);
+                codes->qs[w][r] = load_word(x[b].qs + 4 * w);
             }
-            scales[b].d[r] = x[b].d;
+            scales->d[r] = x[b].d;
         }
     }
 }
 
 void itq3s_repack_tq1_0_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq1_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-    memset(panel, 0, (size_t) nb * (sizeof(*codes) + sizeof(*scales)));
+    memset(panel, 0, (size_t) nb * ITQ3S_PANEL_ROWS * sizeof(block_tq1_0));
 
     for (int r = 0; r < n_rows; ++r) {
         const block_tq1_0 * x = (const void *) ((const char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+            itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
             for (int w = 0; w < 12; ++w) {
-                codes[b].qs[w][r] = load_word(x[b].qs + 4 * w);
+                codes->qs[w][r] = load_word(x[b].qs + 4 * w);
             }
-            codes[b].qh[r] = load_word(x[b].qh);
-            scales[b].d[r] = x[b].d;
+            codes->qh[r] = load_word(x[b].qh);
+            scales->d[r] = x[b].d;
         }
     }
 }
@@ -79,53 +79,50 @@ static void store_word(uint8_t * bytes, uint32_t word) {
 }
 
 void itq3s_unpack_itq3_s(const void * panel, int64_t nb, void * rows, size_t row_size) {
-    const itq3s_codes_itq3_s *  codes  = panel;
-    const itq3s_scales_itq3_s * scales = (const void *) (codes + nb);
-
     for (int r = 0; r < ROWS; ++r) {
         block_itq3_s * x = (void *) ((char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+            const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
             memset(&x[b], 0, sizeof(x[b]));
             for (int k = 0; k < QK_ITQ3_S; ++k) {
                 const int      t = k % 8, h = k / 8 % 2, a = k / 16 % 4, j = k / 64;
-                const uint32_t selector = codes[b].sel[t][r] >> k / 8 & 1;
-                const uint32_t symbol   = codes[b].qs[2 * t + h][r] >> (8 * j + 2 * (a ^ 1)) & 3;
+                const uint32_t selector = codes->sel[t][r] >> k / 8 & 1;
+                const uint32_t symbol   = codes->qs[2 * t + h][r] >> (8 * j + 2 * (a ^ 1)) & 3;
                 x[b].sel[k / 8] |= (uint8_t) (selector << t);
                 x[b].qs[k % 64] |= (uint8_t) (symbol << 2 * j);
             }
-            x[b].d = scales[b].d[r];
-            x[b].z = scales[b].z[r];
+            x[b].d = scales->d[r];
+            x[b].z = scales->z[r];
         }
     }
 }
 
 void itq3s_unpack_tq2_0(const void * panel, int64_t nb, void * rows, size_t row_size) {
-    const itq3s_codes_tq2_0 * codes  = panel;
-    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
-
     for (int r = 0; r < ROWS; ++r) {
         block_tq2_0 * x = (void *) ((char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            const itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+            const itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
             for (int w = 0; w < 16; ++w) {
-                store_word(x[b].qs + 4 * w, codes[b].qs[w][r]);
+                store_word(x[b].qs + 4 * w, codes->qs[w][r]);
             }
-            x[b].d = scales[b].d[r];
+            x[b].d = scales->d[r];
         }
     }
 }
 
 void itq3s_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_size) {
-    const itq3s_codes_tq1_0 * codes  = panel;
-    const itq3s_scales_tq *   scales = (const void *) (codes + nb);
-
     for (int r = 0; r < ROWS; ++r) {
         block_tq1_0 * x = (void *) ((char *) rows + (size_t) r * row_size);
         for (int64_t b = 0; b < nb; ++b) {
+            const itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+            const itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
             for (int w = 0; w < 12; ++w) {
-                store_word(x[b].qs + 4 * w, codes[b].qs[w][r]);
+                store_word(x[b].qs + 4 * w, codes->qs[w][r]);
             }
-            store_word(x[b].qh, codes[b].qh[r]);
-            x[b].d = scales[b].d[r];
+            store_word(x[b].qh, codes->qh[r]);
+            x[b].d = scales->d[r];
         }
     }
 }
@@ -198,16 +195,16 @@ static int32_t dot_block(const int8_t * levels, const int8_t * q) {
 
 void itq3s_gemm_itq3_s_generic(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                                float out[][ROWS]) {
-    const itq3s_codes_itq3_s *  codes  = panel;
-    const itq3s_scales_itq3_s * scales = (const void *) (codes + nb);
     memset(out, 0, (size_t) nc * sizeof(*out));
 
     for (int64_t b = 0; b < nb; ++b) {
+        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
         for (int r = 0; r < ROWS; ++r) {
             int8_t levels[QK_ITQ3_S];
-            levels_itq3_s(&codes[b], r, levels);
-            const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]) * 0.03125f;
-            const float m = d * GGML_CPU_FP16_TO_FP32(scales[b].z[r]);
+            levels_itq3_s(codes, r, levels);
+            const float d = GGML_CPU_FP16_TO_FP32(scales->d[r]) * 0.03125f;
+            const float m = d * GGML_CPU_FP16_TO_FP32(scales->z[r]);
             for (int c = 0; c < nc; ++c) {
                 const int64_t at  = b * nc + c;
                 const float   dot = (float) dot_block(levels, y->q + at * QK_K);
@@ -217,27 +214,28 @@ void itq3s_gemm_itq3_s_generic(int64_t nb, const void * panel, const struct itq3
     }
 }
 
-#define GEMM_TQ(name, codes_t, decode)                                                                     \
-    void name(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, float out[][ROWS]) { \
-        const codes_t *         codes  = panel;                                                            \
-        const itq3s_scales_tq * scales = (const void *) (codes + nb);                                      \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                        \
-                                                                                                           \
-        for (int64_t b = 0; b < nb; ++b) {                                                                 \
-            for (int r = 0; r < ROWS; ++r) {                                                               \
-                int8_t levels[QK_K];                                                                       \
-                decode(&codes[b], r, levels);                                                              \
-                const float d = GGML_CPU_FP16_TO_FP32(scales[b].d[r]);                                     \
-                for (int c = 0; c < nc; ++c) {                                                             \
-                    const int64_t at = b * nc + c;                                                         \
-                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];               \
-                }                                                                                          \
-            }                                                                                              \
-        }                                                                                                  \
+#define GEMM_TQ(type)                                                                                        \
+    void itq3s_gemm_##type##_generic(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
+                                     float out[][ROWS]) {                                                    \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                          \
+                                                                                                             \
+        for (int64_t b = 0; b < nb; ++b) {                                                                   \
+            const itq3s_codes_##type * codes  = itq3s_codes_of_##type(panel, b);                             \
+            const itq3s_scales_tq *    scales = itq3s_scales_of_##type(panel, b);                            \
+            for (int r = 0; r < ROWS; ++r) {                                                                 \
+                int8_t levels[QK_K];                                                                         \
+                levels_##type(codes, r, levels);                                                             \
+                const float d = GGML_CPU_FP16_TO_FP32(scales->d[r]);                                         \
+                for (int c = 0; c < nc; ++c) {                                                               \
+                    const int64_t at = b * nc + c;                                                           \
+                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];                 \
+                }                                                                                            \
+            }                                                                                                \
+        }                                                                                                    \
     }
 
-GEMM_TQ(itq3s_gemm_tq2_0_generic, itq3s_codes_tq2_0, levels_tq2_0)
-GEMM_TQ(itq3s_gemm_tq1_0_generic, itq3s_codes_tq1_0, levels_tq1_0)
+GEMM_TQ(tq2_0)
+GEMM_TQ(tq1_0)
 
 void itq3s_reorder_q8_K_h_generic(const int8_t * q, int8_t * y) {
     for (int p = 0; p < 64; ++p) {

@@ -2,11 +2,15 @@
 
 // Products of ITQ3_S, TQ1_0 and TQ2_0 with 16 rows of weights side by side: docs/kernels.md explains them.
 //
-// A panel is 16 rows of a matrix, nb blocks each, repacked to as many bytes as they had: first the codes of block 0 of
-// all rows, of block 1, ..., then the scales in the same order. Codes are words of 32 bits, one of each row beside each
-// other, so that a lane of a register belongs to a row from the first shift to the last sum, and nothing has to be
-// added up across lanes. Every sum of a block is an exact integer, and blocks are added up in order: a row of the
-// result has the same bits whatever the number of columns and whatever other rows are computed with it.
+// A panel is 16 rows of a matrix, nb blocks each, repacked to as many bytes as they had, block 0 of all rows first, then
+// block 1, ... Codes are words of 32 bits, one of each row beside each other, so that a lane of a register belongs to a
+// row from the first shift to the last sum, and nothing has to be added up across lanes. Every sum of a block is an exact
+// integer, and blocks are added up in order: a row of the result has the same bits whatever the number of columns and
+// whatever other rows are computed with it.
+//
+// The scales of a block lie behind its codes, so that a product reads a panel from one end to the other: processors fetch
+// one ascending stream by themselves, but hardly two. Codes begin on a cache line. The scales of TQ1_0 and TQ2_0 fill half
+// of one, so two blocks share it: it lies between their codes, half of it unused behind an odd number of blocks.
 
 #include "ggml-itq3s.h"
 
@@ -40,12 +44,24 @@ typedef struct {
     ggml_half d[ITQ3S_PANEL_ROWS];
 } itq3s_scales_tq;
 
-static_assert(sizeof(itq3s_codes_itq3_s) + sizeof(itq3s_scales_itq3_s) == ITQ3S_PANEL_ROWS * sizeof(block_itq3_s),
-              "a panel of ITQ3_S has another size than its rows");
-static_assert(sizeof(itq3s_codes_tq2_0) + sizeof(itq3s_scales_tq) == ITQ3S_PANEL_ROWS * sizeof(block_tq2_0),
-              "a panel of TQ2_0 has another size than its rows");
-static_assert(sizeof(itq3s_codes_tq1_0) + sizeof(itq3s_scales_tq) == ITQ3S_PANEL_ROWS * sizeof(block_tq1_0),
-              "a panel of TQ1_0 has another size than its rows");
+// Where a panel has the codes and the scales of block b; the scales of n blocks fill a cache line.
+#define ITQ3S_PANEL_OF(type, scales_t, n)                                                                          \
+    static_assert(sizeof(itq3s_codes_##type) + sizeof(scales_t) == ITQ3S_PANEL_ROWS * sizeof(block_##type),        \
+                  "a panel has another size than its rows");                                                       \
+    static_assert(sizeof(itq3s_codes_##type) % 64 == 0 && sizeof(scales_t) * (n) == 64, "codes leave their line"); \
+    static inline char * itq3s_blocks_of_##type(const void * panel, int64_t b) {                                   \
+        return (char *) (uintptr_t) panel + b / (n) * (n) * (int64_t) (ITQ3S_PANEL_ROWS * sizeof(block_##type));   \
+    }                                                                                                              \
+    static inline itq3s_codes_##type * itq3s_codes_of_##type(const void * panel, int64_t b) {                      \
+        char * const blocks = itq3s_blocks_of_##type(panel, b);                                                    \
+        return (itq3s_codes_##type *) (void *) (blocks + b % (n) * (int64_t) (sizeof(itq3s_codes_##type) + 64));   \
+    }                                                                                                              \
+    static inline scales_t * itq3s_scales_of_##type(const void * panel, int64_t b) {                               \
+        return (scales_t *) (void *) (itq3s_blocks_of_##type(panel, b) + sizeof(itq3s_codes_##type)) + b % (n);    \
+    }
+ITQ3S_PANEL_OF(itq3_s, itq3s_scales_itq3_s, 1)
+ITQ3S_PANEL_OF(tq2_0, itq3s_scales_tq, 2)
+ITQ3S_PANEL_OF(tq1_0, itq3s_scales_tq, 2)
 
 // Quantized activations of nc columns of a product, block by block. The 256 bytes of a block are in the order of the
 // kernels, four that meet the four bytes of one word of weights side by side: byte 4*p + j is number 64*j + p of the
@@ -56,20 +72,21 @@ struct itq3s_columns {
     const int32_t * sums;  // [nb][nc] sums of the 256
 };
 
-// Ask for line `line` of the codes 8 blocks on, so that generation is not slower than memory: what processors fetch by
-// themselves comes too late. Behind the last block come the scales and the next panel. A macro, because GCC takes a
-// function that does nothing else for one that does nothing.
-#define ITQ3S_PREFETCHED 8
+// Ask for the memory a few blocks behind line `line` of the codes of a block; the line that follows them has scales. What
+// processors fetch by themselves comes too late for one column. Behind the last block comes the next panel. A macro,
+// because GCC takes a function that does nothing else for one that does nothing.
+#define ITQ3S_PREFETCH_DISTANCE 12288
 #if defined(__GNUC__) || defined(__clang__)
-#    define ITQ3S_PREFETCH(codes, line)                                                        \
-        do {                                                                                   \
-            if (64 * (line) < (int) sizeof(*(codes))) {                                        \
-                __builtin_prefetch((const char *) ((codes) + ITQ3S_PREFETCHED) + 64 * (line)); \
-            }                                                                                  \
-        } while (0)
+#    define ITQ3S_PREFETCH_BYTES(at) __builtin_prefetch((const char *) (at) + ITQ3S_PREFETCH_DISTANCE)
 #else
-#    define ITQ3S_PREFETCH(codes, line) ((void) 0)
+#    define ITQ3S_PREFETCH_BYTES(at) ((void) (at))
 #endif
+#define ITQ3S_PREFETCH(codes, line)                                     \
+    do {                                                                \
+        if (64 * (line) <= (int) sizeof(*(codes))) {                    \
+            ITQ3S_PREFETCH_BYTES((const char *) (codes) + 64 * (line)); \
+        }                                                               \
+    } while (0)
 
 #ifdef __cplusplus
 extern "C" {
@@ -93,6 +110,14 @@ void itq3s_gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns
                       float out[][ITQ3S_PANEL_ROWS]);
 void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                       float out[][ITQ3S_PANEL_ROWS]);
+
+// out[r]: the product of row r of n_rows, row_size bytes apart as a file has them, and the one column of y, the bytes of
+// which are in the order of Q8_K_H. It has the bits that a panel's product has.
+#if defined(__AVX2__)
+#    define ITQ3S_HAS_GEMV
+void itq3s_gemv_itq3_s(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
+                       float * out);
+#endif
 
 // From 256 bytes of Q8_K_H to the order of the kernels.
 void itq3s_reorder_q8_K_h(const int8_t * q, int8_t * y);

@@ -26,15 +26,22 @@ struct type_kernels {
     void (*repack)(const void *, size_t, int, int64_t, void *);
     void (*unpack)(const void *, int64_t, void *, size_t);
     void (*gemm)(int64_t, const void *, const itq3s_columns *, int, float (*)[ROWS]);
+    // one column and rows of the file's layout, activations in their order; NULL: such rows are repacked
+    void (*gemv)(int64_t, const void *, size_t, int, const itq3s_columns *, float *);
 };
 
 const type_kernels * kernels_of(ggml_type type) {
+#ifdef ITQ3S_HAS_GEMV
+    constexpr auto gemv_itq3_s = itq3s_gemv_itq3_s;
+#else
+    constexpr decltype(type_kernels::gemv) gemv_itq3_s = nullptr;
+#endif
     static const type_kernels itq3_s = { quantize_row_q8_K_h, itq3s_reorder_q8_K_h, itq3s_repack_itq3_s,
-                                         itq3s_unpack_itq3_s, itq3s_gemm_itq3_s };
-    static const type_kernels tq1_0  = { quantize_row_q8_K, nullptr, itq3s_repack_tq1_0, itq3s_unpack_tq1_0,
-                                         itq3s_gemm_tq1_0 };
-    static const type_kernels tq2_0  = { quantize_row_q8_K, nullptr, itq3s_repack_tq2_0, itq3s_unpack_tq2_0,
-                                         itq3s_gemm_tq2_0 };
+                                         itq3s_unpack_itq3_s, itq3s_gemm_itq3_s,    gemv_itq3_s };
+    static const type_kernels tq1_0  = { quantize_row_q8_K,  nullptr,          itq3s_repack_tq1_0,
+                                         itq3s_unpack_tq1_0, itq3s_gemm_tq1_0, nullptr };
+    static const type_kernels tq2_0  = { quantize_row_q8_K,  nullptr,          itq3s_repack_tq2_0,
+                                         itq3s_unpack_tq2_0, itq3s_gemm_tq2_0, nullptr };
     switch (type) {
         case GGML_TYPE_ITQ3_S:
             return &itq3_s;
@@ -58,6 +65,16 @@ size_t panel_stride(const ggml_tensor * weights) {
 
 bool has_panels(const ggml_tensor * weights) {
     return weights->buffer && weights->buffer->buft == ggml_backend_cpu_itq3s_buffer_type();
+}
+
+// Whether rows of the file's layout are multiplied as they are: every column is alone with them.
+bool takes_rows(const ggml_tensor * op) {
+    const ggml_tensor * weights = op->src[0];
+    const ggml_tensor * src1    = op->src[1];
+    const bool alone = op->op == GGML_OP_MUL_MAT_ID
+                           ? src1->ne[2] == 1
+                           : src1->ne[1] == 1 && src1->ne[2] == weights->ne[2] && src1->ne[3] == weights->ne[3];
+    return alone && !has_panels(weights) && kernels_of(weights->type)->gemv;
 }
 
 //
@@ -131,8 +148,8 @@ struct workspace {
 
     static int64_t gathered_blocks(const ggml_tensor * op) { return GROUP * (op->src[1]->ne[0] / QK_K); }
 
-    // Panels of a chunk: they stay in the cache of second level while the columns go by. Experts gather their columns
-    // for every chunk.
+    // Panels of a chunk: they stay in the cache of second level while groups of columns go by. Experts gather their
+    // columns for every chunk.
     static int64_t chunk_limit(const ggml_tensor * op) { return op->op == GGML_OP_MUL_MAT_ID ? 16 : 4; }
 };
 
@@ -141,7 +158,8 @@ struct workspace {
 //
 
 // A block of src1 to where the kernels read it.
-void quantize_block(const type_kernels & kernels, const char * x, bool quantized, const activations & to, int64_t at) {
+void quantize_block(const type_kernels & kernels, const char * x, bool quantized, bool reorder, const activations & to,
+                    int64_t at) {
     block_q8_K         own;
     const block_q8_K * y = (const block_q8_K *) x;
     if (!quantized) {
@@ -149,7 +167,7 @@ void quantize_block(const type_kernels & kernels, const char * x, bool quantized
         y = &own;
     }
     int8_t * q = to.q + at * QK_K;
-    if (kernels.reorder) {
+    if (reorder) {
         kernels.reorder(y->qs, q);
     } else {
         memcpy(q, y->qs, QK_K);
@@ -172,6 +190,7 @@ void quantize_columns(const ggml_compute_params * params, const ggml_tensor * op
     const ggml_tensor *  src1       = op->src[1];
     const type_kernels & kernels    = *kernels_of(op->src[0]->type);
     const bool           quantized  = src1->type != GGML_TYPE_F32;
+    const bool           reorder    = kernels.reorder && !takes_rows(op);
     const size_t         block_size = quantized ? sizeof(block_q8_K) : QK_K * sizeof(float);
     const int64_t        nb         = src1->ne[0] / QK_K;
     const int64_t        total      = sets * n * nb;
@@ -192,7 +211,7 @@ void quantize_columns(const ggml_compute_params * params, const ggml_tensor * op
                 int64_t       b    = (from - at) / nc;
                 int64_t       c    = (from - at) % nc;
                 for (int64_t i = from; i < std::min(end, next); ++i) {
-                    quantize_block(kernels, x[c] + b * block_size, quantized, to, i);
+                    quantize_block(kernels, x[c] + b * block_size, quantized, reorder, to, i);
                     if (++c == nc) {
                         c = 0;
                         ++b;
@@ -217,8 +236,8 @@ struct column_group {
 
 // Panels [begin, end) of a matrix times groups first, first + step, ... < n_groups; fill(group, &columns) sets one.
 template <typename Fill>
-void multiply(const ggml_tensor * weights, const char * matrix, int64_t begin, int64_t end, int64_t first, int64_t step,
-              int64_t n_groups, int64_t limit, char * scratch, const Fill & fill) {
+void multiply(const ggml_tensor * weights, bool by_rows, const char * matrix, int64_t begin, int64_t end, int64_t first,
+              int64_t step, int64_t n_groups, int64_t limit, char * scratch, const Fill & fill) {
     const type_kernels & kernels = *kernels_of(weights->type);
     const int64_t        nb      = weights->ne[0] / QK_K;
     const int64_t        n_rows  = weights->ne[1];
@@ -241,6 +260,15 @@ void multiply(const ggml_tensor * weights, const char * matrix, int64_t begin, i
         }
         for (int64_t group = first; group < n_groups; group += step) {
             fill(group, columns);
+            if (by_rows && columns.nc == 1) {
+                for (int64_t row = at * ROWS; row < std::min(stop * ROWS, n_rows); row += ROWS) {
+                    float     out[ROWS];
+                    const int n = (int) std::min(ROWS, n_rows - row);
+                    kernels.gemv(nb, matrix + row * nb01, nb01, n, &columns.y, out);
+                    memcpy(columns.out[0] + row * sizeof(float), out, n * sizeof(float));
+                }
+                continue;
+            }
             for (int64_t panel = at; panel < stop; ++panel) {
                 const char * x = scratch;
                 if (!repack) {
@@ -270,6 +298,9 @@ struct shares {
     int64_t parts;   // of its groups of columns
 
     shares(int64_t matrices, int64_t n_panels, int64_t n_groups, int64_t limit, int n_threads) {
+        if (n_groups == 1) {
+            limit = 64;  // panels go by once: long stretches of memory, which processors fetch ahead
+        }
         // four or more turns each: threads are not equally fast
         panels = std::clamp<int64_t>(matrices * n_panels / (4 * n_threads), 1, limit);
         if (ggml_is_numa()) {
@@ -332,8 +363,9 @@ void mul_mat(const ggml_compute_params * params, const workspace & work, ggml_te
         const int64_t part  = job / share.chunks % share.parts;
         const int64_t set   = job / share.chunks / share.parts;
 
-        multiply(src0, matrix_of(src0, set % ne02, set / ne02 / r3), begin, std::min(begin + share.panels, n_panels),
-                 part, share.parts, n_groups, work.panels, scratch, [&](int64_t group, column_group & to) {
+        multiply(src0, takes_rows(dst), matrix_of(src0, set % ne02, set / ne02 / r3), begin,
+                 std::min(begin + share.panels, n_panels), part, share.parts, n_groups, work.panels, scratch,
+                 [&](int64_t group, column_group & to) {
                      const int64_t first = group * GROUP;
                      to.nc               = (int) std::min(GROUP, columns - first);
                      to.y                = work.columns.from((set * columns + first) * nb);
@@ -406,6 +438,9 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
                         params->nth);
     char *        scratch = work.packed + params->ith * work.panels * panel_stride(src0);
 
+    const bool by_rows = takes_rows(dst);
+    const auto reorder = kernels_of(src0->type)->reorder;
+
     // the group that this thread gathers
     const int64_t       own      = params->ith * workspace::gathered_blocks(dst);
     const itq3s_columns gathered = work.gathered.from(own);
@@ -417,8 +452,8 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
         const mapping * rows   = work.rows + work.offsets[expert];
         const int64_t   n      = work.offsets[expert + 1] - work.offsets[expert];
 
-        multiply(src0, matrix_of(src0, expert, 0), begin, std::min(begin + share.panels, n_panels), part, share.parts,
-                 divide_up(n, GROUP), work.panels, scratch, [&](int64_t group, column_group & to) {
+        multiply(src0, by_rows, matrix_of(src0, expert, 0), begin, std::min(begin + share.panels, n_panels), part,
+                 share.parts, divide_up(n, GROUP), work.panels, scratch, [&](int64_t group, column_group & to) {
                      const int64_t first = group * GROUP;
                      const int     nc    = (int) std::min(GROUP, n - first);
                      to.nc               = nc;
@@ -433,8 +468,13 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
                              break;
                          }
                          for (int64_t b = 0; b < nb; ++b) {
-                             const int64_t at = own + b * nc + c;
-                             memcpy(work.gathered.q + at * QK_K, work.columns.q + (block + b) * QK_K, QK_K);
+                             const int64_t  at = own + b * nc + c;
+                             const int8_t * q  = work.columns.q + (block + b) * QK_K;
+                             if (by_rows) {
+                                 reorder(q, work.gathered.q + at * QK_K);  // an expert that a token names twice
+                             } else {
+                                 memcpy(work.gathered.q + at * QK_K, q, QK_K);
+                             }
                              work.gathered.d[at]    = work.columns.d[block + b];
                              work.gathered.sums[at] = work.columns.sums[block + b];
                          }

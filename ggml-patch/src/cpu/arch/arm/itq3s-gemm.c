@@ -174,17 +174,17 @@ static inline void decode_itq3_s(const itq3s_codes_itq3_s * codes, int quarter, 
 
 void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                        float out[][ITQ3S_PANEL_ROWS]) {
-    const itq3s_codes_itq3_s *  codes  = panel;
-    const itq3s_scales_itq3_s * scales = (const void *) (codes + nb);
     memset(out, 0, (size_t) nc * sizeof(*out));
 
     for (int64_t b = 0; b < nb; ++b) {
-        decoded_block       decoded;
-        struct block_scales s;
+        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
+        decoded_block               decoded;
+        struct block_scales         s;
         for (int i = 0; i < QUARTERS; ++i) {
-            decode_itq3_s(&codes[b], i, &decoded);
-            s.d0[i]   = vmulq_n_f32(load_halves(scales[b].d, i), 0.03125f);
-            s.dmin[i] = vmulq_f32(s.d0[i], load_halves(scales[b].z, i));
+            decode_itq3_s(codes, i, &decoded);
+            s.d0[i]   = vmulq_n_f32(load_halves(scales->d, i), 0.03125f);
+            s.dmin[i] = vmulq_f32(s.d0[i], load_halves(scales->z, i));
         }
         multiply_block(&decoded, &s, 0, 1, y, b, nc, out);
     }
@@ -232,16 +232,14 @@ static inline void decode_tq1_0(const itq3s_codes_tq1_0 * codes, int quarter, de
 #    define GEMM_TQ(type)                                                                              \
         void itq3s_gemm_##type(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
                                float out[][ITQ3S_PANEL_ROWS]) {                                        \
-            const itq3s_codes_##type * codes  = panel;                                                 \
-            const itq3s_scales_tq *    scales = (const void *) (codes + nb);                           \
             memset(out, 0, (size_t) nc * sizeof(*out));                                                \
                                                                                                        \
             for (int64_t b = 0; b < nb; ++b) {                                                         \
                 decoded_block       decoded;                                                           \
                 struct block_scales s;                                                                 \
                 for (int i = 0; i < QUARTERS; ++i) {                                                   \
-                    decode_##type(&codes[b], i, &decoded);                                             \
-                    s.d0[i]   = load_halves(scales[b].d, i);                                           \
+                    decode_##type(itq3s_codes_of_##type(panel, b), i, &decoded);                       \
+                    s.d0[i]   = load_halves(itq3s_scales_of_##type(panel, b)->d, i);                   \
                     s.dmin[i] = vdupq_n_f32(0.0f);                                                     \
                 }                                                                                      \
                 multiply_block(&decoded, &s, 1, 0, y, b, nc, out);                                     \
@@ -343,54 +341,51 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
 }
 
 void itq3s_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_itq3_s *  codes  = panel;
-    itq3s_scales_itq3_s * scales = (void *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
     for (int64_t b = 0; b < nb; ++b) {
+        itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
         for (int i = 0; i < QUARTERS; ++i) {
-            repack_selectors(readers, b, i, codes[b].sel);
-            repack_symbols(readers, b, i, codes[b].qs);
+            repack_selectors(readers, b, i, codes->sel);
+            repack_symbols(readers, b, i, codes->qs);
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
             const block_itq3_s * x = block_at(&readers[r], b);
-            scales[b].d[r]         = x->d;
-            scales[b].z[r]         = x->z;
+            scales->d[r]           = x->d;
+            scales->z[r]           = x->z;
         }
     }
 }
 
 void itq3s_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq2_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
     for (int64_t b = 0; b < nb; ++b) {
+        itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
         for (int i = 0; i < QUARTERS; ++i) {
-            transpose_words(readers, b, i, 16, codes[b].qs);  // a block begins with them
+            transpose_words(readers, b, i, 16, codes->qs);  // a block begins with them
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            scales[b].d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
+            scales->d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
         }
     }
 }
 
 void itq3s_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq1_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
     for (int64_t b = 0; b < nb; ++b) {
+        itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
         for (int i = 0; i < QUARTERS; ++i) {
-            transpose_words(readers, b, i, 12, codes[b].qs);
+            transpose_words(readers, b, i, 12, codes->qs);
         }
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
             const block_tq1_0 * x = block_at(&readers[r], b);
-            memcpy(&codes[b].qh[r], x->qh, sizeof(x->qh));
-            scales[b].d[r] = x->d;
+            memcpy(&codes->qh[r], x->qh, sizeof(x->qh));
+            scales->d[r] = x->d;
         }
     }
 }

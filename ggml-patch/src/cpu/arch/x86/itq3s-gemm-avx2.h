@@ -234,16 +234,16 @@ static inline void add_block_itq3_s(float * out, __m256i acc, struct block_scale
 // Few columns: levels go from the table into the products.
 ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
                                    float out[][ITQ3S_PANEL_ROWS]) {
-    const itq3s_codes_itq3_s *  codes  = (const itq3s_codes_itq3_s *) panel;
-    const itq3s_scales_itq3_s * scales = (const itq3s_scales_itq3_s *) (codes + nb);
-    const struct level_tables   tables = load_level_tables();
+    const struct level_tables tables = load_level_tables();
     memset(out, 0, (size_t) nc * sizeof(*out));
 
     for (int64_t b = 0; b < nb; ++b) {
-        const int8_t * q = y->q + b * nc * QK_ITQ3_S;
+        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
+        const int8_t *              q      = y->q + b * nc * QK_ITQ3_S;
         for (int half = 0; half < 2; ++half) {
             struct indices indices;
-            make_indices(&codes[b], half, &indices);
+            make_indices(codes, half, &indices);
 
             __m256i acc[DIRECT_COLUMNS][CHAINS];
             for (int c = 0; c < nc; ++c) {
@@ -256,7 +256,7 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
                 for (int h = 0; h < 2; ++h) {
                     __m256i levels[4];
                     levels_of_word(&tables, &indices, 2 * t + h, levels);
-                    ITQ3S_PREFETCH(&codes[b], 16 * half + 2 * t + h);
+                    ITQ3S_PREFETCH(codes, 16 * half + 2 * t + h);
                     for (int a = 0; a < 4; ++a) {
                         for (int c = 0; c < nc; ++c) {
                             const __m256i four = load_place(q + c * QK_ITQ3_S, 16 * a + 8 * h + t);
@@ -266,7 +266,7 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
                 }
             }
 
-            const struct block_scales s = scales_itq3_s(&scales[b], half);
+            const struct block_scales s = scales_itq3_s(scales, half);
             for (int c = 0; c < nc; ++c) {
                 const int64_t at = b * nc + c;
                 add_block_itq3_s(out[c] + HALF_ROWS * half, sum_chains(acc[c]), s, y->sums[at], y->d[at]);
@@ -321,15 +321,15 @@ ITQ_INLINE void columns_itq3_s(const decoded_block * decoded, const struct block
 // Many columns: a block is decoded to memory once.
 static inline void gemm_decoded_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                                        float out[][ITQ3S_PANEL_ROWS]) {
-    const itq3s_codes_itq3_s *  codes  = (const itq3s_codes_itq3_s *) panel;
-    const itq3s_scales_itq3_s * scales = (const itq3s_scales_itq3_s *) (codes + nb);
-    const struct level_tables   tables = load_level_tables();
+    const struct level_tables tables = load_level_tables();
     memset(out, 0, (size_t) nc * sizeof(*out));
 
     for (int64_t b = 0; b < nb; ++b) {
-        decoded_block decoded;
-        decode_itq3_s(&codes[b], &tables, &decoded);
-        const struct block_scales s[2] = { scales_itq3_s(&scales[b], 0), scales_itq3_s(&scales[b], 1) };
+        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
+        decoded_block               decoded;
+        decode_itq3_s(codes, &tables, &decoded);
+        const struct block_scales s[2] = { scales_itq3_s(scales, 0), scales_itq3_s(scales, 1) };
         EACH_TILE(columns_itq3_s, &decoded, s, y, b * nc, nc, out)
     }
 }
@@ -447,14 +447,13 @@ ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], co
             gemm_direct_##type(nb, panel, y, out);                                                                    \
             return;                                                                                                   \
         }                                                                                                             \
-        const itq3s_codes_##type * codes  = (const itq3s_codes_##type *) panel;                                       \
-        const itq3s_scales_tq *    scales = (const itq3s_scales_tq *) (codes + nb);                                   \
         memset(out, 0, (size_t) nc * sizeof(*out));                                                                   \
                                                                                                                       \
         for (int64_t b = 0; b < nb; ++b) {                                                                            \
             decoded_block decoded;                                                                                    \
-            decode_##type(&codes[b], &decoded);                                                                       \
-            const __m256 d0[2] = { load_scales(scales[b].d, 0), load_scales(scales[b].d, 1) };                        \
+            decode_##type(itq3s_codes_of_##type(panel, b), &decoded);                                                 \
+            const ggml_half * d     = itq3s_scales_of_##type(panel, b)->d;                                            \
+            const __m256      d0[2] = { load_scales(d, 0), load_scales(d, 1) };                                       \
             EACH_TILE(columns_##type, &decoded, d0, y, b * nc, nc, out)                                               \
         }                                                                                                             \
     }
@@ -465,16 +464,16 @@ static inline int place_tq2_0(int w, int f) {
 
 static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y,
                                      float out[][ITQ3S_PANEL_ROWS]) {
-    const itq3s_codes_tq2_0 * codes  = (const itq3s_codes_tq2_0 *) panel;
-    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
     memset(out, 0, sizeof(*out));
 
     const __m256i ones  = _mm256_set1_epi8(0x03);
     const __m256i fours = _mm256_set1_epi8(0x0C);  // 4 times a trit
     for (int64_t b = 0; b < nb; ++b) {
-        const int8_t * q = y->q + b * QK_K;
-        for (int line = 0; line < 16; ++line) {
-            ITQ3S_PREFETCH(&codes[b], line);
+        const itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+        const itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
+        const int8_t *            q      = y->q + b * QK_K;
+        for (int line = 0; line <= 16; ++line) {
+            ITQ3S_PREFETCH(codes, line);
         }
         for (int half = 0; half < 2; ++half) {
             __m256i sum[CHAINS];
@@ -489,7 +488,7 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
                     sum_4[i] = _mm256_setzero_si256();
                 }
                 for (int i = 0; i < 4; ++i) {
-                    const __m256i x = load_words(codes[b].qs[w + i], half);
+                    const __m256i x = load_words(codes->qs[w + i], half);
                     const __m256i u = _mm256_srli_epi16(x, 4);
 
                     __m256i * s   = &sum[i % CHAINS];
@@ -503,7 +502,7 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
             }
             __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sum)), _mm256_srai_epi32(acc_4, 2));
             acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(y->sums[b]));
-            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales->d, half), y->d[b]);
         }
     }
 }
@@ -561,14 +560,14 @@ static inline __m256i next_tq1_0(__m256i b) {
 
 static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y,
                                      float out[][ITQ3S_PANEL_ROWS]) {
-    const itq3s_codes_tq1_0 * codes  = (const itq3s_codes_tq1_0 *) panel;
-    const itq3s_scales_tq *   scales = (const itq3s_scales_tq *) (codes + nb);
     memset(out, 0, sizeof(*out));
 
     for (int64_t b = 0; b < nb; ++b) {
-        const int8_t * q = y->q + b * QK_K;
-        for (int line = 0; line < 16; ++line) {
-            ITQ3S_PREFETCH(&codes[b], line);
+        const itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        const itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
+        const int8_t *            q      = y->q + b * QK_K;
+        for (int line = 0; line <= 16; ++line) {
+            ITQ3S_PREFETCH(codes, line);
         }
         for (int half = 0; half < 2; ++half) {
             __m256i sums[2][CHAINS];  // of 40 and of 24 places
@@ -577,11 +576,11 @@ static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struc
             }
 #define ADD(part, l, place, operands) \
     sums[part][(l) % CHAINS] = add_trits(sums[part][(l) % CHAINS], operands, load_place(q, place))
-            EACH_PLACE_TQ1_0(&codes[b], half, ADD)
+            EACH_PLACE_TQ1_0(codes, half, ADD)
 #undef ADD
             __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sums[0])), widen_trits(sum_chains(sums[1])));
             acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(2 * y->sums[b]));
-            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales[b].d, half), y->d[b]);
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales->d, half), y->d[b]);
         }
     }
 }

@@ -157,9 +157,6 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
 #define GEMM_FEW(type, way, scales_of, LEVELS, BIAS, dot_of)                                                          \
     ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc, \
                                         float out[][ROWS]) {                                                          \
-        const itq3s_codes_##type * codes  = panel;                                                                    \
-        const SCALES_##type *      scales = (const void *) (codes + nb);                                              \
-                                                                                                                      \
         __m512 sums[TILE];                                                                                            \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                     \
             sums[c] = _mm512_setzero_ps();                                                                            \
@@ -169,8 +166,8 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
         const int32_t * sum1 = y->sums;                                                                               \
         for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                       \
             SUMS(nc, BIAS, sum1)                                                                                      \
-            LEVELS(&codes[b], ADD_PRODUCTS)                                                                           \
-            const struct block_scales x = scales_of(&scales[b]);                                                      \
+            LEVELS(itq3s_codes_of_##type(panel, b), ADD_PRODUCTS)                                                     \
+            const struct block_scales x = scales_of(itq3s_scales_of_##type(panel, b));                                \
             UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                 \
                 sums[c] = add_block(sums[c], dot_of(acc[c], chains(nc), sum1[c]), &x, sum1[c], d1[c]);                \
             }                                                                                                         \
@@ -187,14 +184,11 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
                                                                                                            \
     static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
                                    float out[][ROWS]) {                                                    \
-        const itq3s_codes_##type * codes  = panel;                                                         \
-        const SCALES_##type *      scales = (const void *) (codes + nb);                                   \
-                                                                                                           \
         memset(out, 0, (size_t) nc * sizeof(*out));                                                        \
         for (int64_t b = 0; b < nb; ++b) {                                                                 \
             _Alignas(64) uint8_t kept[64 * 64];                                                            \
-            LEVELS(&codes[b], STORE_CODES)                                                                 \
-            const struct block_scales x = scales_of(&scales[b]);                                           \
+            LEVELS(itq3s_codes_of_##type(panel, b), STORE_CODES)                                           \
+            const struct block_scales x = scales_of(itq3s_scales_of_##type(panel, b));                     \
             for (int c = 0; c < nc; c += TILE) {                                                           \
                 const int64_t at = b * nc + c;                                                             \
                 multiply_kept_by(kept, BIAS, &x, y->q + 256 * at, y->d + at, y->sums + at,                 \
@@ -202,9 +196,6 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
             }                                                                                              \
         }                                                                                                  \
     }
-#define SCALES_itq3_s itq3s_scales_itq3_s
-#define SCALES_tq2_0  itq3s_scales_tq
-#define SCALES_tq1_0  itq3s_scales_tq
 
 //
 // ITQ3_S
@@ -279,8 +270,10 @@ GEMM(itq3_s, scales_itq3_s, LEVELS_ITQ3_S, 64)
 #define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
 
 #define LEVELS_TQ2_0(x, F)                                                                               \
+    ITQ3S_PREFETCH(x, 16);                                                                               \
     UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
         const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
+        ITQ3S_PREFETCH(x, w);                                                                            \
         UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
             const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
             F(field, PLACE_TQ2_0(w, f), f)                                                               \
@@ -291,8 +284,10 @@ GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 #if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
 #    define FIELDS_TQ2_0(x, F)                                                                       \
+        ITQ3S_PREFETCH(x, 16);                                                                       \
         UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
             const __m512i word = _mm512_load_si512((x)->qs[w]);                                      \
+            ITQ3S_PREFETCH(x, w);                                                                    \
             UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
                 const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
                 F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
@@ -323,8 +318,11 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
 }
 
 #define TRITS_TQ1_0(x, DO, F)                            \
+    ITQ3S_PREFETCH(x, 12);                               \
+    ITQ3S_PREFETCH(x, 13);                               \
     UNROLL(12) for (int w = 0; w < 12; ++w) {            \
         __m512i bytes = _mm512_load_si512((x)->qs[w]);   \
+        ITQ3S_PREFETCH(x, w);                            \
         UNROLL(5) for (int l = 0; l < 5; ++l) {          \
             DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
         }                                                \
@@ -482,13 +480,12 @@ static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n
     const __m512i selectors_at =
         _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
 
-    itq3s_codes_itq3_s *  codes  = panel;
-    itq3s_scales_itq3_s * scales = (void *) (codes + nb);
-
     struct row_reader readers[ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
     for (int64_t b = 0; b < nb; ++b) {
-        const block_itq3_s * x[ROWS];
+        itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
+        const block_itq3_s *  x[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             x[r] = block_at(&readers[r], b);
         }
@@ -501,7 +498,7 @@ static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n
         UNROLL(16) for (int i = 0; i < 16; ++i) {
             // transpose the 4x4 pairs of bits of every word
             const __m512i t = swap_bits_32(q[i], 12, 0x0000F0F0);
-            _mm512_store_si512(codes[b].qs[i], swap_bits_32(t, 6, 0x00CC00CC));
+            _mm512_store_si512(codes->qs[i], swap_bits_32(t, 6, 0x00CC00CC));
         }
 
         __m512i s[8];
@@ -523,56 +520,54 @@ static void itq3s_repack_itq3_s_avx512(const void * rows, size_t row_size, int n
             s[i + 3] = _mm512_unpackhi_epi64(u[i + 1], u[i + 3]);
         }
         UNROLL(4) for (int t = 0; t < 4; ++t) {
-            _mm512_store_si512(codes[b].sel[t], _mm512_shuffle_i32x4(s[t], s[t + 4], 0x88));
-            _mm512_store_si512(codes[b].sel[t + 4], _mm512_shuffle_i32x4(s[t], s[t + 4], 0xDD));
+            _mm512_store_si512(codes->sel[t], _mm512_shuffle_i32x4(s[t], s[t + 4], 0x88));
+            _mm512_store_si512(codes->sel[t + 4], _mm512_shuffle_i32x4(s[t], s[t + 4], 0xDD));
         }
 
         for (int r = 0; r < ROWS; ++r) {
-            scales[b].d[r] = x[r]->d;
-            scales[b].z[r] = x[r]->z;
+            scales->d[r] = x[r]->d;
+            scales->z[r] = x[r]->z;
         }
     }
 }
 
 static void itq3s_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq2_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-
     struct row_reader readers[ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
     for (int64_t b = 0; b < nb; ++b) {
-        __m512i q[ROWS];
+        itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
+        __m512i             q[ROWS];
         UNROLL(16) for (int r = 0; r < ROWS; ++r) {
             const block_tq2_0 * x = block_at(&readers[r], b);
             q[r]                  = _mm512_loadu_si512(x->qs);
-            scales[b].d[r]        = x->d;
+            scales->d[r]          = x->d;
         }
         transpose_16x16(q);
         UNROLL(16) for (int w = 0; w < 16; ++w) {
-            _mm512_store_si512(codes[b].qs[w], q[w]);
+            _mm512_store_si512(codes->qs[w], q[w]);
         }
     }
 }
 
 static void itq3s_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq1_0 * codes  = panel;
-    itq3s_scales_tq *   scales = (void *) (codes + nb);
-
     struct row_reader readers[ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
     for (int64_t b = 0; b < nb; ++b) {
-        __m512i q[ROWS];
+        itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
+        __m512i             q[ROWS];
         UNROLL(16) for (int r = 0; r < ROWS; ++r) {
             const block_tq1_0 * x = block_at(&readers[r], b);
             // the words of qs, and the one of qh behind them
             q[r]                  = _mm512_maskz_loadu_epi32(0x1FFF, x->qs);
-            scales[b].d[r]        = x->d;
+            scales->d[r]          = x->d;
         }
         transpose_16x16(q);
         UNROLL(12) for (int w = 0; w < 12; ++w) {
-            _mm512_store_si512(codes[b].qs[w], q[w]);
+            _mm512_store_si512(codes->qs[w], q[w]);
         }
-        _mm512_store_si512(codes[b].qh, q[12]);
+        _mm512_store_si512(codes->qh, q[12]);
     }
 }
 

@@ -86,52 +86,49 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
 }
 
 static inline void itq3s_repack_itq3_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_itq3_s *  codes  = (itq3s_codes_itq3_s *) panel;
-    itq3s_scales_itq3_s * scales = (itq3s_scales_itq3_s *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
     for (int64_t b = 0; b < nb; ++b) {
+        itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
             const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[r], b);
             __m256i              s = _mm256_loadu_si256((const __m256i *) x->sel);
             for (int t = 7; t >= 0; --t, s = _mm256_add_epi8(s, s)) {
-                codes[b].sel[t][r] = (uint32_t) _mm256_movemask_epi8(s);
+                codes->sel[t][r] = (uint32_t) _mm256_movemask_epi8(s);
             }
-            scales[b].d[r] = x->d;
-            scales[b].z[r] = x->z;
+            scales->d[r] = x->d;
+            scales->z[r] = x->z;
         }
-        repack_symbols(readers, b, 0, codes[b].qs);
-        repack_symbols(readers, b, 1, codes[b].qs);
+        repack_symbols(readers, b, 0, codes->qs);
+        repack_symbols(readers, b, 1, codes->qs);
     }
 }
 
 static inline void itq3s_repack_tq2_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq2_0 * codes  = (itq3s_codes_tq2_0 *) panel;
-    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
     for (int64_t b = 0; b < nb; ++b) {
-        transpose_words(readers, b, offsetof(block_tq2_0, qs), 16, codes[b].qs);
+        itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
+        transpose_words(readers, b, offsetof(block_tq2_0, qs), 16, codes->qs);
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
-            scales[b].d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
+            scales->d[r] = ((const block_tq2_0 *) block_at(&readers[r], b))->d;
         }
     }
 }
 
 static inline void itq3s_repack_tq1_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    itq3s_codes_tq1_0 * codes  = (itq3s_codes_tq1_0 *) panel;
-    itq3s_scales_tq *   scales = (itq3s_scales_tq *) (codes + nb);
-
     struct row_reader readers[ITQ3S_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
     for (int64_t b = 0; b < nb; ++b) {
-        transpose_words(readers, b, offsetof(block_tq1_0, qs), 12, codes[b].qs);
+        itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
+        transpose_words(readers, b, offsetof(block_tq1_0, qs), 12, codes->qs);
         for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
             const block_tq1_0 * x = (const block_tq1_0 *) block_at(&readers[r], b);
-            memcpy(&codes[b].qh[r], x->qh, sizeof(x->qh));
-            scales[b].d[r] = x->d;
+            memcpy(&codes->qh[r], x->qh, sizeof(x->qh));
+            scales->d[r] = x->d;
         }
     }
 }
