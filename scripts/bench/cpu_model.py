@@ -128,7 +128,7 @@ PROCESSORS: Final = {
         x86("znver3"),
         x86("znver4", ZEN4, note="operations of 512 bits run as two halves, and the table says so"),
         Processor(
-            Target("znver4, AVX2 build", "x86", (AVX2,)), "znver4", note="the kernels for AVX2 without VNNI on Zen 4"
+            Target("znver4-avx2", "x86", (AVX2,)), "znver4", note="the kernels for AVX2 without VNNI on Zen 4"
         ),
         x86(
             "znver5", ZEN5, once=True, dispatch=8,
@@ -142,7 +142,7 @@ PROCESSORS: Final = {
             note="LLVM's table is that of Cyclone (2013): three vector pipes, the M1 has four",
         ),
         Processor(
-            Target("apple-m1 as V1", "arm", (("-mcpu=apple-m1",), ("-march=armv8.4-a+fp16",)), "max,sve=off"),
+            Target("apple-m1-by-v1", "arm", (("-mcpu=apple-m1",), ("-march=armv8.4-a+fp16",)), "max,sve=off"),
             "neoverse-v1", note="the same code by the table of Neoverse V1, which has as many vector pipes as the M1",
         ),
     )
@@ -235,9 +235,7 @@ def checked(tools: Tools) -> list[dict[str, Any]]:
         builds["AVX2"] = AVX2
     rows = []
     for build, flags in builds.items():
-        program = kernel_trace.compile_program(
-            Target(f"this machine, {build}", processor.target.architecture, (flags,))
-        )
+        program = kernel_trace.compile_program(Target(f"host-{build}", processor.target.architecture, (flags,)))
         for kernel in KERNELS:
             model = cost(processor, program, tools, kernel)
             row = {"build": build, "kernel": kernel.key, "model": model.cycles, "bound": model.bound}

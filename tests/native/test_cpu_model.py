@@ -22,7 +22,7 @@ def tools() -> Tools:
 def program() -> Program:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         pytest.skip("single-stepping needs Linux on x86-64")
-    return kernel_trace.compile_program(Target("znver4, AVX2 build", "x86", (cpu_model.AVX2,)))
+    return kernel_trace.compile_program(Target("znver4-avx2", "x86", (cpu_model.AVX2,)))
 
 
 def lengths(program: Program, tools: Tools, kernel: str) -> list[int]:
