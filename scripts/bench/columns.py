@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -36,8 +37,9 @@ COLUMNS: Final = (1, 2, 4, 7, 8, 16, 32, 64, 256, 512)
 TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K", "Q3_K", "IQ4_XS", "IQ3_S", "IQ3_XXS")
 #: Types that two builds are compared by.
 PAIRED: Final = ("ITQ3_S", "TQ2_0")
-#: Runs of a test, by its columns: short tests are repeated.
-REPEATS: Final = {columns: max(1, 16 // columns) for columns in COLUMNS}
+#: Tokens of a test, at least: short ones are repeated. Two builds are closer to each other than two types.
+TOKENS: Final = 16
+TOKENS_PAIRED: Final = 128
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,18 @@ def build_in(folder: Path) -> Build:
     raise BenchError(f"{folder}: has neither llama-bench nor libggml-cpu; give the build/bin of another checkout")
 
 
-def speeds(build: Build, paths: Iterable[Path], columns: int) -> dict[str, float]:
-    """Tokens/s of models, by their names, with so many columns and one thread.
+def speeds(build: Build, paths: Iterable[Path], columns: int, tokens: int) -> dict[str, float]:
+    """Tokens/s of models, by their names, with so many columns and one thread; the median of the repeats.
 
     Raises:
         BenchError: llama-bench failed.
     """
     command: list[str | Path] = [*kernels.pin(), build.bin / "llama-bench", "-o", "json", "-t", "1", "-n", "0"]
-    command += ["-p", str(columns), "-b", "512", "-ub", "512", "-r", str(REPEATS[columns])]
+    command += ["-p", str(columns), "-b", "512", "-ub", "512", "-r", str(max(1, tokens // columns))]
     for path in paths:
         command += ["-m", path]
     found = json.loads(kernels.run(command, library=build.library))
-    return {Path(result["model_filename"]).stem: float(result["avg_ts"]) for result in found}
+    return {Path(result["model_filename"]).stem: statistics.median(result["samples_ts"]) for result in found}
 
 
 def one_round(samples: Samples, libraries: Mapping[str, Path | None], paths: Mapping[str, Path]) -> None:
@@ -85,7 +87,8 @@ def one_round(samples: Samples, libraries: Mapping[str, Path | None], paths: Map
     for columns in COLUMNS:
         for build, library in libraries.items():
             names = kernels.AVX2_TYPES if build else TYPES
-            for name, speed in speeds(Build(kernels.BIN, library), [paths[name] for name in names], columns).items():
+            models = [paths[name] for name in names]
+            for name, speed in speeds(Build(kernels.BIN, library), models, columns, TOKENS).items():
                 samples[label(name, build)][str(columns)].append(speed)
 
 
@@ -100,7 +103,8 @@ def pair(samples: Samples, ours: Build, theirs: Build, paths: Mapping[str, Path]
     for columns in COLUMNS:
         for name in PAIRED:
             for side, build in reversed(order) if swap else order:
-                samples[f"{name}, {side}"][str(columns)].append(speeds(build, [paths[name]], columns)[name])
+                speed = speeds(build, [paths[name]], columns, TOKENS_PAIRED)[name]
+                samples[f"{name}, {side}"][str(columns)].append(speed)
 
 
 def paired_table(samples: Samples) -> str:

@@ -28,14 +28,14 @@ RESULTS: Final = ROOT / "docs" / "results"
 #: The type that others are compared with.
 BASE: Final = "Q4_K"
 
-ONE_COLUMN: Final = {"generation": "1 thread", "generation_all": "all threads"}
-MAPPED: Final = {"mapped": "1 thread", "mapped_all": "all threads"}
+ONE_COLUMN: Final = {"generation": "1 thread", "generation_all": "all cores"}
+MAPPED: Final = {"mapped": "1 thread", "mapped_all": "all cores"}
 PRODUCTS: Final = {
     "products_1": "Product with 1 column, weights in the cache, G/s, one thread",
     "products_4": "Product with 4 columns, weights in the cache, G/s, one thread",
     "products_512": "Product with 512 columns, G/s, one thread",
     "prompt": "Prompt of 512, tokens/s, one thread",
-    "prompt_all": "Prompt of 512, tokens/s, all threads",
+    "prompt_all": "Prompt of 512, tokens/s, all cores",
 }
 PICTURED: Final = {
     "generation": "generation, tokens/s",
@@ -141,7 +141,7 @@ def memory(files: Sequence[File]) -> Iterator[str]:
     """Products with one column whose weights are out of memory, beside readers of the same memory."""
     header, rows = ["type"], []
     for file in files:
-        for threads in ("1 thread", "all threads"):
+        for threads in ("1 thread", "all cores"):
             header += [f"{file['name']}, {threads}, G weights/s", "GB/s", "share"]
     for name in names_of(files, ("share_1", "share_all")):
         row = [name]
@@ -166,7 +166,7 @@ def limits(files: Sequence[File]) -> str:
     """How far each type is from what a core can multiply and the memory feed."""
     header = ["type"]
     for file in files:
-        header += [f"{file['name']}: 1 column", "512 columns", "generation", "all threads"]
+        header += [f"{file['name']}: 1 column", "512 columns", "generation", "all cores"]
     rows = []
     names = [name for name in names_of(files, ("products_1",)) if results.build_of(name) != "AVX2"]
     for name in names:
@@ -241,7 +241,7 @@ def loading(files: Sequence[File]) -> Iterator[str]:
     yield report.markdown(header, rows, left=2)
     header, rows = ["ITQ3_S by"], []
     for processor in found:
-        header += [f"{processor}, 1 thread, s", "all threads, s", "times as fast"]
+        header += [f"{processor}, 1 thread, s", "all cores, s", "times as fast"]
     for program in dict.fromkeys(program for section in found.values() for program in section["quantizing"]):
         row = [program]
         for section in found.values():
@@ -289,7 +289,7 @@ def page(files: Sequence[File]) -> str:
             MEMORY,
             *memory(found),
         ]  # fmt: skip
-    if files:
+    if having(files, {test for test, *_ in (*targets.RATIOS, *targets.VALUES)}):
         parts += ["## Targets\n", "What may not be lost, and whether it is met:\n", target_table(files)]
     if found := [file for file in files if "columns" in file["sections"]]:
         parts += ["## Columns\n", "Tokens evaluated together by llama-bench, one thread:\n", *columns(found)]

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s.codec import blocks  # noqa: E402
 from gguf_itq3s.codec.native import library_name  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
-from scripts.bench import cpu_page, random_model  # noqa: E402
+from scripts.bench import cpu_page, processor, random_model  # noqa: E402
 from scripts.bench.results import BenchError, Samples, label, medians_of  # noqa: E402
 
 BIN = ROOT / "build" / "bin"
@@ -225,7 +225,7 @@ def main() -> int:
         if arguments.build_only:
             return 0
 
-        cores = os.cpu_count() or 1
+        cores = processor.cores()
         samples: Samples = defaultdict(lambda: defaultdict(list))
         for i in range(arguments.rounds):
             print(f"round {i + 1} of {arguments.rounds}", file=sys.stderr)

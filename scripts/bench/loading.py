@@ -10,7 +10,6 @@ medians are taken. Writes a section of the processor's file and the page.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench import cpu_page, kernels, large  # noqa: E402
+from scripts.bench import cpu_page, kernels, large, processor  # noqa: E402
 from scripts.bench.results import BenchError  # noqa: E402
 
 TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K")
@@ -112,7 +111,7 @@ def main() -> int:
     arguments = parser.parse_args()
     loading: dict[str, dict[str, list[large.Run]]] = defaultdict(lambda: defaultdict(list))
     quantizing: dict[str, dict[str, list[large.Run]]] = defaultdict(lambda: defaultdict(list))
-    cores = os.cpu_count() or 1
+    cores = processor.cores()
     try:
         if not (kernels.BIN / "llama-bench").exists():
             raise BenchError("build/bin/llama-bench is missing; run make build")

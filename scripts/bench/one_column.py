@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One token at a time, one column: what most people do with a model, and how near to the memory's speed it is.
 
-Generation by llama-bench on the random Llama of scripts/bench/kernels.py, with one thread and with all: weights as
+Generation by llama-bench on the random Llama of scripts/bench/kernels.py, on one core and on all: weights as
 llama.cpp lays them out when it loads them, and as the file has them, mapped (--repack 0). Products of one column with
 so many matrices in turn that no cache holds them, and beside each the speed at which as many threads do nothing but
 read the same memory. Types and builds run in turn, round after round; only ratios inside one run mean something.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -100,7 +99,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default %(default)s)")
     parser.add_argument("--output", type=Path, default=kernels.OUT, help="folder of the results (default build/bench)")
     arguments = parser.parse_args()
-    cores = os.cpu_count() or 1
+    cores = processor.cores()
     memory = processor.memory_beyond_caches(processor.last_level_cache())
     samples: Samples = defaultdict(lambda: defaultdict(list))
     ways: dict[int, Counter[str]] = defaultdict(Counter)

@@ -7,6 +7,7 @@ arch/x86/kernel/cpu/amd.c, arch/arm64/include/asm/cputype.h).
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -124,6 +125,16 @@ def this() -> Processor:
         return found
     title = platform.processor() or platform.machine()
     return Processor(_slug(title) or "unknown", title)
+
+
+def cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Cores that this process may use, a core with two hardware threads once; on a Mac the fast ones."""
+    if platform.system() == "Darwin":
+        found = dict(re.findall(r"([\w.]+): (\d+)\n", _output("sysctl", "hw")))
+        return int(found.get("hw.perflevel0.physicalcpu") or found.get("hw.physicalcpu") or os.cpu_count() or 1)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = [system / f"cpu{number}" / "topology" / "thread_siblings_list" for number in usable]
+    return len({path.read_text() if path.exists() else path for path in siblings})
 
 
 def last_level_cache() -> int | None:

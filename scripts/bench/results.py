@@ -7,7 +7,6 @@ of its processor, and a section a script: the state of the code, the rounds, and
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,7 @@ def record(output: Path, section: str, data: Mapping[str, Any]) -> Path:
     sections = {**old.get("sections", {}), section: {"state": state(), **data}}
     ordered = {name: sections[name] for name in SECTIONS if name in sections}
     file = {
-        "name": this.name, "model": this.model, "cores": os.cpu_count() or 1,
+        "name": this.name, "model": this.model, "cores": processor.cores(),
         "cache": processor.last_level_cache(), "sections": ordered,
     }  # fmt: skip
     write_text(path, json.dumps(file, indent=1) + "\n")

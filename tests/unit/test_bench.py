@@ -159,7 +159,7 @@ def test_two_builds_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = columns.Build(Path("ours")), columns.Build(Path("theirs"))
     asked: list[columns.Build] = []
 
-    def speeds(build: columns.Build, paths: list[Path], number: int) -> dict[str, float]:
+    def speeds(build: columns.Build, paths: list[Path], number: int, tokens: int) -> dict[str, float]:
         asked.append(build)
         drift = len(asked) // (2 * len(columns.PAIRED) * len(columns.COLUMNS)) + 1
         return {path.stem: number * drift * (3.0 if build == ours else 2.0) for path in paths}

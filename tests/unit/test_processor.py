@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -93,6 +94,19 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_output", lambda program, *names: sysctl[names])
     assert processor.this() == processor.Processor("apple-m2", "Apple M2")
     assert processor.last_level_cache() == 4 << 20
+
+
+def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 5})
+    assert processor.cores(tmp_path) == 4
+    for number, siblings in enumerate(("0,4", "1,5", "2,6", "3,7", "0,4", "1,5")):
+        path = tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{siblings}\n")
+    assert processor.cores(tmp_path) == 3
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(processor, "_output", lambda *command: "hw.physicalcpu: 8\nhw.perflevel0.physicalcpu: 4\n")
+    assert processor.cores() == 4
 
 
 def test_no_word_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
