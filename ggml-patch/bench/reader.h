@@ -42,15 +42,15 @@ struct reader {
     line         sum;
 };
 
-static inline __attribute__((always_inline)) line read_places(const line * data, size_t lines, int places,
-                                                              size_t ahead) {
+// `places` is a constant, so that the compiler unrolls.
+static inline __attribute__((always_inline)) void read_places(struct reader * r, int places, size_t ahead) {
     line         sums[UNROLLED] = { 0 };
-    const size_t part           = lines / (size_t) places;
+    const size_t part           = r->lines / (size_t) places;
     const int    each           = UNROLLED / places;
     for (size_t i = 0; i < part; i += (size_t) each) {
         for (int p = 0; p < places; ++p) {
             for (int j = 0; j < each; ++j) {
-                const line * at = data + (size_t) p * part + i + (size_t) j;
+                const line * at = r->data + (size_t) p * part + i + (size_t) j;
                 if (ahead) {
                     __builtin_prefetch((const char *) at + ahead * LINE_BYTES, 0, 3);
                 }
@@ -58,36 +58,36 @@ static inline __attribute__((always_inline)) line read_places(const line * data,
             }
         }
     }
-    line sum = { 0 };
     for (int j = 0; j < UNROLLED; ++j) {
-        sum ^= sums[j];
+        r->sum ^= sums[j];
     }
-    return sum;
+}
+
+static inline __attribute__((always_inline)) void read_ahead_or_not(struct reader * r, int places) {
+    if (r->way.ahead) {
+        read_places(r, places, r->way.ahead);
+    } else {
+        read_places(r, places, 0);
+    }
 }
 
 static void * read_all(void * argument) {
     struct reader * r = (struct reader *) argument;
     for (int pass = 0; pass < r->passes; ++pass) {
-        line sum = { 0 };
-        switch (r->way.places) {  // constants, so that the compiler unrolls
+        switch (r->way.places) {
             case 1:
-                sum = r->way.ahead ? read_places(r->data, r->lines, 1, r->way.ahead)
-                                   : read_places(r->data, r->lines, 1, 0);
+                read_ahead_or_not(r, 1);
                 break;
             case 2:
-                sum = r->way.ahead ? read_places(r->data, r->lines, 2, r->way.ahead)
-                                   : read_places(r->data, r->lines, 2, 0);
+                read_ahead_or_not(r, 2);
                 break;
             case 4:
-                sum = r->way.ahead ? read_places(r->data, r->lines, 4, r->way.ahead)
-                                   : read_places(r->data, r->lines, 4, 0);
+                read_ahead_or_not(r, 4);
                 break;
             default:
-                sum = r->way.ahead ? read_places(r->data, r->lines, 8, r->way.ahead)
-                                   : read_places(r->data, r->lines, 8, 0);
+                read_ahead_or_not(r, 8);
                 break;
         }
-        r->sum ^= sum;
         __asm__ volatile("" : : "r"(&r->sum) : "memory");  // or two passes cancel out, and none is made
     }
     return NULL;
