@@ -75,6 +75,7 @@ real: build ## compare types on a real model, REAL_MODEL; REAL_ARGS=--quick take
 	$(PY) scripts/tables/real.py $(REAL_MODEL) $(REAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
+	$(PY) scripts/bench/one_column.py $(BENCH_ARGS)
 	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)
 	$(PY) scripts/bench/columns.py $(BENCH_ARGS)
 	$(PY) scripts/bench/loading.py $(BENCH_ARGS)

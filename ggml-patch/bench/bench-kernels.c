@@ -1,14 +1,19 @@
-// One round of the kernel benchmark, one thread; scripts/bench/kernels.py runs it for several builds of ggml in turn and takes
-// medians.
+// One round of the kernel benchmark; the scripts in scripts/bench run it for several builds of ggml in turn and take medians.
 //
-//   bench-kernels COLUMNS|quantize TYPE...     TYPE: name=number of a ggml_type, e.g. Q3_K=11
-//   bench-kernels roofline THREADS
+//   bench-kernels COLUMNS|quantize TYPE...        TYPE: name=number of a ggml_type, e.g. Q3_K=11
+//   bench-kernels memory MIB THREADS TYPE...
+//   bench-kernels roofline THREADS...
 //
-// Prints "name value" lines: G products/s of a matrix product with so many columns, in the buffer type that llama.cpp
-// picks, M weights/s of ggml_quantize_chunk; GB/s of reading memory and G products/s of the 8-bit dot product on
-// registers.
+// Prints "name value" lines, of one thread: G products/s of a matrix product with so many columns, in the buffer type
+// that llama.cpp picks, M weights/s of ggml_quantize_chunk; GB/s of reading memory with so many threads and G products/s
+// of the 8-bit dot product on registers.
+//
+// "memory" is products with one column of different matrices in turn, MIB of weights in all: "name weights read limit
+// places ahead", G weights/s, GB/s of their bytes in memory, GB/s at which as many threads do nothing but read the same
+// bytes, and how they read them (reader.h).
 
 #include "product.h"
+#include "reader.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -22,20 +27,13 @@
 #elif defined(__ARM_FEATURE_DOTPROD)
 #    include <arm_neon.h>
 #endif
-#if !defined(_WIN32)
-#    include <pthread.h>
-#endif
 
 #define K           4096
 #define CACHED_ROWS 512  // rows of weights that stay in the second-level cache
 #define ROWS        1024
-#define MANY        64  // columns from which on the products take longer than reading the weights
-
-static double now(void) {
-    struct timespec t;
-    timespec_get(&t, TIME_UTC);
-    return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
-}
+#define MANY        64    // columns from which on the products take longer than reading the weights
+#define PASSES      9     // over the memory, the best counts
+#define MEMORY_ROWS 4096  // of a matrix of many that no cache holds
 
 // Products of K x rows weights and `columns` columns, in G/s.
 static void bench_product(const char * name, enum ggml_type type, int64_t columns) {
@@ -71,69 +69,53 @@ static void bench_quantize(const char * name, enum ggml_type type) {
 }
 
 //
+// memory
+//
+
+// Products of one column with all of a model's worth of matrices, and reading the same memory, in turn.
+static void bench_memory_products(const char * name, enum ggml_type type, size_t bytes, int threads) {
+    const size_t matrix   = ggml_row_size(type, K) * MEMORY_ROWS;
+    const int    matrices = (int) ((bytes + matrix - 1) / matrix);
+
+    struct product                p      = new_products(type, K, MEMORY_ROWS, 1, matrices, threads);
+    struct ggml_threadpool_params params = ggml_threadpool_params_default(threads);
+    struct ggml_threadpool *      pool   = checked(ggml_threadpool_new(&params));
+    const void *                  data   = ggml_backend_buffer_get_base(p.matrix_buffer);
+    const size_t                  size   = ggml_backend_buffer_get_size(p.matrix_buffer);
+    double                        best   = INFINITY;
+    double                        limit  = 0.0;
+    ggml_backend_cpu_set_threadpool(p.backend, pool);
+    run_product(&p);
+
+    const struct way way = best_way(data, size, threads);
+    for (int pass = 0; pass < PASSES; ++pass) {  // as many tries for the reader as for the product
+        const double from = now();
+        run_product(&p);
+        best  = fmin(best, now() - from);
+        limit = fmax(limit, read_speed(data, size, threads, way));
+    }
+    const double weights = (double) K * MEMORY_ROWS * matrices;
+    printf("%s %.6g %.6g %.6g %d %zu\n", name, weights / best * 1e-9, (double) size / best * 1e-9, limit, way.places,
+           way.ahead);
+    free_product(&p);
+    ggml_threadpool_free(pool);
+}
+
+//
 // roofline
 //
 
-struct reader {
-    const uint8_t * data;
-    size_t          size;
-    uint64_t        sum;
-};
-
-static void * read_all(void * arg) {
-    struct reader * r = arg;
-    uint64_t        s[8];
-    memset(s, 0, sizeof(s));
-    for (size_t i = 0; i + sizeof(s) <= r->size; i += sizeof(s)) {
-        uint64_t v[8];
-        memcpy(v, r->data + i, sizeof(v));
-        for (int j = 0; j < 8; ++j) {
-            s[j] += v[j];
-        }
-    }
-    for (int j = 0; j < 8; ++j) {
-        r->sum += s[j];
-    }
-    return NULL;
-}
-
 static void bench_memory(int threads) {
-    const size_t    size = (size_t) 256 << 20;
-    struct reader * r    = checked(calloc((size_t) threads, sizeof(*r)));
-    for (int t = 0; t < threads; ++t) {
-        uint8_t * data = checked(malloc(size));
-        memset(data, t + 1, size);
-        r[t].data = data;
-        r[t].size = size;
+    const size_t size = ((size_t) 256 << 20) * (size_t) threads;
+    void *       data = checked(malloc(size));
+    memset(data, 1, size);
+    const struct way way  = best_way(data, size, threads);
+    double           best = 0.0;
+    for (int pass = 0; pass < PASSES; ++pass) {
+        best = fmax(best, read_speed(data, size, threads, way));
     }
-    double best = INFINITY;
-    for (int round = 0; round < 5; ++round) {
-        const double start = now();
-#if !defined(_WIN32)
-        pthread_t * id = checked(calloc((size_t) threads, sizeof(*id)));
-        for (int t = 1; t < threads; ++t) {
-            if (pthread_create(&id[t], NULL, read_all, &r[t])) {
-                fprintf(stderr, "error: a thread cannot be started\n");
-                exit(1);
-            }
-        }
-        read_all(&r[0]);
-        for (int t = 1; t < threads; ++t) {
-            pthread_join(id[t], NULL);
-        }
-        free(id);
-#else
-        for (int t = 0; t < threads; ++t) {
-            read_all(&r[t]);
-        }
-#endif
-        best = fmin(best, now() - start);
-    }
-    printf("memory_%d %.6g\n", threads, (double) size * threads / best * 1e-9);
-    for (int t = 0; t < threads; ++t) {
-        free((void *) (uintptr_t) r[t].data);
-    }
-    free(r);
+    printf("memory_%d %.6g\n", threads, best);
+    free(data);
 }
 
 // Products of 8 bits a second, operands in registers.
@@ -197,35 +179,48 @@ static void bench_products(void) {
     printf("products %.6g\n", 12.0 * (double) n * (double) lanes / best * 1e-9);
 }
 
+static int usage(void) {
+    fprintf(stderr,
+            "usage: bench-kernels COLUMNS|quantize NAME=TYPE... | bench-kernels memory MIB THREADS NAME=TYPE... |"
+            " bench-kernels roofline THREADS...\n");
+    return 1;
+}
+
 int main(int argc, char ** argv) {
-    if (argc < 3) {
-        fprintf(stderr, "usage: bench-kernels COLUMNS|quantize NAME=TYPE... | bench-kernels roofline THREADS\n");
-        return 1;
+    const char * mode     = argc > 1 ? argv[1] : "";
+    const bool   memory   = !strcmp(mode, "memory");
+    const bool   quantize = !strcmp(mode, "quantize");
+    const bool   roofline = !strcmp(mode, "roofline");
+    const int    first    = memory ? 4 : 2;
+    if (argc <= first || (memory && (atoi(argv[2]) < 1 || atoi(argv[3]) < 1)) ||
+        (!memory && !quantize && !roofline && atoi(mode) < 1)) {
+        return usage();
     }
     ggml_cpu_init();
-    for (int i = 2; i < argc; ++i) {
-        char *       number = strchr(argv[i], '=');
-        const char * mode   = argv[1];
-        if (!strcmp(mode, "roofline")) {
+    for (int i = first; i < argc; ++i) {
+        if (roofline) {
+            if (atoi(argv[i]) < 1) {
+                return usage();
+            }
             bench_memory(atoi(argv[i]));
             continue;
         }
+        char * number = strchr(argv[i], '=');
         if (!number) {
             fprintf(stderr, "error: %s is not NAME=TYPE\n", argv[i]);
             return 1;
         }
         *number                   = 0;
         const enum ggml_type type = (enum ggml_type) atoi(number + 1);
-        if (!strcmp(mode, "quantize")) {
+        if (memory) {
+            bench_memory_products(argv[i], type, (size_t) atoi(argv[2]) << 20, atoi(argv[3]));
+        } else if (quantize) {
             bench_quantize(argv[i], type);
-        } else if (atoi(mode) > 0) {
-            bench_product(argv[i], type, atoi(mode));
         } else {
-            fprintf(stderr, "error: unknown mode %s\n", mode);
-            return 1;
+            bench_product(argv[i], type, atoi(mode));
         }
     }
-    if (!strcmp(argv[1], "roofline")) {
+    if (roofline) {
         bench_products();
     }
     return 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A matrix product on the CPU backend as llama.cpp would run it, of a matrix of random weights.
+// Matrix products on the CPU backend as llama.cpp would run them, of matrices of random weights.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -82,31 +82,46 @@ static ggml_backend_buffer_type_t buffer_type_for(struct ggml_tensor * matrix, s
     return ggml_backend_cpu_buffer_type();
 }
 
-static struct product new_product(enum ggml_type type, int64_t k, int64_t rows, int64_t columns, int threads) {
+// Products of `matrices` matrices of k x rows, one after the other, and the same columns.
+static struct product new_products(enum ggml_type type, int64_t k, int64_t rows, int64_t columns, int matrices,
+                                   int threads) {
     struct product          p;
-    struct ggml_init_params params = { .mem_size = 1 << 20, .mem_buffer = NULL, .no_alloc = true };
+    const size_t            nodes  = 2 * (size_t) matrices + 8;
+    const size_t            memory = nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false);
+    struct ggml_init_params params = { .mem_size = memory, .mem_buffer = NULL, .no_alloc = true };
 
     p.backend = checked(ggml_backend_cpu_init());
     ggml_backend_cpu_set_n_threads(p.backend, threads);
     p.matrix = checked(ggml_init(params));
     p.rest   = checked(ggml_init(params));
-    p.graph  = ggml_new_graph(p.rest);
+    p.graph  = ggml_new_graph_custom(p.rest, nodes, false);
 
-    struct ggml_tensor * a = ggml_new_tensor_2d(p.matrix, type, k, rows);
-    struct ggml_tensor * b = ggml_new_tensor_2d(p.rest, GGML_TYPE_F32, k, columns);
-    struct ggml_tensor * c = ggml_mul_mat(p.rest, a, b);
-    ggml_build_forward_expand(p.graph, c);
-    p.matrix_buffer = checked(ggml_backend_alloc_ctx_tensors_from_buft(p.matrix, buffer_type_for(a, c)));
+    struct ggml_tensor *  b = ggml_new_tensor_2d(p.rest, GGML_TYPE_F32, k, columns);
+    struct ggml_tensor ** a = checked(calloc((size_t) matrices, sizeof(*a)));
+    for (int i = 0; i < matrices; ++i) {
+        a[i] = ggml_new_tensor_2d(p.matrix, type, k, rows);
+        ggml_build_forward_expand(p.graph, ggml_mul_mat(p.rest, a[i], b));
+    }
+    ggml_backend_buffer_type_t buffer_type = buffer_type_for(a[0], ggml_graph_node(p.graph, 0));
+
+    p.matrix_buffer = checked(ggml_backend_alloc_ctx_tensors_from_buft(p.matrix, buffer_type));
     ggml_backend_buffer_set_usage(p.matrix_buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     p.rest_buffer = checked(ggml_backend_alloc_ctx_tensors(p.rest, p.backend));
 
     char *  w = weights(type, k, rows);
     float * x = gaussian(k * columns);
-    ggml_backend_tensor_set(a, w, 0, ggml_nbytes(a));
+    for (int i = 0; i < matrices; ++i) {
+        ggml_backend_tensor_set(a[i], w, 0, ggml_nbytes(a[i]));
+    }
     ggml_backend_tensor_set(b, x, 0, ggml_nbytes(b));
     free(w);
     free(x);
+    free(a);
     return p;
+}
+
+static struct product new_product(enum ggml_type type, int64_t k, int64_t rows, int64_t columns, int threads) {
+    return new_products(type, k, rows, columns, 1, threads);
 }
 
 static void run_product(const struct product * p) {

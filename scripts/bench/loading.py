@@ -4,26 +4,25 @@
 Loading is llama-bench with one token of the random Llama of scripts/bench/kernels.py, its file in the page cache: by
 default (weights repacked into a buffer of their own), as the file has them (mapped), and without mapping. Quantizing is
 llama-quantize from F16, and the converter on one layer of random weights. The programs run in turn, round after round;
-medians are taken. Writes loading.json and loading.md.
+medians are taken. Writes a section of the processor's file and the page.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gguf_itq3s.base import report  # noqa: E402
-from scripts.bench import kernels, large  # noqa: E402
+from scripts.bench import cpu_page, kernels, large, processor  # noqa: E402
+from scripts.bench.results import BenchError  # noqa: E402
 
 TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K")
 WAYS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -46,7 +45,7 @@ def measured(command: list[str | Path]) -> large.Run:
     # exec makes the program the process that is measured
     run = large.timed(["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log), *map(str, command)])
     if run is None:
-        raise kernels.BenchError(f"{Path(command[0]).name} failed (all of it: {log}):\n{log.read_text()[-2000:]}")
+        raise BenchError(f"{Path(command[0]).name} failed (all of it: {log}):\n{log.read_text()[-2000:]}")
     return run
 
 
@@ -90,36 +89,6 @@ def quantizing_round(samples: dict[str, dict[str, list[large.Run]]], f16: Path, 
         out.unlink()
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Seconds and memory of loads, beside Q4_K; speed-up of all cores."""
-    loads, sizes = result["loading"], result["model_bytes"]
-    rows = []
-    for way, types in loads.items():
-        for name, run in types.items():
-            ratio = run["seconds"] / types["Q4_K"]["seconds"]
-            memory = f"{run['memory'] / 2**20:.0f}", f"{sizes[name] / 2**20:.0f}"
-            rows.append([way, name, f"{run['seconds']:.2f}", f"{ratio:.2f}", *memory])
-    quantizing = [
-        [
-            name,
-            f"{runs['1']['seconds']:.1f}",
-            f"{runs[cores]['seconds']:.1f}",
-            f"{runs['1']['seconds'] / runs[cores]['seconds']:.2f}",
-        ]
-        for name, runs in result["quantizing"].items()
-        for cores in [str(result["cores"])]
-    ]
-    head = f"{result['processor']}, {result['rounds']} rounds, medians.\n"
-    loading = ["load and one token", "type", "seconds", "over Q4_K", "largest resident set, MiB", "file, MiB"]
-    return "\n".join(
-        [
-            head,
-            report.markdown(loading, rows, left=2),
-            report.markdown(["ITQ3_S by", "1 thread, s", f"{result['cores']} threads, s", "times as fast"], quantizing),
-        ]
-    )
-
-
 def medians_of(samples: Mapping[str, Mapping[str, list[large.Run]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Median seconds and memory of runs."""
     return {
@@ -142,10 +111,10 @@ def main() -> int:
     arguments = parser.parse_args()
     loading: dict[str, dict[str, list[large.Run]]] = defaultdict(lambda: defaultdict(list))
     quantizing: dict[str, dict[str, list[large.Run]]] = defaultdict(lambda: defaultdict(list))
-    cores = os.cpu_count() or 1
+    cores = processor.cores()
     try:
         if not (kernels.BIN / "llama-bench").exists():
-            raise kernels.BenchError("build/bin/llama-bench is missing; run make build")
+            raise BenchError("build/bin/llama-bench is missing; run make build")
         kernels.OUT.mkdir(parents=True, exist_ok=True)
         paths = kernels.models([*TYPES, "F16"])
         with tempfile.TemporaryDirectory(dir=kernels.OUT) as name:
@@ -155,18 +124,17 @@ def main() -> int:
                 print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
                 loading_round(loading, paths)
                 quantizing_round(quantizing, paths["F16"], folder, cores)
-    except kernels.BenchError as error:
+        result = {
+            "cores": cores,
+            "rounds": arguments.rounds,
+            "model_bytes": {name: paths[name].stat().st_size for name in TYPES},
+            "loading": medians_of(loading),
+            "quantizing": medians_of(quantizing),
+        }
+        cpu_page.add(arguments.output, "loading", result)
+    except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = {
-        "processor": kernels.processor(),
-        "cores": cores,
-        "rounds": arguments.rounds,
-        "model_bytes": {name: paths[name].stat().st_size for name in TYPES},
-        "loading": medians_of(loading),
-        "quantizing": medians_of(quantizing),
-    }
-    kernels.write(result, arguments.output / "loading", table)
     return 0
 
 

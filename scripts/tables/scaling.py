@@ -4,23 +4,28 @@
     scripts/tables/scaling.py --results docs   rewrite docs/scaling.md and docs/results/scaling.png
     scripts/tables/scaling.py                  print the tables
 
-The laws and the paper's speeds are quoted; ours are read from docs/results/bench.json, which `make bench` writes.
+The laws and the paper's speeds are quoted; ours are read from a processor's file in docs/results/cpu, which `make
+bench` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from gguf_itq3s.base import report
-from gguf_itq3s.base.errors import report_errors
-from gguf_itq3s.inspect import scaling, scaling_plan
-
 ROOT: Final = Path(__file__).resolve().parents[2]
-BENCH: Final = ROOT / "docs" / "results" / "bench.json"
+sys.path.insert(0, str(ROOT))
+
+from gguf_itq3s.base import report  # noqa: E402
+from gguf_itq3s.base.errors import report_errors  # noqa: E402
+from gguf_itq3s.inspect import scaling, scaling_plan  # noqa: E402
+from scripts.bench import results  # noqa: E402
+
+BENCH: Final = ROOT / "docs" / "results" / "cpu" / "emerald-rapids.json"
 
 BUDGETS: Final = (1e19, 1e20, 1e21, 1e22, 1e23)
 #: 16-bit models to be matched: parameters and tokens.
@@ -76,7 +81,7 @@ def speeds(bench: Mapping[str, Any]) -> str:
     """The tables of speeds: the paper's on CPUs and ours, and the paper's on GPUs.
 
     Args:
-        bench: docs/results/bench.json.
+        bench: the file of a processor in docs/results/cpu.
     """
 
     def row(source: str, what: str, base: float, speeds: Mapping[str, float]) -> list[str]:
@@ -87,20 +92,21 @@ def speeds(bench: Mapping[str, Any]) -> str:
             f"{speeds['TQ2'] / speeds['Q4']:.2f}",
         ]
 
+    medians, kernels = results.merged(bench, "medians"), bench["sections"]["kernels"]
     rows = [
         row("the paper", what, found["F16"], {name: found[name] for name in PATCHED})
         for what, found in PAPER_CPU.items()
     ]
     for source, names in (("llama.cpp, here", STOCK), ("this patch, here", PATCHED)):
         for what, key in MEASURED.items():
-            found = bench["medians"][key]
+            found = medians[key]
             rows.append(row(source, what, found["F16"], {name: found[ours] for name, ours in names.items()}))
     batches = next(iter(PAPER_GPU.values()))
     cards = [[card, *(f"{factor}" for factor in found.values())] for card, found in PAPER_GPU.items()]
     return "\n".join([
         "Speed on a CPU, that of F16 as 1:\n",
         report.markdown(["", "work", "Q4", "TQ2", "TQ1", "TQ2 over Q4"], rows, left=2),
-        f"Here: {bench['processor']}, {bench['cores']} cores, a model of {bench['weights'] / 1e6:.0f} M weights; Q4 is "
+        f"Here: {bench['name']}, {kernels['cores']} cores, a model of {kernels['weights'] / 1e6:.0f} M weights; Q4 is "
         "Q4_K. The paper: 3.9 B parameters.\n",
         "Speed of ternary layers on a GPU, that of FP16 as 1, by columns of the product (the paper's TriRun, 70B):\n",
         report.markdown(["card", *(str(batch) for batch in batches)], cards),
