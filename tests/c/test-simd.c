@@ -448,7 +448,11 @@ static void test_repack(const struct panel_type * t) {
 
 #ifdef ITQ3S_HAS_GEMV
 // Rows as a file has them times column c: the bits of the panel's product, and nothing behind n_rows.
-static int same_as_rows(const char * rows, int n_rows, int nb, const block_q8_K * y, const float * panel) {
+typedef void gemv_t(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
+                    float * out);
+
+static int same_as_rows(gemv_t * gemv, size_t block_size, const char * rows, int n_rows, int nb, const block_q8_K * y,
+                        const float * panel) {
     static int8_t q[MAX_PANEL_BLOCKS * QK_K];
     float         d[MAX_PANEL_BLOCKS];
     int32_t       sums[MAX_PANEL_BLOCKS];
@@ -463,7 +467,7 @@ static int same_as_rows(const char * rows, int n_rows, int nb, const block_q8_K 
     const struct itq3s_columns columns = { q, d, sums };
     float                      out[ITQ3S_PANEL_ROWS + 1];
     memset(out, 0x55, sizeof(out));
-    itq3s_gemv_itq3_s(nb, rows, nb * sizeof(block_itq3_s), n_rows, &columns, out);
+    gemv(nb, rows, nb * block_size, n_rows, &columns, out);
     uint32_t after;
     memcpy(&after, &out[n_rows], sizeof(after));
     return memcmp(out, panel, n_rows * sizeof(float)) == 0 && after == 0x55555555;
@@ -515,8 +519,10 @@ static void test_gemm(const struct panel_type * t, const char * name, int kind, 
         }
 
 #ifdef ITQ3S_HAS_GEMV
-        for (int c = 0; t->rotated && c < 8; ++c) {
-            same_bits &= same_as_rows(rows, ITQ3S_PANEL_ROWS - c, nb, y + c * nb, got[c]);
+        gemv_t * gemv = t->rotated ? itq3s_gemv_itq3_s : t->block_size == sizeof(block_tq2_0) ? itq3s_gemv_tq2_0 : NULL;
+        for (int c = 0; gemv && c < 8; ++c) {
+            const int n_rows = ITQ3S_PANEL_ROWS - c;
+            same_bits &= same_as_rows(gemv, t->block_size, rows, n_rows, nb, y + c * nb, got[c]);
         }
 #endif
 

@@ -33,15 +33,17 @@ struct type_kernels {
 const type_kernels * kernels_of(ggml_type type) {
 #ifdef ITQ3S_HAS_GEMV
     constexpr auto gemv_itq3_s = itq3s_gemv_itq3_s;
+    constexpr auto gemv_tq2_0  = itq3s_gemv_tq2_0;
 #else
     constexpr decltype(type_kernels::gemv) gemv_itq3_s = nullptr;
+    constexpr decltype(type_kernels::gemv) gemv_tq2_0  = nullptr;
 #endif
     static const type_kernels itq3_s = { quantize_row_q8_K_h, itq3s_reorder_q8_K_h, itq3s_repack_itq3_s,
                                          itq3s_unpack_itq3_s, itq3s_gemm_itq3_s,    gemv_itq3_s };
     static const type_kernels tq1_0  = { quantize_row_q8_K,  nullptr,          itq3s_repack_tq1_0,
                                          itq3s_unpack_tq1_0, itq3s_gemm_tq1_0, nullptr };
     static const type_kernels tq2_0  = { quantize_row_q8_K,  nullptr,          itq3s_repack_tq2_0,
-                                         itq3s_unpack_tq2_0, itq3s_gemm_tq2_0, nullptr };
+                                         itq3s_unpack_tq2_0, itq3s_gemm_tq2_0, gemv_tq2_0 };
     switch (type) {
         case GGML_TYPE_ITQ3_S:
             return &itq3_s;
@@ -470,7 +472,7 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
                          for (int64_t b = 0; b < nb; ++b) {
                              const int64_t  at = own + b * nc + c;
                              const int8_t * q  = work.columns.q + (block + b) * QK_K;
-                             if (by_rows) {
+                             if (by_rows && reorder) {
                                  reorder(q, work.gathered.q + at * QK_K);  // an expert that a token names twice
                              } else {
                                  memcpy(work.gathered.q + at * QK_K, q, QK_K);

@@ -1,4 +1,4 @@
-// Products of one column with rows of ITQ3_S as a file has them, x86. docs/kernels.md explains them.
+// Products of one column with rows of ITQ3_S and TQ2_0 as a file has them, x86. docs/kernels.md explains them.
 
 #include "../../itq3s-gemm.h"
 #include "itq3s-decode.h"
@@ -9,6 +9,12 @@
 #include <string.h>
 
 #if defined(ITQ3S_HAS_GEMV)
+
+#    if defined(__GNUC__) && !defined(__clang__)
+#        define UNROLL_8 _Pragma("GCC unroll 8")
+#    else
+#        define UNROLL_8
+#    endif
 
 #    define GROUP 8  // blocks of a row whose products are made side by side
 
@@ -26,7 +32,7 @@ static inline __m512i dot_64(__m512i acc, __m512i levels, const int8_t * q) {
 #        endif
 }
 
-static inline __m128i sum_4(const __m512i p[4]) {
+static inline __m128i sum_4_512(const __m512i p[4]) {
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
     const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
     const __m512i s  = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
@@ -47,88 +53,140 @@ static inline __m256i dot_32(__m256i acc, __m256i levels, const int8_t * q) {
 #        endif
 }
 
-static inline __m128i sum_4(const __m256i p[4]) {
+#    endif
+
+static inline __m128i sum_4_256(const __m256i p[4]) {
     const __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
     return _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
 }
 
-#    endif
-
-static inline __m256i sum_8(const products p[GROUP]) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(sum_4(p)), sum_4(p + 4), 1);
+static inline __m256i sum_8_256(const __m256i p[GROUP]) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sum_4_256(p)), sum_4_256(p + 4), 1);
 }
 
-// Products of levels plus 64 and activations of the n <= GROUP blocks from x and q on; those beyond n are any number.
+static inline __m256i sum_8(const products p[GROUP]) {
+#    if defined(ITQ3_S_AVX512)
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sum_4_512(p)), sum_4_512(p + 4), 1);
+#    else
+    return sum_8_256(p);
+#    endif
+}
+
+// The levels of a group of n <= GROUP blocks are made in steps: what a step leaves in memory is read only a group or a
+// block later, so that loads do not wait for stores. multiply() then has the products of levels plus 64 of block b.
 #    if defined(ITQ3_S_AVX512) && defined(__AVX512VBMI__)
 
-#        define TABLES const struct itq3_s_tables tables = itq3_s_load_tables();
+struct prepared {
+    int nothing;
+};
 
-static inline __m256i dots(const struct itq3_s_tables * tables, const block_itq3_s * x, int n, const int8_t * q) {
-    products p[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-        const int     b       = i < n ? i : n - 1;
-        const __m512i symbols = _mm512_loadu_si512(x[b].qs);
-        p[i]                  = _mm512_setzero_si512();
-        for (int word = 0; word < 4; ++word) {
-            p[i] = dot_64(p[i], itq3_s_levels_64(tables, &x[b], symbols, word), q + QK_ITQ3_S * b + 64 * word);
-        }
+ITQ_INLINE void prepare(const block_itq3_s * x, int n, struct prepared * to) {
+    (void) x;
+    (void) n;
+    (void) to;
+}
+
+ITQ_INLINE void levels_4x64(const block_itq3_s * x, const struct prepared * from, int b, __m512i levels[4]) {
+    (void) from;
+    (void) b;
+    const struct itq3_s_tables tables  = itq3_s_load_tables();
+    const __m512i              symbols = _mm512_loadu_si512(x->qs);
+    for (int word = 0; word < 4; ++word) {
+        levels[word] = itq3_s_levels_64(&tables, x, symbols, word);
     }
-    return sum_8(p);
+}
+
+#    elif defined(ITQ3_S_AVX512)
+
+struct prepared {
+    _Alignas(64) uint8_t grids[64 * GROUP];
+};
+
+ITQ_INLINE void prepare(const block_itq3_s * x, int n, struct prepared * to) {
+    itq3_s_decode_grids(x, n, GROUP / 2, to->grids);
+}
+
+ITQ_INLINE void levels_4x64(const block_itq3_s * x, const struct prepared * from, int b, __m512i levels[4]) {
+    itq3_s_levels_4x64(from->grids + 64 * b, x->qs, levels);
+}
+
+#    endif
+
+#    if defined(ITQ3_S_AVX512)
+
+struct indices {
+    int nothing;
+};
+
+ITQ_INLINE void make_indices(const block_itq3_s * x, const struct prepared * from, int b, struct indices * to) {
+    (void) x;
+    (void) from;
+    (void) b;
+    (void) to;
+}
+
+ITQ_INLINE products multiply(const block_itq3_s * x, const struct prepared * from, int b,
+                             const struct indices * indices, const int8_t * q) {
+    (void) indices;
+    __m512i levels[4];
+    levels_4x64(x, from, b, levels);
+    __m512i p = _mm512_setzero_si512();
+    for (int word = 0; word < 4; ++word) {
+        p = dot_64(p, levels[word], q + 64 * word);
+    }
+    return p;
 }
 
 #    else
 
-struct no_tables {
-    int unused;
-};
-#        define TABLES const struct no_tables tables = { 0 };
-
-#        if defined(ITQ3_S_AVX512)
-
-static inline __m256i dots(const struct no_tables * tables, const block_itq3_s * x, int n, const int8_t * q) {
-    (void) tables;
-    _Alignas(64) uint8_t grids[64 * GROUP];
-    itq3_s_decode_grids(x, n, GROUP / 2, grids);
-
-    products p[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-        const int b = i < n ? i : n - 1;
-        __m512i   levels[4];
-        itq3_s_levels_4x64(grids + 64 * b, x[b].qs, levels);
-        p[i] = _mm512_setzero_si512();
-        for (int word = 0; word < 4; ++word) {
-            p[i] = dot_64(p[i], levels[word], q + QK_ITQ3_S * b + 64 * word);
-        }
-    }
-    return sum_8(p);
-}
-
-#        else
-
-static inline __m256i dots(const struct no_tables * tables, const block_itq3_s * x, int n, const int8_t * q) {
-    (void) tables;
+struct prepared {
     _Alignas(64) uint8_t columns[ITQ3_S_COLUMNS * GROUP];
-    _Alignas(64) uint8_t indices[GROUP][QK_ITQ3_S / 2];
-    itq3_s_transpose(x, n, GROUP / 2, columns);
+};
 
-    products p[GROUP];
+ITQ_INLINE void prepare(const block_itq3_s * x, int n, struct prepared * to) {
+    itq3_s_transpose(x, n, GROUP / 2, to->columns);
+}
+
+struct indices {
+    _Alignas(32) uint8_t at[QK_ITQ3_S / 2];
+};
+
+ITQ_INLINE void make_indices(const block_itq3_s * x, const struct prepared * from, int b, struct indices * to) {
+    itq3_s_indices(from->columns + ITQ3_S_COLUMNS * b, x->qs, to->at);
+}
+
+ITQ_INLINE products multiply(const block_itq3_s * x, const struct prepared * from, int b,
+                             const struct indices * indices, const int8_t * q) {
+    (void) x;
+    (void) from;
+    (void) b;
+    __m256i p[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+    for (int m = 0; m < 128; m += 32) {
+        __m256i lower, upper;
+        itq3_s_levels_2x32(indices->at + m, &lower, &upper);
+        p[0] = dot_32(p[0], lower, q + m);
+        p[1] = dot_32(p[1], upper, q + 128 + m);
+    }
+    return _mm256_add_epi32(p[0], p[1]);
+}
+
+#    endif
+
+// The sums of all blocks of a group; those beyond n are any number.
+ITQ_INLINE __m256i dots(const block_itq3_s * x, int n, const struct prepared * from, const int8_t * q) {
+    struct indices indices[GROUP];
+    products       p[GROUP];
+    make_indices(x, from, 0, &indices[0]);
+    UNROLL_8
     for (int i = 0; i < GROUP; ++i) {
         const int b = i < n ? i : n - 1;
-        itq3_s_indices(columns + ITQ3_S_COLUMNS * b, x[b].qs, indices[i]);
-        __m256i acc[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };
-        for (int m = 0; m < 128; m += 32) {
-            __m256i lower, upper;
-            itq3_s_levels_2x32(indices[i] + m, &lower, &upper);
-            acc[0] = dot_32(acc[0], lower, q + QK_ITQ3_S * b + m);
-            acc[1] = dot_32(acc[1], upper, q + QK_ITQ3_S * b + 128 + m);
+        if (i + 1 < n) {
+            make_indices(&x[i + 1], from, i + 1, &indices[i + 1]);
         }
-        p[i] = _mm256_add_epi32(acc[0], acc[1]);
+        p[i] = multiply(&x[b], from, b, &indices[b], q + QK_ITQ3_S * b);
     }
     return sum_8(p);
 }
-
-#        endif
-#    endif
 
 static inline __m256 halves_to_floats(__m128i halves) {
 #    if defined(__F16C__)
@@ -152,62 +210,139 @@ static inline int32_t load_scales(const block_itq3_s * x) {
     return both;
 }
 
-// The sums of n <= GROUP blocks times their scales, added in the order and with the roundings of a panel's product.
-static inline __m128 add_blocks(__m128 sum, __m256i dot, const block_itq3_s * x, int n, const float * d1,
-                                const int32_t * sums) {
-    int32_t scales[GROUP];
-    int32_t s1[GROUP];
-    float   y[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-        const int b = i < n ? i : n - 1;
-        scales[i]   = load_scales(&x[b]);
-        s1[i]       = sums[b];
-        y[i]        = d1[b];
+// Adds what n <= GROUP blocks have, times the scales of the activations, in the order and with the roundings of a panel.
+ITQ_INLINE __m128 add_in_order(__m128 sum, __m256 blocks, int n, const float * d1) {
+    float v[GROUP];
+    _mm256_storeu_ps(v, blocks);
+    for (int i = 0; i < n; ++i) {
+#    if defined(__FMA__)
+        sum = _mm_fmadd_ss(_mm_load_ss(&v[i]), _mm_load_ss(&d1[i]), sum);
+#    else
+        sum = _mm_add_ss(sum, _mm_mul_ss(_mm_load_ss(&v[i]), _mm_load_ss(&d1[i])));
+#    endif
     }
-    const __m256i both =
-        _mm256_setr_epi32(scales[0], scales[1], scales[2], scales[3], scales[4], scales[5], scales[6], scales[7]);
-    const __m256i total = _mm256_setr_epi32(s1[0], s1[1], s1[2], s1[3], s1[4], s1[5], s1[6], s1[7]);
+    return sum;
+}
+
+// Sums of the activations of n <= GROUP blocks.
+ITQ_INLINE __m256i load_totals(const int32_t * sums, int n) {
+    int32_t totals[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        totals[i] = sums[i < n ? i : n - 1];
+    }
+    return _mm256_setr_epi32(totals[0], totals[1], totals[2], totals[3], totals[4], totals[5], totals[6], totals[7]);
+}
+
+ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, int n, const float * d1,
+                             const int32_t * sums) {
+    int32_t s[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        s[i] = load_scales(&x[i < n ? i : n - 1]);
+    }
+    const __m256i both  = _mm256_setr_epi32(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
+    const __m256i total = load_totals(sums, n);
 
     // the lower halves of 32 bits, then the upper ones
     const __m256i lower = _mm256_blend_epi16(both, _mm256_setzero_si256(), 0xAA);
     const __m256i upper = _mm256_srli_epi32(both, 16);
     const __m256i dz    = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, upper), 0xD8);
     const __m256  d     = _mm256_mul_ps(halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
-    const __m256  z     = halves_to_floats(_mm256_extracti128_si256(dz, 1));
+    const __m256  m     = _mm256_mul_ps(d, halves_to_floats(_mm256_extracti128_si256(dz, 1)));
 
     // the levels had 64 added
     dot            = _mm256_sub_epi32(dot, _mm256_slli_epi32(total, 6));
-    const __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d);
-    const __m256 m = _mm256_mul_ps(d, z);
-    float        v[GROUP];
+    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d);
 #    if defined(__FMA__)
-    _mm256_storeu_ps(v, _mm256_fnmadd_ps(m, _mm256_cvtepi32_ps(total), t));
-    for (int i = 0; i < n; ++i) {
-        sum = _mm_fmadd_ss(_mm_load_ss(&v[i]), _mm_load_ss(&y[i]), sum);
-    }
+    return add_in_order(sum, _mm256_fnmadd_ps(m, _mm256_cvtepi32_ps(total), v), n, d1);
 #    else
-    _mm256_storeu_ps(v, _mm256_sub_ps(t, _mm256_mul_ps(m, _mm256_cvtepi32_ps(total))));
-    for (int i = 0; i < n; ++i) {
-        sum = _mm_add_ss(sum, _mm_mul_ss(_mm_load_ss(&v[i]), _mm_load_ss(&y[i])));
-    }
+    return add_in_order(sum, _mm256_sub_ps(v, _mm256_mul_ps(m, _mm256_cvtepi32_ps(total))), n, d1);
 #    endif
-    return sum;
 }
 
 void itq3s_gemv_itq3_s(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
                        float * out) {
-    TABLES
+    struct prepared prepared[2];
+    __m128          sum   = _mm_setzero_ps();
+    const int       first = nb < GROUP ? (int) nb : GROUP;
+    prepare(rows, first, &prepared[0]);
+    int turn = 0;
     for (int r = 0; r < n_rows; ++r) {
-        const block_itq3_s * x   = (const void *) ((const char *) rows + (size_t) r * row_size);
-        __m128               sum = _mm_setzero_ps();
-        for (int64_t b = 0; b < nb; b += GROUP) {
+        const block_itq3_s * x    = (const void *) ((const char *) rows + (size_t) r * row_size);
+        const block_itq3_s * next = (const void *) ((const char *) x + row_size);
+        for (int64_t b = 0; b < nb; b += GROUP, turn ^= 1) {
             for (int line = 0; line < (int) (GROUP * sizeof(block_itq3_s)); line += 64) {
                 ITQ3S_PREFETCH_BYTES((const char *) (x + b) + line);
             }
-            const __m256i dot = nb - b < GROUP ? dots(&tables, x + b, (int) (nb - b), y->q + QK_ITQ3_S * b)
-                                               : dots(&tables, x + b, GROUP, y->q + QK_ITQ3_S * b);
-            sum               = nb - b < GROUP ? add_blocks(sum, dot, x + b, (int) (nb - b), y->d + b, y->sums + b)
-                                               : add_blocks(sum, dot, x + b, GROUP, y->d + b, y->sums + b);
+            const int            left   = (int) (nb - b < 2 * GROUP ? nb - b : 2 * GROUP);
+            const int            n_next = left > GROUP ? left - GROUP : first;
+            const block_itq3_s * x_next = left > GROUP ? x + b + GROUP : r + 1 < n_rows ? next : x;
+            if (n_next == GROUP) {  // a number that the compiler knows
+                prepare(x_next, GROUP, &prepared[turn ^ 1]);
+            } else {
+                prepare(x_next, n_next, &prepared[turn ^ 1]);
+            }
+            if (left < GROUP) {
+                const __m256i dot = dots(x + b, left, &prepared[turn], y->q + QK_ITQ3_S * b);
+                sum               = add_itq3_s(sum, dot, x + b, left, y->d + b, y->sums + b);
+            } else {
+                const __m256i dot = dots(x + b, GROUP, &prepared[turn], y->q + QK_ITQ3_S * b);
+                sum               = add_itq3_s(sum, dot, x + b, GROUP, y->d + b, y->sums + b);
+            }
+        }
+        out[r] = _mm_cvtss_f32(sum);
+        sum    = _mm_setzero_ps();
+    }
+}
+
+//
+// TQ2_0: trit f of byte 32*h + i of a block is number 128*h + 32*f + i, plus one
+//
+
+// Products of trits plus one and the activations of a block; 16 bits hold the sums.
+ITQ_INLINE __m256i multiply_tq2_0(const block_tq2_0 * x, const int8_t * q) {
+    const __m256i mask = _mm256_set1_epi8(3);
+    __m256i       p    = _mm256_setzero_si256();
+    for (int h = 0; h < 2; ++h) {
+        const __m256i   codes = _mm256_loadu_si256((const __m256i *) (x->qs + 32 * h));
+        const __m256i * y     = (const __m256i *) (q + 128 * h);
+        p = _mm256_add_epi16(p, _mm256_maddubs_epi16(_mm256_and_si256(codes, mask), _mm256_loadu_si256(y)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 2), mask), _mm256_loadu_si256(y + 1)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 4), mask), _mm256_loadu_si256(y + 2)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 6), mask), _mm256_loadu_si256(y + 3)));
+    }
+    return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
+}
+
+ITQ_INLINE __m128 add_group_tq2_0(__m128 sum, const block_tq2_0 * x, int n, const struct itq3s_columns * y,
+                                  int64_t at) {
+    __m256i   p[GROUP];
+    ggml_half h[GROUP];
+    UNROLL_8
+    for (int i = 0; i < GROUP; ++i) {
+        const int b = i < n ? i : n - 1;
+        p[i]        = multiply_tq2_0(&x[b], y->q + QK_K * (at + b));
+        h[i]        = x[b].d;
+    }
+    const __m128i halves = _mm_setr_epi16((short) h[0], (short) h[1], (short) h[2], (short) h[3], (short) h[4],
+                                          (short) h[5], (short) h[6], (short) h[7]);
+    const __m256i dot    = _mm256_sub_epi32(sum_8_256(p), load_totals(y->sums + at, n));
+    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), halves_to_floats(halves)), n, y->d + at);
+}
+
+void itq3s_gemv_tq2_0(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
+                      float * out) {
+    for (int r = 0; r < n_rows; ++r) {
+        const block_tq2_0 * x   = (const void *) ((const char *) rows + (size_t) r * row_size);
+        __m128              sum = _mm_setzero_ps();
+        for (int64_t b = 0; b < nb; b += GROUP) {
+            for (int line = 0; line < (int) (GROUP * sizeof(block_tq2_0)); line += 64) {
+                ITQ3S_PREFETCH_BYTES((const char *) (x + b) + line);
+            }
+            sum = nb - b < GROUP ? add_group_tq2_0(sum, x + b, (int) (nb - b), y, b)
+                                 : add_group_tq2_0(sum, x + b, GROUP, y, b);
         }
         out[r] = _mm_cvtss_f32(sum);
     }
