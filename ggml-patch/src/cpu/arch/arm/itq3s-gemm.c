@@ -25,20 +25,26 @@ static inline uint8x16_t load_words(const uint32_t * words, int quarter) {
     return vreinterpretq_u8_u32(vld1q_u32(words + QUARTER_ROWS * quarter));
 }
 
-// What the kernels ask of a compiler beyond the intrinsics, so that a block is decoded and multiplied in registers:
-// - HOLD_LOADS: loads behind it stay behind it. Compilers would load much of a block first and spill it.
-// - hide: an address that the compiler does not know. A second load from it costs a load; a register that is needed
-//   after an instruction overwrote it is copied by an instruction of the vector pipes, which are what binds.
-// - insert_bits: where mask has a bit: of a, elsewhere of b, whose register gets the result; outside is the opposite.
-//   Compilers take the register of the mask as often, and copy that.
+// What the kernels ask of a compiler beyond the intrinsics, so that blocks are decoded and multiplied in registers. The
+// vector pipes are what binds, and a copy of a register takes one of them.
+// - HOLD_LOADS: loads behind it stay behind it. Compilers would load much of a block first, and spill it.
+// - hide_address: the same address, unknown to the compiler, so that it loads again what an instruction overwrites.
+// - hide_vector: the same for a constant. GCC makes two instructions of a multiplication by 3.
+// - insert_bits: where mask has a bit: of a, elsewhere of b, in whose register the result is; insert_bits_outside is the
+//   opposite. Compilers choose the register of the mask as often, and copy it.
 // - ADD_PRODUCTS: adds to acc the products of operands and the four activations in 32-bit lane `lane` of y, a constant.
-//   GCC moves acc from register to register when it makes this of the intrinsic.
+//   GCC moves acc between registers where it makes this of the intrinsic.
 #    if defined(__GNUC__) || defined(__clang__)
 #        define HOLD_LOADS() __asm__ volatile("" ::: "memory")
 
-static inline const uint32_t * hide(const uint32_t * words) {
+static inline const uint32_t * hide_address(const uint32_t * words) {
     __asm__("" : "+r"(words));
     return words;
+}
+
+static inline uint8x16_t hide_vector(uint8x16_t x) {
+    __asm__("" : "+w"(x));
+    return x;
 }
 
 static inline uint8x16_t insert_bits(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
@@ -53,8 +59,12 @@ static inline uint8x16_t insert_bits_outside(uint8x16_t mask, uint8x16_t a, uint
 #    else
 #        define HOLD_LOADS() ((void) 0)
 
-static inline const uint32_t * hide(const uint32_t * words) {
+static inline const uint32_t * hide_address(const uint32_t * words) {
     return words;
+}
+
+static inline uint8x16_t hide_vector(uint8x16_t x) {
+    return x;
 }
 
 static inline uint8x16_t insert_bits(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
@@ -98,7 +108,7 @@ static inline uint8x16_t xor3(uint8x16_t a, uint8x16_t b, uint8x16_t c) {
 // products
 //
 
-// Scales of a quarter of a block, and of what zero-points take (TQ1_0 and TQ2_0 have none).
+// Scales of a quarter of the rows of a block, and of what zero-points take (TQ1_0 and TQ2_0 have none).
 struct block_scales {
     float32x4_t d0;
     float32x4_t dmin;
@@ -239,7 +249,7 @@ ITQ_INLINE void grids_of_step(const itq3s_codes_itq3_s * codes, int quarter, str
     const uint8x16_t c1 = xor3(s[0], s[-1], s[-6]);
     const uint8x16_t c0 = veorq_u8(s[-2], s[-4]);
     grids[0]            = insert_bits(even, c0, vaddq_u8(c1, c1));
-    grids[1]            = insert_bits(even, vshrq_n_u8(c0, 1), c1);
+    grids[1]            = insert_bits_outside(even, c1, vshrq_n_u8(c0, 1));
 }
 
 struct level_tables {
@@ -264,7 +274,7 @@ static inline void levels_of_word(const struct level_tables * tables, const uint
 
     // two indices in a byte: of a = 0 and 2, of a = 1 and 3
     const uint8x16_t even = insert_bits(fields, grids, load_words(symbols, quarter));
-    const uint8x16_t odd  = insert_bits_outside(fields, grids, load_words(hide(symbols), quarter));
+    const uint8x16_t odd  = insert_bits_outside(fields, grids, load_words(hide_address(symbols), quarter));
 
     levels[0] = vqtbl1q_s8(tables->by_symbol, vandq_u8(even, low));
     levels[1] = vqtbl1q_s8(tables->by_grid, vandq_u8(odd, low));
@@ -310,7 +320,7 @@ ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct 
                 for (int a = 0; a < 4; ++a) {                                                           \
                     for (int c = 0; c < nc; ++c) {                                                      \
                         const int8x16_t v = vld1q_s8(q + c * QK_ITQ3_S + 4 * (16 * a + 8 * h + first)); \
-                        ADD_PRODUCTS(acc[c][a % chains], levels[a], v, lane);                           \
+                        ADD_PRODUCTS(acc[c][a / 2 % chains], levels[a], v, lane);                       \
                     }                                                                                   \
                 }                                                                                       \
             }                                                                                           \
@@ -469,15 +479,77 @@ void itq3s_gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns
     gemm_decoded_tq2_0(nb, panel, y, nc, out);
 }
 
-// Trits plus one of the bytes of a word, fractions of 256, to places `step` apart: the integer part of three times that
-// is the next trit, what is left over the next fraction.
+// The trit plus one of every byte, a fraction of 256: the integer part of three times that. What is left over is the
+// fraction of the next.
+static inline int8x16_t trits_tq1_0(uint8x16_t x) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vhaddq_u8(x, vshrq_n_u8(x, 1)), 6));
+}
+
+static inline uint8x16_t next_tq1_0(uint8x16_t x) {
+    return vmulq_u8(x, hide_vector(vdupq_n_u8(3)));
+}
+
+// Few columns. Two sums of a column take turns, because sdot has a latency.
+ITQ_INLINE void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                                  float out[][ITQ3S_PANEL_ROWS]) {
+    const int chains = nc <= 2 ? 2 : 1;
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        const itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
+        const int8_t *            q      = y->q + b * nc * QK_K;
+        for (int line = 0; line < 14; ++line) {
+            ITQ3S_PREFETCH(codes, line);
+        }
+        for (int i = 0; i < QUARTERS; ++i) {
+            int32x4_t acc[DIRECT_COLUMNS][2];
+            for (int c = 0; c < nc; ++c) {
+                acc[c][0] = vdupq_n_s32(-y->sums[b * nc + c]);
+                acc[c][1] = vdupq_n_s32(0);
+            }
+#    define ADD_TRITS(x, at, sum, lane)                                    \
+        for (int c = 0; c < nc; ++c) {                                     \
+            const int8x16_t v = vld1q_s8(q + c * QK_K + (at));             \
+            ADD_PRODUCTS(acc[c][(sum) % chains], trits_tq1_0(x), v, lane); \
+        }
+#    define STEP(lane)                                           \
+        {                                                        \
+            HOLD_LOADS();                                        \
+            uint8x16_t x = load_words(codes->qs[w + (lane)], i); \
+            for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {     \
+                ADD_TRITS(x, 4 * (place + step * l), l, lane)    \
+            }                                                    \
+        }
+            for (int w = 0; w < 12; w += 4) {
+                const int place = w < 8 ? w : 40, step = w < 8 ? 8 : 4;
+                STEP(0)
+                STEP(1)
+                STEP(2)
+                STEP(3)
+            }
+#    undef STEP
+            HOLD_LOADS();
+            const uint8x16_t x0 = load_words(codes->qh, i), x1 = next_tq1_0(x0), x2 = next_tq1_0(x1);
+            ADD_TRITS(x0, 240, 0, 0)
+            ADD_TRITS(x1, 240, 1, 1)
+            ADD_TRITS(x2, 240, 0, 2)
+            ADD_TRITS(next_tq1_0(x2), 240, 1, 3)
+#    undef ADD_TRITS
+            for (int c = 0; c < nc; ++c) {
+                const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];
+                add_block(out[c] + QUARTER_ROWS * i, sum, scales_tq(scales, i), 0, 0, y->d[b * nc + c]);
+            }
+        }
+    }
+}
+
+// Trits of the bytes of a word to places `step` apart.
 static inline void decode_word_tq1_0(const uint32_t * words, int quarter, int n, int place, int step,
                                      decoded_block * decoded) {
     uint8x16_t x = load_words(words, quarter);
-    for (int l = 0; l < n; ++l) {
-        const uint8x16_t trits = vshrq_n_u8(vhaddq_u8(x, vshrq_n_u8(x, 1)), 6);
-        store_place(decoded, place + step * l, quarter, vreinterpretq_s8_u8(trits));
-        x = vmulq_u8(x, vdupq_n_u8(3));
+    for (int l = 0; l < n; ++l, x = next_tq1_0(x)) {
+        store_place(decoded, place + step * l, quarter, trits_tq1_0(x));
     }
 }
 
@@ -495,6 +567,7 @@ GEMM_DECODED_TQ(tq1_0)
 
 void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                       float out[][ITQ3S_PANEL_ROWS]) {
+    RETURN_DIRECT(gemm_direct_tq1_0, nb, panel, y, nc, out)
     gemm_decoded_tq1_0(nb, panel, y, nc, out);
 }
 
