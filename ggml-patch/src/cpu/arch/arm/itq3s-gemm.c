@@ -30,7 +30,7 @@ static inline uint8x16_t load_words(const uint32_t * words, int quarter) {
 // - HOLD_LOADS: loads behind it stay behind it. Compilers would load much of a block first, and spill it.
 // - hide_address: the same address, unknown to the compiler, so that it loads again what an instruction overwrites.
 // - hide_vector: the same for a constant. GCC makes two instructions of a multiplication by 3.
-// - insert_bits: where mask has a bit: of a, elsewhere of b, in whose register the result is; insert_bits_outside is the
+// - insert_bits: where mask has a bit: of a, elsewhere of b, whose register has the result. insert_bits_outside is the
 //   opposite. Compilers choose the register of the mask as often, and copy it.
 // - ADD_PRODUCTS: adds to acc the products of operands and the four activations in 32-bit lane `lane` of y, a constant.
 //   GCC moves acc between registers where it makes this of the intrinsic.
@@ -223,8 +223,8 @@ static inline void multiply_block(const decoded_block * decoded, const struct bl
 
 #    define SELECTORS_BEFORE 6
 
-// Selectors of t = -6 .. 7: before t = 0 those of t + 8, a bit lower; weight 0 has zeros before it. The others are loaded
-// as they are needed.
+// Selectors of t = -6 .. 7: before t = 0 those of t + 8, a bit lower; weight 0 has zeros before it. The others are
+// loaded as they are needed.
 struct selectors {
     uint8x16_t at[SELECTORS_BEFORE + 8];
 };
