@@ -508,33 +508,35 @@ ITQ_INLINE void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct i
                 acc[c][0] = vdupq_n_s32(-y->sums[b * nc + c]);
                 acc[c][1] = vdupq_n_s32(0);
             }
-#    define ADD_TRITS(x, at, sum, lane)                                    \
-        for (int c = 0; c < nc; ++c) {                                     \
-            const int8x16_t v = vld1q_s8(q + c * QK_K + (at));             \
-            ADD_PRODUCTS(acc[c][(sum) % chains], trits_tq1_0(x), v, lane); \
-        }
-#    define STEP(lane)                                           \
-        {                                                        \
-            HOLD_LOADS();                                        \
-            uint8x16_t x = load_words(codes->qs[w + (lane)], i); \
-            for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {     \
-                ADD_TRITS(x, 4 * (place + step * l), l, lane)    \
-            }                                                    \
+#    define ADD_TRITS(x, v, lane) ADD_PRODUCTS(acc[c][(lane) % chains], trits_tq1_0(x), v, lane)
+            // two words at a time share the loads of activations
+#    define STEP(lane)                                                                                           \
+        {                                                                                                        \
+            HOLD_LOADS();                                                                                        \
+            uint8x16_t x0 = load_words(codes->qs[w + (lane)], i), x1 = load_words(codes->qs[w + (lane) + 1], i); \
+            for (int l = 0; l < 5; ++l, x0 = next_tq1_0(x0), x1 = next_tq1_0(x1)) {                              \
+                for (int c = 0; c < nc; ++c) {                                                                   \
+                    const int8x16_t v = vld1q_s8(q + c * QK_K + 4 * (place + step * l));                         \
+                    ADD_TRITS(x0, v, lane);                                                                      \
+                    ADD_TRITS(x1, v, (lane) + 1);                                                                \
+                }                                                                                                \
+            }                                                                                                    \
         }
             for (int w = 0; w < 12; w += 4) {
                 const int place = w < 8 ? w : 40, step = w < 8 ? 8 : 4;
                 STEP(0)
-                STEP(1)
                 STEP(2)
-                STEP(3)
             }
 #    undef STEP
             HOLD_LOADS();
             const uint8x16_t x0 = load_words(codes->qh, i), x1 = next_tq1_0(x0), x2 = next_tq1_0(x1);
-            ADD_TRITS(x0, 240, 0, 0)
-            ADD_TRITS(x1, 240, 1, 1)
-            ADD_TRITS(x2, 240, 0, 2)
-            ADD_TRITS(next_tq1_0(x2), 240, 1, 3)
+            for (int c = 0; c < nc; ++c) {
+                const int8x16_t v = vld1q_s8(q + c * QK_K + 240);
+                ADD_TRITS(x0, v, 0);
+                ADD_TRITS(x1, v, 1);
+                ADD_TRITS(x2, v, 2);
+                ADD_TRITS(next_tq1_0(x2), v, 3);
+            }
 #    undef ADD_TRITS
             for (int c = 0; c < nc; ++c) {
                 const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];
