@@ -21,6 +21,7 @@ PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
 VARIANTS = {
     "NEON": ["-march=armv8-a"],
     "NEON, dot product": ["-march=armv8.2-a+dotprod"],
+    "NEON, dot product, three-way exclusive or": ["-march=armv8.2-a+dotprod+sha3"],
     "NEON, fused multiply-add wherever the compiler may": ["-march=armv8-a", "-O3", "-ffp-contract=fast"],
 }
 

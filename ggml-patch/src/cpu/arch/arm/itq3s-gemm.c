@@ -25,11 +25,128 @@ static inline uint8x16_t load_words(const uint32_t * words, int quarter) {
     return vreinterpretq_u8_u32(vld1q_u32(words + QUARTER_ROWS * quarter));
 }
 
+// What the kernels ask of a compiler beyond the intrinsics, so that blocks are decoded and multiplied in registers. The
+// vector pipes are what binds, and a copy of a register takes one of them.
+// - HOLD_LOADS: loads behind it stay behind it. Compilers would load much of a block first, and spill it.
+// - hide_address: the same address, unknown to the compiler, so that it loads again what an instruction overwrites.
+// - hide_vector: the same for a constant. GCC makes two instructions of a multiplication by 3.
+// - insert_bits: where mask has a bit: of a, elsewhere of b, whose register has the result. insert_bits_outside is the
+//   opposite. Compilers choose the register of the mask as often, and copy it.
+// - ADD_PRODUCTS: adds to acc the products of operands and the four activations in 32-bit lane `lane` of y, a constant.
+//   GCC moves acc between registers where it makes this of the intrinsic.
+#    if defined(__GNUC__) || defined(__clang__)
+#        define HOLD_LOADS() __asm__ volatile("" ::: "memory")
+
+static inline const uint32_t * hide_address(const uint32_t * words) {
+    __asm__("" : "+r"(words));
+    return words;
+}
+
+static inline uint8x16_t hide_vector(uint8x16_t x) {
+    __asm__("" : "+w"(x));
+    return x;
+}
+
+static inline uint8x16_t insert_bits(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
+    __asm__("bit %0.16b, %1.16b, %2.16b" : "+w"(b) : "w"(a), "w"(mask));
+    return b;
+}
+
+static inline uint8x16_t insert_bits_outside(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
+    __asm__("bif %0.16b, %1.16b, %2.16b" : "+w"(b) : "w"(a), "w"(mask));
+    return b;
+}
+#    else
+#        define HOLD_LOADS() ((void) 0)
+
+static inline const uint32_t * hide_address(const uint32_t * words) {
+    return words;
+}
+
+static inline uint8x16_t hide_vector(uint8x16_t x) {
+    return x;
+}
+
+static inline uint8x16_t insert_bits(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
+    return vbslq_u8(mask, a, b);
+}
+
+static inline uint8x16_t insert_bits_outside(uint8x16_t mask, uint8x16_t a, uint8x16_t b) {
+    return vbslq_u8(mask, b, a);
+}
+#    endif
+
+#    if defined(__ARM_FEATURE_DOTPROD) && (defined(__GNUC__) || defined(__clang__))
+#        define ADD_PRODUCTS(acc, operands, y, lane)                                                      \
+            do {                                                                                          \
+                int32x4_t sum_ = acc;                                                                     \
+                __asm__("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum_) : "w"(operands), "w"(y), "i"(lane)); \
+                acc = sum_;                                                                               \
+            } while (0)
+#    elif defined(__ARM_FEATURE_DOTPROD)
+#        define ADD_PRODUCTS(acc, operands, y, lane) ((acc) = vdotq_laneq_s32(acc, operands, y, lane))
+#    else
+static inline int32x4_t add_products(int32x4_t acc, int8x16_t operands, int8x16_t four) {
+    const int16x8_t lo = vmull_s8(vget_low_s8(operands), vget_low_s8(four));
+    const int16x8_t hi = vmull_high_s8(operands, four);
+    return vpadalq_s16(acc, vpaddq_s16(lo, hi));  // 4 * 63 * 127 fit 16 bits
+}
+
+#        define ADD_PRODUCTS(acc, operands, y, lane) \
+            ((acc) = add_products(acc, operands, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(y), lane))))
+#    endif
+
+static inline uint8x16_t xor3(uint8x16_t a, uint8x16_t b, uint8x16_t c) {
+#    if defined(__ARM_FEATURE_SHA3)
+    return veor3q_u8(a, b, c);
+#    else
+    return veorq_u8(veorq_u8(a, b), c);
+#    endif
+}
+
 //
 // products
 //
 
-// Signed operands of all places of a block, for all rows: it stays in the first-level cache, where every column finds it.
+// Scales of a quarter of the rows of a block, and of what zero-points take (TQ1_0 and TQ2_0 have none).
+struct block_scales {
+    float32x4_t d0;
+    float32x4_t dmin;
+};
+
+static inline float32x4_t load_halves(const ggml_half * halves, int quarter) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *) halves + QUARTER_ROWS * quarter)));
+}
+
+// A block's sums to its part of the result.
+ITQ_INLINE void add_block(float * to, int32x4_t acc, struct block_scales s, const int has_min, int32_t sum, float d1) {
+    float32x4_t v = vmulq_f32(vcvtq_f32_s32(acc), s.d0);
+    if (has_min) {
+        v = vfmsq_f32(v, s.dmin, vdupq_n_f32((float) sum));
+    }
+    vst1q_f32(to, vfmaq_f32(vld1q_f32(to), v, vdupq_n_f32(d1)));
+}
+
+// Up to this many columns are multiplied as a block is decoded.
+#    define DIRECT_COLUMNS 4
+
+// direct(nb, panel, y, number of columns, out) for up to DIRECT_COLUMNS, with a number that the compiler knows.
+#    define DIRECT_CASE(n, direct, nb, panel, y, out) \
+        case n:                                       \
+            direct(nb, panel, y, n, out);             \
+            return;
+#    define RETURN_DIRECT(direct, nb, panel, y, nc, out) \
+        switch (nc) {                                    \
+            DIRECT_CASE(1, direct, nb, panel, y, out)    \
+            DIRECT_CASE(2, direct, nb, panel, y, out)    \
+            DIRECT_CASE(3, direct, nb, panel, y, out)    \
+            DIRECT_CASE(4, direct, nb, panel, y, out)    \
+            default:                                     \
+                break;                                   \
+        }
+
+// More columns: signed operands of all places of a block, for all rows; they stay in the first-level cache, where every
+// column finds them.
 typedef struct {
     int8_t operands[PLACES][QUARTERS][16];
 } decoded_block;
@@ -38,35 +155,12 @@ static inline void store_place(decoded_block * decoded, int place, int quarter, 
     vst1q_s8(decoded->operands[place][quarter], operands);
 }
 
-// Adds products of operands and the four activations in 32-bit lane `lane` of y, a number that the compiler knows.
-#    if defined(__ARM_FEATURE_DOTPROD)
-#        define ADD_PRODUCTS(acc, operands, y, lane) vdotq_laneq_s32(acc, operands, y, lane)
-#    else
-static inline int32x4_t add_products(int32x4_t acc, int8x16_t operands, int8x16_t four) {
-    const int16x8_t lo = vmull_s8(vget_low_s8(operands), vget_low_s8(four));
-    const int16x8_t hi = vmull_high_s8(operands, four);
-    return vpadalq_s16(acc, vpaddq_s16(lo, hi));  // 2 * 63 * 127 fit 16 bits
-}
-
-#        define ADD_PRODUCTS(acc, operands, y, lane) \
-            add_products(acc, operands, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(y), lane)))
-#    endif
-
-// Scales of a block, and of what zero-points take (TQ1_0 and TQ2_0 have none).
-struct block_scales {
-    float32x4_t d0[QUARTERS];
-    float32x4_t dmin[QUARTERS];
-};
-
-static inline float32x4_t load_halves(const ggml_half * halves, int quarter) {
-    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *) halves + QUARTER_ROWS * quarter)));
-}
-
 #    define TILE_COLUMNS 4
 
 // n columns, the first of which is `at`, of a block that is decoded; `offset` is what operands exceed the weights by.
-ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_scales * s, int offset, int has_min,
-                              const struct itq3s_columns * y, int64_t at, const int n, float out[][ITQ3S_PANEL_ROWS]) {
+ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_scales s[QUARTERS], int offset,
+                              int has_min, const struct itq3s_columns * y, int64_t at, const int n,
+                              float out[][ITQ3S_PANEL_ROWS]) {
     const int8_t * q = y->q + at * QK_K;
 
     int32x4_t acc[TILE_COLUMNS][QUARTERS];
@@ -84,7 +178,7 @@ ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_
         for (int i = 0; i < QUARTERS; ++i) {                                       \
             const int8x16_t operands = vld1q_s8(decoded->operands[p + (lane)][i]); \
             for (int c = 0; c < n; ++c) {                                          \
-                acc[c][i] = ADD_PRODUCTS(acc[c][i], operands, v[c], lane);         \
+                ADD_PRODUCTS(acc[c][i], operands, v[c], lane);                     \
             }                                                                      \
         }
         ADD_PLACE(0)
@@ -95,19 +189,15 @@ ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_
     }
     for (int c = 0; c < n; ++c) {
         for (int i = 0; i < QUARTERS; ++i) {
-            float *     to = out[c] + QUARTER_ROWS * i;
-            float32x4_t v  = vmulq_f32(vcvtq_f32_s32(acc[c][i]), s->d0[i]);
-            if (has_min) {
-                v = vfmsq_f32(v, s->dmin[i], vdupq_n_f32((float) y->sums[at + c]));
-            }
-            vst1q_f32(to, vfmaq_f32(vld1q_f32(to), v, vdupq_n_f32(y->d[at + c])));
+            add_block(out[c] + QUARTER_ROWS * i, acc[c][i], s[i], has_min, y->sums[at + c], y->d[at + c]);
         }
     }
 }
 
 // All columns of block b.
-static inline void multiply_block(const decoded_block * decoded, const struct block_scales * s, int offset, int has_min,
-                                  const struct itq3s_columns * y, int64_t b, int nc, float out[][ITQ3S_PANEL_ROWS]) {
+static inline void multiply_block(const decoded_block * decoded, const struct block_scales s[QUARTERS], int offset,
+                                  int has_min, const struct itq3s_columns * y, int64_t b, int nc,
+                                  float out[][ITQ3S_PANEL_ROWS]) {
     int c = 0;
     for (; c + TILE_COLUMNS <= nc; c += TILE_COLUMNS) {
         multiply_tile(decoded, s, offset, has_min, y, b * nc + c, TILE_COLUMNS, out + c);
@@ -133,60 +223,154 @@ static inline void multiply_block(const decoded_block * decoded, const struct bl
 
 #    define SELECTORS_BEFORE 6
 
-static inline void decode_itq3_s(const itq3s_codes_itq3_s * codes, int quarter, decoded_block * decoded) {
+// Selectors of t = -6 .. 7: before t = 0 those of t + 8, a bit lower; weight 0 has zeros before it. The others are
+// loaded as they are needed.
+struct selectors {
+    uint8x16_t at[SELECTORS_BEFORE + 8];
+};
+
+static inline struct selectors load_selectors_before(const itq3s_codes_itq3_s * codes, int quarter) {
+    struct selectors s;
+    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
+        const uint32x4_t words = vreinterpretq_u32_u8(load_words(codes->sel[i + 8 - SELECTORS_BEFORE], quarter));
+        s.at[i]                = vreinterpretq_u8_u32(vaddq_u32(words, words));
+    }
+    return s;
+}
+
+// 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of grids[h].
+ITQ_INLINE void grids_of_step(const itq3s_codes_itq3_s * codes, int quarter, struct selectors * selectors, const int t,
+                              uint8x16_t grids[2]) {
+    const uint8x16_t even = vdupq_n_u8(0x55);
+
+    uint8x16_t * s = selectors->at + SELECTORS_BEFORE + t;
+    s[0]           = load_words(codes->sel[t], quarter);
+
+    const uint8x16_t c1 = xor3(s[0], s[-1], s[-6]);
+    const uint8x16_t c0 = veorq_u8(s[-2], s[-4]);
+    grids[0]            = insert_bits(even, c0, vaddq_u8(c1, c1));
+    grids[1]            = insert_bits_outside(even, c1, vshrq_n_u8(c0, 1));
+}
+
+struct level_tables {
+    int8x16_t by_symbol;  // index 4*symbol + grid
+    int8x16_t by_grid;    // 4*grid + symbol
+};
+
+static inline struct level_tables load_level_tables(void) {
     static const int8_t  levels[16]    = ITQ3_S_LEVELS;
     static const uint8_t transpose[16] = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
 
-    const int8x16_t  by_symbol = vld1q_s8(levels);  // index 4*symbol + grid, and 4*grid + symbol
-    const int8x16_t  by_grid   = vqtbl1q_s8(by_symbol, vld1q_u8(transpose));
-    const uint8x16_t low       = vdupq_n_u8(0x0F);
+    struct level_tables t;
+    t.by_symbol = vld1q_s8(levels);
+    t.by_grid   = vqtbl1q_s8(t.by_symbol, vld1q_u8(transpose));
+    return t;
+}
 
-    // s[t], t = -6 .. 7: before t = 0 those of t + 8, a bit lower; weight 0 has zeros before it
-    uint8x16_t selectors[SELECTORS_BEFORE + 8];
-    for (int t = 0; t < 8; ++t) {
-        selectors[SELECTORS_BEFORE + t] = load_words(codes->sel[t], quarter);
-    }
-    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
-        selectors[i] = vreinterpretq_u8_u32(vshlq_n_u32(vreinterpretq_u32_u8(selectors[i + 8]), 1));
-    }
-    for (int t = 0; t < 8; ++t) {
-        const uint8x16_t * s  = selectors + SELECTORS_BEFORE + t;
-        const uint8x16_t   c1 = veorq_u8(veorq_u8(s[0], s[-1]), s[-6]);
-        const uint8x16_t   c0 = veorq_u8(s[-2], s[-4]);
+// Levels of the four places of a word of symbols.
+static inline void levels_of_word(const struct level_tables * tables, const uint32_t * symbols, int quarter,
+                                  uint8x16_t grids, int8x16_t levels[4]) {
+    const uint8x16_t low = vdupq_n_u8(0x0F), fields = vdupq_n_u8(0x33);
 
-        // 2*c1 + c0 of places 16*a + 8*h + t in bits 2*a
-        const uint8x16_t grids[2] = { select_bits(0x55, c0, vshlq_n_u8(c1, 1)),
-                                      select_bits(0x55, vshrq_n_u8(c0, 1), c1) };
+    // two indices in a byte: of a = 0 and 2, of a = 1 and 3
+    const uint8x16_t even = insert_bits(fields, grids, load_words(symbols, quarter));
+    const uint8x16_t odd  = insert_bits_outside(fields, grids, load_words(hide_address(symbols), quarter));
+
+    levels[0] = vqtbl1q_s8(tables->by_symbol, vandq_u8(even, low));
+    levels[1] = vqtbl1q_s8(tables->by_grid, vandq_u8(odd, low));
+    levels[2] = vqtbl1q_s8(tables->by_symbol, vshrq_n_u8(even, 4));
+    levels[3] = vqtbl1q_s8(tables->by_grid, vshrq_n_u8(odd, 4));
+}
+
+static inline struct block_scales scales_itq3_s(const itq3s_scales_itq3_s * scales, int quarter) {
+    struct block_scales s;
+    s.d0   = vmulq_n_f32(load_halves(scales->d, quarter), 0.03125f);
+    s.dmin = vmulq_f32(s.d0, load_halves(scales->z, quarter));
+    return s;
+}
+
+// Few columns. Two sums of a column take turns, because sdot has a latency.
+ITQ_INLINE void gemm_direct_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                                   float out[][ITQ3S_PANEL_ROWS]) {
+    const struct level_tables tables = load_level_tables();
+    const int                 chains = nc <= 2 ? 2 : 1;
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
+        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
+        const int8_t *              q      = y->q + b * nc * QK_ITQ3_S;
+        for (int i = 0; i < QUARTERS; ++i) {
+            int32x4_t acc[DIRECT_COLUMNS][2];
+            for (int c = 0; c < nc; ++c) {
+                acc[c][0] = acc[c][1] = vdupq_n_s32(0);
+            }
+            struct selectors selectors = load_selectors_before(codes, i);
+#    pragma GCC unroll 2
+            for (int first = 0; first < 8; first += 4) {
+#    define STEP(lane)                                                                                  \
+        {                                                                                               \
+            uint8x16_t grids[2];                                                                        \
+            HOLD_LOADS();                                                                               \
+            ITQ3S_PREFETCH(codes, QUARTERS * (first + (lane)) + i);                                     \
+            grids_of_step(codes, i, &selectors, first + (lane), grids);                                 \
+            for (int h = 0; h < 2; ++h) {                                                               \
+                int8x16_t levels[4];                                                                    \
+                levels_of_word(&tables, codes->qs[2 * (first + (lane)) + h], i, grids[h], levels);      \
+                for (int a = 0; a < 4; ++a) {                                                           \
+                    for (int c = 0; c < nc; ++c) {                                                      \
+                        const int8x16_t v = vld1q_s8(q + c * QK_ITQ3_S + 4 * (16 * a + 8 * h + first)); \
+                        ADD_PRODUCTS(acc[c][a / 2 % chains], levels[a], v, lane);                       \
+                    }                                                                                   \
+                }                                                                                       \
+            }                                                                                           \
+        }
+                STEP(0)
+                STEP(1)
+                STEP(2)
+                STEP(3)
+#    undef STEP
+            }
+            const struct block_scales s = scales_itq3_s(scales, i);
+            for (int c = 0; c < nc; ++c) {
+                const int64_t   at  = b * nc + c;
+                const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];
+                add_block(out[c] + QUARTER_ROWS * i, sum, s, 1, y->sums[at], y->d[at]);
+            }
+        }
+    }
+}
+
+static inline void decode_itq3_s(const itq3s_codes_itq3_s * codes, int quarter, decoded_block * decoded) {
+    const struct level_tables tables    = load_level_tables();
+    struct selectors          selectors = load_selectors_before(codes, quarter);
+#    pragma GCC               unroll 8
+    for (int t = 0; t < 8; ++t) {
+        uint8x16_t grids[2];
+        grids_of_step(codes, quarter, &selectors, t, grids);
         for (int h = 0; h < 2; ++h) {
-            // two indices in a byte: of a = 0 and 2, of a = 1 and 3
-            const uint8x16_t symbols = load_words(codes->qs[2 * t + h], quarter);
-            const uint8x16_t even    = select_bits(0x33, grids[h], symbols);
-            const uint8x16_t odd     = select_bits(0x33, symbols, grids[h]);
-
-            const int place = 8 * h + t;
-            store_place(decoded, place, quarter, vqtbl1q_s8(by_symbol, vandq_u8(even, low)));
-            store_place(decoded, place + 16, quarter, vqtbl1q_s8(by_grid, vandq_u8(odd, low)));
-            store_place(decoded, place + 32, quarter, vqtbl1q_s8(by_symbol, vshrq_n_u8(even, 4)));
-            store_place(decoded, place + 48, quarter, vqtbl1q_s8(by_grid, vshrq_n_u8(odd, 4)));
+            int8x16_t levels[4];
+            levels_of_word(&tables, codes->qs[2 * t + h], quarter, grids[h], levels);
+            for (int a = 0; a < 4; ++a) {
+                store_place(decoded, 16 * a + 8 * h + t, quarter, levels[a]);
+            }
         }
     }
 }
 
 void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
                        float out[][ITQ3S_PANEL_ROWS]) {
-    memset(out, 0, (size_t) nc * sizeof(*out));
+    RETURN_DIRECT(gemm_direct_itq3_s, nb, panel, y, nc, out)
 
+    memset(out, 0, (size_t) nc * sizeof(*out));
     for (int64_t b = 0; b < nb; ++b) {
-        const itq3s_codes_itq3_s *  codes  = itq3s_codes_of_itq3_s(panel, b);
-        const itq3s_scales_itq3_s * scales = itq3s_scales_of_itq3_s(panel, b);
-        decoded_block               decoded;
-        struct block_scales         s;
+        decoded_block       decoded;
+        struct block_scales s[QUARTERS];
         for (int i = 0; i < QUARTERS; ++i) {
-            decode_itq3_s(codes, i, &decoded);
-            s.d0[i]   = vmulq_n_f32(load_halves(scales->d, i), 0.03125f);
-            s.dmin[i] = vmulq_f32(s.d0[i], load_halves(scales->z, i));
+            decode_itq3_s(itq3s_codes_of_itq3_s(panel, b), i, &decoded);
+            s[i] = scales_itq3_s(itq3s_scales_of_itq3_s(panel, b), i);
         }
-        multiply_block(&decoded, &s, 0, 1, y, b, nc, out);
+        multiply_block(&decoded, s, 0, 1, y, b, nc, out);
     }
 }
 
@@ -194,12 +378,92 @@ void itq3s_gemm_itq3_s(int64_t nb, const void * panel, const struct itq3s_column
 // TQ2_0 and TQ1_0
 //
 
-// Trits plus one: trit f of the bytes of word w is at place 32*(w / 8) + 8*f + w % 8.
+static inline struct block_scales scales_tq(const itq3s_scales_tq * scales, int quarter) {
+    return (struct block_scales){ load_halves(scales->d, quarter), vdupq_n_f32(0.0f) };
+}
+
+// Products of more than DIRECT_COLUMNS columns.
+#    define GEMM_DECODED_TQ(type)                                                                                      \
+        static inline void gemm_decoded_##type(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
+                                               float out[][ITQ3S_PANEL_ROWS]) {                                        \
+            memset(out, 0, (size_t) nc * sizeof(*out));                                                                \
+            for (int64_t b = 0; b < nb; ++b) {                                                                         \
+                decoded_block       decoded;                                                                           \
+                struct block_scales s[QUARTERS];                                                                       \
+                for (int i = 0; i < QUARTERS; ++i) {                                                                   \
+                    decode_##type(itq3s_codes_of_##type(panel, b), i, &decoded);                                       \
+                    s[i] = scales_tq(itq3s_scales_of_##type(panel, b), i);                                             \
+                }                                                                                                      \
+                multiply_block(&decoded, s, 1, 0, y, b, nc, out);                                                      \
+            }                                                                                                          \
+        }
+
+// Trits plus one: trit f of the bytes of word w is at place first_place_tq2_0(w) + 8*f.
+static inline int first_place_tq2_0(int w) {
+    return 32 * (w / 8) + w % 8;
+}
+
+// Few columns: fields have sums of their own, so that those of a multiple of their trits are shifted once a block. Rows
+// are taken as their sums find registers.
+ITQ_INLINE void gemm_direct_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                                  float out[][ITQ3S_PANEL_ROWS]) {
+    const uint8x16_t ones = vdupq_n_u8(0x03), fours = vdupq_n_u8(0x0C), sixteens = vdupq_n_u8(0x30);
+    const int        quarters = nc == 1 ? 2 : 1;
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
+        const itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
+        const int8_t *            q      = y->q + b * nc * QK_K;
+        for (int line = 0; line < 17; ++line) {
+            ITQ3S_PREFETCH(codes, line);
+        }
+        for (int first = 0; first < QUARTERS; first += quarters) {
+            int32x4_t acc[2][DIRECT_COLUMNS][4];
+            for (int i = 0; i < quarters; ++i) {
+                for (int c = 0; c < nc; ++c) {
+                    acc[i][c][0] = vdupq_n_s32(-y->sums[b * nc + c]);
+                    acc[i][c][1] = acc[i][c][2] = acc[i][c][3] = vdupq_n_s32(0);
+                }
+            }
+            for (int w = 0; w < 16; w += 4) {
+                const int8_t * at = q + 4 * first_place_tq2_0(w);
+#    define STEP(lane)                                                                                   \
+        HOLD_LOADS();                                                                                    \
+        for (int i = 0; i < quarters; ++i) {                                                             \
+            const uint8x16_t x         = load_words(codes->qs[w + (lane)], first + i);                   \
+            const uint8x16_t fields[4] = { vandq_u8(x, ones), vandq_u8(x, fours), vandq_u8(x, sixteens), \
+                                           vshrq_n_u8(x, 6) };                                           \
+            for (int f = 0; f < 4; ++f) {                                                                \
+                for (int c = 0; c < nc; ++c) {                                                           \
+                    const int8x16_t v = vld1q_s8(at + c * QK_K + 32 * f);                                \
+                    ADD_PRODUCTS(acc[i][c][f], vreinterpretq_s8_u8(fields[f]), v, lane);                 \
+                }                                                                                        \
+            }                                                                                            \
+        }
+                STEP(0)
+                STEP(1)
+                STEP(2)
+                STEP(3)
+#    undef STEP
+            }
+            for (int i = 0; i < quarters; ++i) {
+                const struct block_scales s = scales_tq(scales, first + i);
+                for (int c = 0; c < nc; ++c) {
+                    const int32x4_t * sums = acc[i][c];
+                    const int32x4_t   sum  = vsraq_n_s32(vsraq_n_s32(sums[0], sums[1], 2), sums[2], 4);
+                    add_block(out[c] + QUARTER_ROWS * (first + i), vaddq_s32(sum, sums[3]), s, 0, 0, y->d[b * nc + c]);
+                }
+            }
+        }
+    }
+}
+
 static inline void decode_tq2_0(const itq3s_codes_tq2_0 * codes, int quarter, decoded_block * decoded) {
     const uint8x16_t three = vdupq_n_u8(3);
     for (int w = 0; w < 16; ++w) {
         const uint8x16_t x     = load_words(codes->qs[w], quarter);
-        const int        place = 32 * (w / 8) + w % 8;
+        const int        place = first_place_tq2_0(w);
         store_place(decoded, place, quarter, vreinterpretq_s8_u8(vandq_u8(x, three)));
         store_place(decoded, place + 8, quarter, vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(x, 2), three)));
         store_place(decoded, place + 16, quarter, vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(x, 4), three)));
@@ -207,15 +471,87 @@ static inline void decode_tq2_0(const itq3s_codes_tq2_0 * codes, int quarter, de
     }
 }
 
-// Trits plus one of the bytes of a word, fractions of 256, to places `step` apart: the integer part of three times that
-// is the next trit, what is left over the next fraction.
+GEMM_DECODED_TQ(tq2_0)
+
+void itq3s_gemm_tq2_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                      float out[][ITQ3S_PANEL_ROWS]) {
+    RETURN_DIRECT(gemm_direct_tq2_0, nb, panel, y, nc, out)
+    gemm_decoded_tq2_0(nb, panel, y, nc, out);
+}
+
+// The trit plus one of every byte, a fraction of 256: the integer part of three times that. What is left over is the
+// fraction of the next.
+static inline int8x16_t trits_tq1_0(uint8x16_t x) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vhaddq_u8(x, vshrq_n_u8(x, 1)), 6));
+}
+
+static inline uint8x16_t next_tq1_0(uint8x16_t x) {
+    return vmulq_u8(x, hide_vector(vdupq_n_u8(3)));
+}
+
+// Few columns. Two sums of a column take turns, because sdot has a latency.
+ITQ_INLINE void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, const int nc,
+                                  float out[][ITQ3S_PANEL_ROWS]) {
+    const int chains = nc <= 2 ? 2 : 1;
+    memset(out, 0, (size_t) nc * sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq3s_codes_tq1_0 * codes  = itq3s_codes_of_tq1_0(panel, b);
+        const itq3s_scales_tq *   scales = itq3s_scales_of_tq1_0(panel, b);
+        const int8_t *            q      = y->q + b * nc * QK_K;
+        for (int line = 0; line < 14; ++line) {
+            ITQ3S_PREFETCH(codes, line);
+        }
+        for (int i = 0; i < QUARTERS; ++i) {
+            int32x4_t acc[DIRECT_COLUMNS][2];
+            for (int c = 0; c < nc; ++c) {
+                acc[c][0] = vdupq_n_s32(-y->sums[b * nc + c]);
+                acc[c][1] = vdupq_n_s32(0);
+            }
+#    define ADD_TRITS(x, v, lane) ADD_PRODUCTS(acc[c][(lane) % chains], trits_tq1_0(x), v, lane)
+            // two words at a time share the loads of activations
+#    define STEP(lane)                                                                                           \
+        {                                                                                                        \
+            HOLD_LOADS();                                                                                        \
+            uint8x16_t x0 = load_words(codes->qs[w + (lane)], i), x1 = load_words(codes->qs[w + (lane) + 1], i); \
+            for (int l = 0; l < 5; ++l, x0 = next_tq1_0(x0), x1 = next_tq1_0(x1)) {                              \
+                for (int c = 0; c < nc; ++c) {                                                                   \
+                    const int8x16_t v = vld1q_s8(q + c * QK_K + 4 * (place + step * l));                         \
+                    ADD_TRITS(x0, v, lane);                                                                      \
+                    ADD_TRITS(x1, v, (lane) + 1);                                                                \
+                }                                                                                                \
+            }                                                                                                    \
+        }
+            for (int w = 0; w < 12; w += 4) {
+                const int place = w < 8 ? w : 40, step = w < 8 ? 8 : 4;
+                STEP(0)
+                STEP(2)
+            }
+#    undef STEP
+            HOLD_LOADS();
+            const uint8x16_t x0 = load_words(codes->qh, i), x1 = next_tq1_0(x0), x2 = next_tq1_0(x1);
+            for (int c = 0; c < nc; ++c) {
+                const int8x16_t v = vld1q_s8(q + c * QK_K + 240);
+                ADD_TRITS(x0, v, 0);
+                ADD_TRITS(x1, v, 1);
+                ADD_TRITS(x2, v, 2);
+                ADD_TRITS(next_tq1_0(x2), v, 3);
+            }
+#    undef ADD_TRITS
+            for (int c = 0; c < nc; ++c) {
+                const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];
+                add_block(out[c] + QUARTER_ROWS * i, sum, scales_tq(scales, i), 0, 0, y->d[b * nc + c]);
+            }
+        }
+    }
+}
+
+// Trits of the bytes of a word to places `step` apart.
 static inline void decode_word_tq1_0(const uint32_t * words, int quarter, int n, int place, int step,
                                      decoded_block * decoded) {
     uint8x16_t x = load_words(words, quarter);
-    for (int l = 0; l < n; ++l) {
-        const uint8x16_t trits = vshrq_n_u8(vhaddq_u8(x, vshrq_n_u8(x, 1)), 6);
-        store_place(decoded, place + step * l, quarter, vreinterpretq_s8_u8(trits));
-        x = vmulq_u8(x, vdupq_n_u8(3));
+    for (int l = 0; l < n; ++l, x = next_tq1_0(x)) {
+        store_place(decoded, place + step * l, quarter, trits_tq1_0(x));
     }
 }
 
@@ -229,25 +565,13 @@ static inline void decode_tq1_0(const itq3s_codes_tq1_0 * codes, int quarter, de
     decode_word_tq1_0(codes->qh, quarter, 4, 60, 1, decoded);
 }
 
-#    define GEMM_TQ(type)                                                                              \
-        void itq3s_gemm_##type(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc, \
-                               float out[][ITQ3S_PANEL_ROWS]) {                                        \
-            memset(out, 0, (size_t) nc * sizeof(*out));                                                \
-                                                                                                       \
-            for (int64_t b = 0; b < nb; ++b) {                                                         \
-                decoded_block       decoded;                                                           \
-                struct block_scales s;                                                                 \
-                for (int i = 0; i < QUARTERS; ++i) {                                                   \
-                    decode_##type(itq3s_codes_of_##type(panel, b), i, &decoded);                       \
-                    s.d0[i]   = load_halves(itq3s_scales_of_##type(panel, b)->d, i);                   \
-                    s.dmin[i] = vdupq_n_f32(0.0f);                                                     \
-                }                                                                                      \
-                multiply_block(&decoded, &s, 1, 0, y, b, nc, out);                                     \
-            }                                                                                          \
-        }
+GEMM_DECODED_TQ(tq1_0)
 
-GEMM_TQ(tq2_0)
-GEMM_TQ(tq1_0)
+void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
+                      float out[][ITQ3S_PANEL_ROWS]) {
+    RETURN_DIRECT(gemm_direct_tq1_0, nb, panel, y, nc, out)
+    gemm_decoded_tq1_0(nb, panel, y, nc, out);
+}
 
 //
 // repacking
