@@ -73,10 +73,14 @@ struct itq3s_columns {
 };
 
 // Ask for the memory a few blocks behind line `line` of the codes of a block; the line that follows them has scales. What
-// processors fetch by themselves comes too late for one column. Behind the last block comes the next panel. A macro,
-// because GCC takes a function that does nothing else for one that does nothing.
+// processors fetch by themselves comes too late for one column. Behind the last block comes the next panel. Requests are
+// best spread over a block, in ascending order: with a compiler's builtin GCC gathers them at its begin, and memory is
+// read a sixth more slowly.
 #define ITQ3S_PREFETCH_DISTANCE 12288
-#if defined(__GNUC__) || defined(__clang__)
+#if (defined(__GNUC__) || defined(__clang__)) && (defined(__x86_64__) || defined(__i386__))
+#    define ITQ3S_PREFETCH_BYTES(at) \
+        __asm__ volatile("prefetcht0 %0" : : "m"(*((const char *) (at) + ITQ3S_PREFETCH_DISTANCE)))
+#elif defined(__GNUC__) || defined(__clang__)
 #    define ITQ3S_PREFETCH_BYTES(at) __builtin_prefetch((const char *) (at) + ITQ3S_PREFETCH_DISTANCE)
 #else
 #    define ITQ3S_PREFETCH_BYTES(at) ((void) (at))
@@ -86,6 +90,16 @@ struct itq3s_columns {
         if (64 * (line) <= (int) sizeof(*(codes))) {                    \
             ITQ3S_PREFETCH_BYTES((const char *) (codes) + 64 * (line)); \
         }                                                               \
+    } while (0)
+
+// Part i of n of these lines, two at most.
+#define ITQ3S_PREFETCH_PART(codes, i, n)                         \
+    do {                                                         \
+        const int lines_ = (int) sizeof(*(codes)) / 64 + 1;      \
+        ITQ3S_PREFETCH(codes, lines_ * (i) / (n));               \
+        if (lines_ * (i) / (n) + 1 < lines_ * ((i) + 1) / (n)) { \
+            ITQ3S_PREFETCH(codes, lines_ * (i) / (n) + 1);       \
+        }                                                        \
     } while (0)
 
 #ifdef __cplusplus

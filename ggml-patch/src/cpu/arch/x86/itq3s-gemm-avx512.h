@@ -247,8 +247,7 @@ ITQ_INLINE void grids_itq3_s(const itq3s_codes_itq3_s * x, __m512i grids[16]) {
         const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
         const __m512i odd     = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), symbols, grids[i], 0xCA); \
         const int     p       = 8 * (i % 2) + i / 2;                                                        \
-        ITQ3S_PREFETCH(x, i);                                                                               \
-        ITQ3S_PREFETCH(x, 16 + i);                                                                          \
+        ITQ3S_PREFETCH_PART(x, i, 16);                                                                      \
         F(look_up(table_even(), even), p, 4 * i)                                                            \
         F(look_up(table_odd(), odd), 16 + p, 4 * i + 1)                                                     \
         F(look_up(table_even(), _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2)                             \
@@ -270,10 +269,9 @@ GEMM(itq3_s, scales_itq3_s, LEVELS_ITQ3_S, 64)
 #define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
 
 #define LEVELS_TQ2_0(x, F)                                                                               \
-    ITQ3S_PREFETCH(x, 16);                                                                               \
     UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
         const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
-        ITQ3S_PREFETCH(x, w);                                                                            \
+        ITQ3S_PREFETCH_PART(x, w, 16);                                                                   \
         UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
             const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
             F(field, PLACE_TQ2_0(w, f), f)                                                               \
@@ -284,10 +282,9 @@ GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 #if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
 #    define FIELDS_TQ2_0(x, F)                                                                       \
-        ITQ3S_PREFETCH(x, 16);                                                                       \
         UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
             const __m512i word = _mm512_load_si512((x)->qs[w]);                                      \
-            ITQ3S_PREFETCH(x, w);                                                                    \
+            ITQ3S_PREFETCH_PART(x, w, 16);                                                           \
             UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
                 const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
                 F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
@@ -318,11 +315,9 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
 }
 
 #define TRITS_TQ1_0(x, DO, F)                            \
-    ITQ3S_PREFETCH(x, 12);                               \
-    ITQ3S_PREFETCH(x, 13);                               \
     UNROLL(12) for (int w = 0; w < 12; ++w) {            \
         __m512i bytes = _mm512_load_si512((x)->qs[w]);   \
-        ITQ3S_PREFETCH(x, w);                            \
+        ITQ3S_PREFETCH_PART(x, w, 12);                   \
         UNROLL(5) for (int l = 0; l < 5; ++l) {          \
             DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
         }                                                \
