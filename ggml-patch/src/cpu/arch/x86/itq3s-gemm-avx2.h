@@ -472,9 +472,6 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
         const itq3s_codes_tq2_0 * codes  = itq3s_codes_of_tq2_0(panel, b);
         const itq3s_scales_tq *   scales = itq3s_scales_of_tq2_0(panel, b);
         const int8_t *            q      = y->q + b * QK_K;
-        for (int line = 0; line <= 16; ++line) {
-            ITQ3S_PREFETCH(codes, line);
-        }
         for (int half = 0; half < 2; ++half) {
             __m256i sum[CHAINS];
             __m256i acc_4 = _mm256_setzero_si256();
@@ -490,6 +487,7 @@ static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struc
                 for (int i = 0; i < 4; ++i) {
                     const __m256i x = load_words(codes->qs[w + i], half);
                     const __m256i u = _mm256_srli_epi16(x, 4);
+                    ITQ3S_PREFETCH(codes, 16 * half + w + i);
 
                     __m256i * s   = &sum[i % CHAINS];
                     __m256i * s_4 = &sum_4[i % CHAINS];
