@@ -39,12 +39,14 @@ class Kernel:
         label: what the tables call it.
         columns: columns of the product.
         rows: rows of weights that it multiplies at once.
+        group: blocks of a row that it makes side by side.
     """
 
     name: str
     label: str
     columns: int
     rows: int
+    group: int = 4
 
     @property
     def key(self) -> str:
@@ -54,12 +56,14 @@ class Kernel:
     @property
     def blocks(self) -> tuple[int, int]:
         """Blocks of a row in the shorter and the longer trace; activations of both stay in the first-level cache."""
-        return (1, 3) if self.columns > 8 else (4, 8)
+        return (1, 3) if self.columns > 8 else (self.group, 2 * self.group)
 
 
 KERNELS: Final = (
     *(Kernel("itq3_s", "ITQ3_S", columns, 16) for columns in (1, 4, 8, 32)),
     Kernel("tq2_0", "TQ2_0", 1, 16),
+    Kernel("itq3_s_row", "ITQ3_S mapped", 1, 1, group=8),
+    Kernel("tq2_0_row", "TQ2_0 mapped", 1, 1, group=8),
     Kernel("q4_K", "Q4_K", 1, 8),
     Kernel("q3_K", "Q3_K", 1, 1),
     Kernel("iq3_s", "IQ3_S", 1, 1),
@@ -219,6 +223,7 @@ def measured(program: Program, kernel: Kernel) -> float:
         ModelError: this machine cannot run the program.
     """
     few, many = next(blocks for columns, blocks in TIMED if kernel.columns <= columns)
+    few, many = (kernel.group * blocks // 4 for blocks in (few, many))
     arguments = ["time", kernel.name, str(kernel.columns), str(few), str(many)]
     return float(kernel_trace.run([program.path, *arguments], f"timing {kernel.key}")) / kernel.rows
 
