@@ -10,6 +10,7 @@ measured cycles, weights in the cache. Writes cpu-model.json and cpu-model.md.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError  # noqa: E402
 from scripts.bench import kernel_trace, kernels, mca  # noqa: E402
+from scripts.bench import processor as host_processor  # noqa: E402
 from scripts.bench.kernel_trace import ModelError, Program, Target, Tools  # noqa: E402
 
 
@@ -334,12 +336,21 @@ def model(names: Sequence[str], check: bool) -> dict[str, Any]:
         except ModelError as error:
             print(f"error: {error}", file=sys.stderr)
     return {
-        "processor": kernels.processor(),
+        "processor": host_processor.this().name,
         "llvm": tools.version,
         "compiler": f"GCC {kernel_trace.run(['gcc', '-dumpfullversion'], 'gcc').strip()}",
         "processors": dict(zip(names, models, strict=True)),
         "check": rows,
     }
+
+
+def write(result: Mapping[str, Any], path: Path) -> None:
+    """Write a result to ``path`` with .json and its tables with .md; print them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    path.with_suffix(".md").write_text(text)
+    print(text)
 
 
 def main() -> int:
@@ -356,9 +367,9 @@ def main() -> int:
         return 1
     try:
         result = model(arguments.processors or list(PROCESSORS), not arguments.no_check)
-        kernels.write(result, arguments.output / "cpu-model", table)
+        write(result, arguments.output / "cpu-model")
         if arguments.write:
-            kernels.write(result, arguments.write / "results" / "cpu-model", table)
+            write(result, arguments.write / "results" / "cpu-model")
             report.replace_section(arguments.write / "kernels.md", "cpu-model", table(result))
     except (ModelError, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
