@@ -7,7 +7,8 @@
 //   kernel-loop time KERNEL COLUMNS FEW MANY       prints the core cycles of a block of every row of the kernel: the
 //                                                  difference of products of MANY and FEW blocks, data in the cache
 //
-// KERNEL: itq3_s, tq2_0 (a panel of 16 rows), q4_K (8 rows, repacked), q3_K or iq3_s (a row, by vec_dot).
+// KERNEL: itq3_s, tq2_0 (a panel of 16 rows), itq3_s_row, tq2_0_row (a row as a file has it, one column), q4_K (8 rows,
+// repacked), q3_K or iq3_s (a row, by vec_dot).
 
 #define _GNU_SOURCE
 
@@ -51,6 +52,16 @@ static void run_tq2_0(int nb, int nc) {
     itq3s_gemm_tq2_0(nb, weights, &columns, nc, out);
 }
 
+static void run_itq3_s_row(int nb, int nc) {
+    (void) nc;
+    itq3s_gemv_itq3_s(nb, weights, sizeof(block_itq3_s) * (size_t) nb, 1, &columns, out[0]);
+}
+
+static void run_tq2_0_row(int nb, int nc) {
+    (void) nc;
+    itq3s_gemv_tq2_0(nb, weights, sizeof(block_tq2_0) * (size_t) nb, 1, &columns, out[0]);
+}
+
 static void run_q4_K(int nb, int nc) {
     (void) nc;
     gemv_q4_K(nb * QK_K, out[0], 8, weights, activations, 1, 8);
@@ -70,8 +81,8 @@ static const struct kernel {
     const char * name;
     void (*run)(int nb, int nc);
 } kernels[] = {
-    { "itq3_s", run_itq3_s }, { "tq2_0", run_tq2_0 }, { "q4_K", run_q4_K },
-    { "q3_K", run_q3_K },     { "iq3_s", run_iq3_s },
+    { "itq3_s", run_itq3_s }, { "tq2_0", run_tq2_0 }, { "itq3_s_row", run_itq3_s_row }, { "tq2_0_row", run_tq2_0_row },
+    { "q4_K", run_q4_K },     { "q3_K", run_q3_K },   { "iq3_s", run_iq3_s },
 };
 
 static void * zeros(size_t size) {
@@ -113,6 +124,9 @@ static void prepare(const struct kernel * kernel, int nb, int nc) {
         free(rows);
     } else {
         fill(weights, (size_t) nb * 8 * 2 * QK_K);
+        for (int i = 0; kernel->run == run_itq3_s_row && i < nb; ++i) {
+            ((block_itq3_s *) weights)[i].z = 0;
+        }
     }
     activations    = zeros(sizeof(*activations) * (size_t) nb);
     const size_t n = (size_t) nb * (size_t) nc;

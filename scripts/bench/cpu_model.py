@@ -10,6 +10,7 @@ measured cycles, weights in the cache. Writes cpu-model.json and cpu-model.md.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError  # noqa: E402
 from scripts.bench import kernel_trace, kernels, mca  # noqa: E402
+from scripts.bench import processor as host_processor  # noqa: E402
 from scripts.bench.kernel_trace import ModelError, Program, Target, Tools  # noqa: E402
 
 
@@ -39,12 +41,14 @@ class Kernel:
         label: what the tables call it.
         columns: columns of the product.
         rows: rows of weights that it multiplies at once.
+        group: blocks of a row that it makes side by side.
     """
 
     name: str
     label: str
     columns: int
     rows: int
+    group: int = 4
 
     @property
     def key(self) -> str:
@@ -54,12 +58,14 @@ class Kernel:
     @property
     def blocks(self) -> tuple[int, int]:
         """Blocks of a row in the shorter and the longer trace; activations of both stay in the first-level cache."""
-        return (1, 3) if self.columns > 8 else (4, 8)
+        return (1, 3) if self.columns > 8 else (self.group, 2 * self.group)
 
 
 KERNELS: Final = (
     *(Kernel("itq3_s", "ITQ3_S", columns, 16) for columns in (1, 4, 8, 32)),
     Kernel("tq2_0", "TQ2_0", 1, 16),
+    Kernel("itq3_s_row", "ITQ3_S mapped", 1, 1, group=8),
+    Kernel("tq2_0_row", "TQ2_0 mapped", 1, 1, group=8),
     Kernel("q4_K", "Q4_K", 1, 8),
     Kernel("q3_K", "Q3_K", 1, 1),
     Kernel("iq3_s", "IQ3_S", 1, 1),
@@ -219,6 +225,7 @@ def measured(program: Program, kernel: Kernel) -> float:
         ModelError: this machine cannot run the program.
     """
     few, many = next(blocks for columns, blocks in TIMED if kernel.columns <= columns)
+    few, many = (kernel.group * blocks // 4 for blocks in (few, many))
     arguments = ["time", kernel.name, str(kernel.columns), str(few), str(many)]
     return float(kernel_trace.run([program.path, *arguments], f"timing {kernel.key}")) / kernel.rows
 
@@ -329,12 +336,21 @@ def model(names: Sequence[str], check: bool) -> dict[str, Any]:
         except ModelError as error:
             print(f"error: {error}", file=sys.stderr)
     return {
-        "processor": kernels.processor(),
+        "processor": host_processor.this().name,
         "llvm": tools.version,
         "compiler": f"GCC {kernel_trace.run(['gcc', '-dumpfullversion'], 'gcc').strip()}",
         "processors": dict(zip(names, models, strict=True)),
         "check": rows,
     }
+
+
+def write(result: Mapping[str, Any], path: Path) -> None:
+    """Write a result to ``path`` with .json and its tables with .md; print them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    path.with_suffix(".md").write_text(text)
+    print(text)
 
 
 def main() -> int:
@@ -351,9 +367,9 @@ def main() -> int:
         return 1
     try:
         result = model(arguments.processors or list(PROCESSORS), not arguments.no_check)
-        kernels.write(result, arguments.output / "cpu-model", table)
+        write(result, arguments.output / "cpu-model")
         if arguments.write:
-            kernels.write(result, arguments.write / "results" / "cpu-model", table)
+            write(result, arguments.write / "results" / "cpu-model")
             report.replace_section(arguments.write / "kernels.md", "cpu-model", table(result))
     except (ModelError, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

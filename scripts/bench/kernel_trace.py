@@ -112,6 +112,7 @@ def sources(architecture: str) -> dict[str, Path]:
     return {
         "loop": LOOP,
         "gemm": arch / "itq3s-gemm.c",
+        "gemv": arch / "itq3s-gemv.c",
         "gemm-portable": SOURCES / "cpu" / "itq3s-gemm.c",
         "repack": ggml / "arch" / architecture / "repack.cpp",
         "quants": ggml / "arch" / architecture / "quants.c",

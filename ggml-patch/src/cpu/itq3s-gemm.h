@@ -127,7 +127,7 @@ void itq3s_gemm_tq1_0(int64_t nb, const void * panel, const struct itq3s_columns
 
 // out[r]: the product of row r of n_rows, row_size bytes apart as a file has them, and the one column of y, the bytes of
 // which are in the order of Q8_K_H or Q8_K. It has the bits that a panel's product has.
-#if defined(__AVX2__)
+#if defined(__AVX2__) || (defined(__ARM_NEON) && defined(__aarch64__))
 #    define ITQ3S_HAS_GEMV
 void itq3s_gemv_itq3_s(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
                        float * out);
