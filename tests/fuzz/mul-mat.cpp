@@ -89,13 +89,18 @@ static void panel(Input & in, const kernels & k) {
         }
     }
 
-    // ordinary scales, but for some of their signs, behind the codes
-    const bool  itq3_s = k.type == GGML_TYPE_ITQ3_S;
-    ggml_half * scales = (ggml_half *) (packed.data + (size_t) nb * (packed.n / (size_t) nb - (itq3_s ? 64 : 32)));
-    const int   each   = itq3_s ? 32 : 16;
-    for (int i = 0; i < nb * each; ++i) {
-        const bool zero_point = itq3_s && i % each >= 16;
-        scales[i]             = ggml_fp32_to_fp16(zero_point ? (in.random() % 4 ? 0.0f : 2.0f) : 0.02f * in.uniform());
+    // ordinary scales, but for some of their signs
+    const bool itq3_s = k.type == GGML_TYPE_ITQ3_S;
+    for (int b = 0; b < nb; ++b) {
+        ggml_half * d = itq3_s                      ? itq3s_scales_of_itq3_s(packed.data, b)->d
+                        : k.type == GGML_TYPE_TQ2_0 ? itq3s_scales_of_tq2_0(packed.data, b)->d
+                                                    : itq3s_scales_of_tq1_0(packed.data, b)->d;
+        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            d[r] = ggml_fp32_to_fp16(0.02f * in.uniform());
+            if (itq3_s) {
+                itq3s_scales_of_itq3_s(packed.data, b)->z[r] = ggml_fp32_to_fp16(in.random() % 4 ? 0.0f : 2.0f);
+            }
+        }
     }
 
     aligned    q((size_t) (nb * nc) * 256);
