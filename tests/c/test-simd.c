@@ -451,11 +451,17 @@ static void test_repack(const struct panel_type * t) {
 typedef void gemv_t(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
                     float * out);
 
-static int same_as_rows(gemv_t * gemv, size_t block_size, const char * rows, int n_rows, int nb, const block_q8_K * y,
+static gemv_t * gemv_of(const struct panel_type * t) {
+    return t->rotated ? itq3s_gemv_itq3_s : t->block_size == sizeof(block_tq2_0) ? itq3s_gemv_tq2_0 : NULL;
+}
+
+#    define MAX_ROW_BLOCKS 19  // two groups of 8, the longest of a kernel, and a part of one
+
+static int same_as_rows(gemv_t * gemv, const char * rows, size_t row_size, int n_rows, int nb, const block_q8_K * y,
                         const float * panel) {
-    static int8_t q[MAX_PANEL_BLOCKS * QK_K];
-    float         d[MAX_PANEL_BLOCKS];
-    int32_t       sums[MAX_PANEL_BLOCKS];
+    static int8_t q[MAX_ROW_BLOCKS * QK_K];
+    float         d[MAX_ROW_BLOCKS];
+    int32_t       sums[MAX_ROW_BLOCKS];
     for (int b = 0; b < nb; ++b) {
         memcpy(q + b * QK_K, y[b].qs, QK_K);
         d[b]    = y[b].d;
@@ -467,7 +473,7 @@ static int same_as_rows(gemv_t * gemv, size_t block_size, const char * rows, int
     const struct itq3s_columns columns = { q, d, sums };
     float                      out[ITQ3S_PANEL_ROWS + 1];
     memset(out, 0x55, sizeof(out));
-    gemv(nb, rows, nb * block_size, n_rows, &columns, out);
+    gemv(nb, rows, row_size, n_rows, &columns, out);
     uint32_t after;
     memcpy(&after, &out[n_rows], sizeof(after));
     return memcmp(out, panel, n_rows * sizeof(float)) == 0 && after == 0x55555555;
@@ -519,10 +525,10 @@ static void test_gemm(const struct panel_type * t, const char * name, int kind, 
         }
 
 #ifdef ITQ3S_HAS_GEMV
-        gemv_t * gemv = t->rotated ? itq3s_gemv_itq3_s : t->block_size == sizeof(block_tq2_0) ? itq3s_gemv_tq2_0 : NULL;
+        gemv_t * gemv = gemv_of(t);
         for (int c = 0; gemv && c < 8; ++c) {
             const int n_rows = ITQ3S_PANEL_ROWS - c;
-            same_bits &= same_as_rows(gemv, t->block_size, rows, n_rows, nb, y + c * nb, got[c]);
+            same_bits &= same_as_rows(gemv, rows, nb * t->block_size, n_rows, nb, y + c * nb, got[c]);
         }
 #endif
 
@@ -588,12 +594,56 @@ static void test_panel_nan(const struct panel_type * t) {
     report(line, ok);
 }
 
+#ifdef ITQ3S_HAS_GEMV
+// Rows as a file has them: of any number of blocks, further apart than they are long, and with a zero-point in some rows
+// of a panel and none in others.
+static void test_rows(const struct panel_type * t) {
+    enum { max_size = MAX_ROW_BLOCKS * sizeof(block_itq3_s) + 4 };
+
+    static char                row[MAX_ROW_BLOCKS * sizeof(block_itq3_s)];
+    static char                rows[ITQ3S_PANEL_ROWS * max_size];
+    static double              largest[MAX_ROW_BLOCKS];
+    static _Alignas(64) char   panel[ITQ3S_PANEL_ROWS * sizeof(row)];
+    static block_q8_K          y[MAX_ROW_BLOCKS];
+    static _Alignas(64) int8_t q[MAX_ROW_BLOCKS * QK_K];
+    static float               d[MAX_ROW_BLOCKS];
+    static int32_t             sums[MAX_ROW_BLOCKS];
+    const struct itq3s_columns columns = { q, d, sums };
+
+    int ok = 1;
+    for (int nb = 1; nb <= MAX_ROW_BLOCKS; ++nb) {
+        const size_t row_size = (size_t) nb * t->block_size + 2 * (size_t) (nb % 3);
+        random_bytes(rows, sizeof(rows));
+        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            panel_case(t, r % 3 == 1 ? 9 : 0, row, 1, nb, largest);
+            memcpy(rows + r * row_size, row, (size_t) nb * t->block_size);
+        }
+        t->repack_generic(rows, row_size, ITQ3S_PANEL_ROWS, nb, panel);
+        random_q8_K(y, nb, 0);
+        panel_columns(t, y, nb, 0, 1, q, d, sums);
+        float want[1][ITQ3S_PANEL_ROWS];
+        t->gemm(nb, panel, &columns, 1, want);
+        for (int n_rows = 1; n_rows <= ITQ3S_PANEL_ROWS; ++n_rows) {
+            ok &= same_as_rows(gemv_of(t), rows, row_size, n_rows, nb, y, want[0]);
+        }
+    }
+    char line[80];
+    snprintf(line, sizeof(line), "%s rows of 1 to %d blocks, the bits of a panel", t->name, MAX_ROW_BLOCKS);
+    report(line, ok);
+}
+#endif
+
 static void test_panels(void) {
     test_reorder();
     for (size_t i = 0; i < sizeof(panel_types) / sizeof(*panel_types); ++i) {
         const struct panel_type * t = &panel_types[i];
         test_repack(t);
         test_panel_nan(t);
+#ifdef ITQ3S_HAS_GEMV
+        if (gemv_of(t)) {
+            test_rows(t);
+        }
+#endif
         for (int kind = 0; kind < (t->rotated ? ITQ3_S_CASES : 2); ++kind) {
             for (int act = 0; act < 4; ++act) {
                 test_gemm(t, t->rotated ? itq3_s_names[kind] : kind == 1 ? "bytes 255" : "any bytes", kind, act);
