@@ -1,4 +1,4 @@
-"""Fetch, patch and build llama.cpp with ITQ3_S: ``gguf-itq3s build``.
+"""Fetch, patch and build llama.cpp with the trellis types: ``gguf-itq3s build``.
 
 In a checkout this is ``make build``. An installed package brings the patch along and builds below the cache; the
 converter, ``eval`` and the other commands find library and tools there.
@@ -17,6 +17,7 @@ from typing import Any, Final
 from . import upstream
 from .base.errors import UserError
 from .codec import native
+from .codec.family import FAMILY
 
 #: Options of llama.cpp by the command's own.
 BACKENDS: Final = {
@@ -30,8 +31,8 @@ BACKENDS: Final = {
 _HELP: Final = {
     "cuda": "kernels for NVIDIA GPUs; needs the CUDA toolkit",
     "hip": "the same kernels for AMD GPUs; needs ROCm",
-    "metal": "Apple's GPUs (the default on a Mac); ITQ3_S itself stays on the CPU",
-    "vulkan": "GPUs by Vulkan; ITQ3_S itself stays on the CPU",
+    "metal": "Apple's GPUs (the default on a Mac); the trellis types stay on the CPU",
+    "vulkan": "GPUs by Vulkan; the trellis types stay on the CPU",
     "rpc": "layers on other machines: --rpc of the tools, and ggml-rpc-server",
     "portable": "every variant of the CPU kernels, chosen when a tool starts, for other machines than this one",
 }
@@ -106,5 +107,5 @@ def run(args: argparse.Namespace) -> int:
         native.NativeLibrary(folder / native.library_name())
     except OSError as error:
         raise UserError(folder, f"the library cannot be loaded: {error}", "see what the build printed") from error
-    print(f"llama.cpp with ITQ3_S is in {folder}")
+    print(f"llama.cpp with {', '.join(row.name for row in FAMILY.values())} is in {folder}")
     return 0

@@ -38,7 +38,9 @@ SUBCOMMANDS = (
 @report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """``gguf-itq3s SUBCOMMAND ...``; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="gguf-itq3s", description="GGUF quantization in ITQ3_S and ternary types.")
+    parser = argparse.ArgumentParser(
+        prog="gguf-itq3s", description="GGUF quantization in trellis-coded and ternary types."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for module in SUBCOMMANDS:

@@ -59,9 +59,10 @@ static void bench_quantize(const char * name, enum ggml_type type) {
     for (int i = 0; i < K; ++i) {
         imatrix[i] = 1.0f;
     }
-    ggml_quantize_chunk(type, x, w, 0, 1, K, NULL);  // tables
+    const float * importance = ggml_quantize_requires_imatrix(type) ? imatrix : NULL;
+    ggml_quantize_chunk(type, x, w, 0, 1, K, importance);  // tables
     const double start = now();
-    ggml_quantize_chunk(type, x, w, 0, rows, K, NULL);
+    ggml_quantize_chunk(type, x, w, 0, rows, K, importance);
     printf("%s %.6g\n", name, (double) rows * K / (now() - start) * 1e-6);
     free(imatrix);
     free(w);

@@ -1,5 +1,5 @@
 // One kernel of a matrix product, alone: its instructions one by one, or its cycles. scripts/bench/cpu_model.py compiles
-// this with the kernels of ITQ3_S and of llama.cpp for one processor, as a static program.
+// this with the kernels of the trellis types and of llama.cpp for one processor, as a static program.
 //
 //   kernel-loop run KERNEL COLUMNS BLOCKS          one product, for an emulator that logs what it executes
 //   kernel-loop trace KERNEL COLUMNS BLOCKS FILE   one product, single-stepped: the addresses of its instructions as
@@ -7,13 +7,13 @@
 //   kernel-loop time KERNEL COLUMNS FEW MANY       prints the core cycles of a block of every row of the kernel: the
 //                                                  difference of products of MANY and FEW blocks, data in the cache
 //
-// KERNEL: itq3_s, tq2_0 (a panel of 16 rows), itq3_s_row, tq2_0_row (a row as a file has it, one column), q4_K (8 rows,
-// repacked), q3_K or iq3_s (a row, by vec_dot).
+// KERNEL: a trellis type or tq2_0 (a panel of 16 rows), the same with _row (a row as a file has it, one column), q4_K (8
+// rows, repacked), q3_K, q2_K, iq3_s or iq2_xxs (a row, by vec_dot).
 
 #define _GNU_SOURCE
 
 #include "ggml-common.h"
-#include "itq3s-gemm.h"
+#include "itq-gemm.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,7 +21,7 @@
 #include <time.h>
 
 #define MAX_BLOCKS  64
-#define MAX_COLUMNS ITQ3S_GROUP
+#define MAX_COLUMNS ITQ_GROUP
 #define ALIGNMENT   64
 #define MILLION     1000000
 
@@ -32,57 +32,54 @@
 #    define gemv_q4_K ggml_gemv_q4_K_8x4_q8_K
 #endif
 void gemv_q4_K(int n, float * s, size_t bs, const void * x, const void * y, int nr, int nc);
-void ggml_vec_dot_q3_K_q8_K(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
-void ggml_vec_dot_iq3_s_q8_K(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by,
-                             int nrc);
 
 // ggml-cpu's table of numbers of 16 bits, here all 0.
 float ggml_table_f32_f16[1 << 16];
 
-static uint8_t *            weights;
-static block_q8_K *         activations;
-static struct itq3s_columns columns;
-static float                out[MAX_COLUMNS][ITQ3S_PANEL_ROWS];
+static uint8_t *          weights;
+static block_q8_K *       activations;
+static struct itq_columns columns;
+static float              out[MAX_COLUMNS][ITQ_PANEL_ROWS];
 
-static void run_itq3_s(int nb, int nc) {
-    itq3s_gemm_itq3_s(nb, weights, &columns, nc, out);
-}
-
-static void run_tq2_0(int nb, int nc) {
-    itq3s_gemm_tq2_0(nb, weights, &columns, nc, out);
-}
-
-static void run_itq3_s_row(int nb, int nc) {
-    (void) nc;
-    itq3s_gemv_itq3_s(nb, weights, sizeof(block_itq3_s) * (size_t) nb, 1, &columns, out[0]);
-}
-
-static void run_tq2_0_row(int nb, int nc) {
-    (void) nc;
-    itq3s_gemv_tq2_0(nb, weights, sizeof(block_tq2_0) * (size_t) nb, 1, &columns, out[0]);
-}
+#define RUN_PANELS(name)                                                                       \
+    static void run_##name(int nb, int nc) {                                                   \
+        itq_gemm_##name(nb, weights, &columns, nc, out);                                       \
+    }                                                                                          \
+    static void run_##name##_row(int nb, int nc) {                                             \
+        (void) nc;                                                                             \
+        itq_gemv_##name(nb, weights, sizeof(block_##name) * (size_t) nb, 1, &columns, out[0]); \
+    }
+#define RUN_PANELS_OF_TYPE(NAME, name, ...) RUN_PANELS(name)
+ITQ_TYPES(RUN_PANELS_OF_TYPE)
+RUN_PANELS(tq2_0)
 
 static void run_q4_K(int nb, int nc) {
     (void) nc;
     gemv_q4_K(nb * QK_K, out[0], 8, weights, activations, 1, 8);
 }
 
-static void run_q3_K(int nb, int nc) {
-    (void) nc;
-    ggml_vec_dot_q3_K_q8_K(nb * QK_K, out[0], 0, weights, 0, activations, 0, 1);
-}
-
-static void run_iq3_s(int nb, int nc) {
-    (void) nc;
-    ggml_vec_dot_iq3_s_q8_K(nb * QK_K, out[0], 0, weights, 0, activations, 0, 1);
-}
+#define RUN_VEC_DOT(name)                                                                                              \
+    void ggml_vec_dot_##name##_q8_K(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, \
+                                    int nrc);                                                                          \
+    static void run_##name(int nb, int nc) {                                                                           \
+        (void) nc;                                                                                                     \
+        ggml_vec_dot_##name##_q8_K(nb * QK_K, out[0], 0, weights, 0, activations, 0, 1);                               \
+    }
+RUN_VEC_DOT(q3_K)
+RUN_VEC_DOT(q2_K)
+RUN_VEC_DOT(iq3_s)
+RUN_VEC_DOT(iq2_xxs)
 
 static const struct kernel {
     const char * name;
     void (*run)(int nb, int nc);
 } kernels[] = {
-    { "itq3_s", run_itq3_s }, { "tq2_0", run_tq2_0 }, { "itq3_s_row", run_itq3_s_row }, { "tq2_0_row", run_tq2_0_row },
-    { "q4_K", run_q4_K },     { "q3_K", run_q3_K },   { "iq3_s", run_iq3_s },
+#define PANELS(NAME, name, ...) { #name, run_##name }, { #name "_row", run_##name##_row },
+    ITQ_TYPES(PANELS) PANELS(TQ2_0, tq2_0){ "q4_K", run_q4_K },
+    { "q3_K", run_q3_K },
+    { "q2_K", run_q2_K },
+    { "iq3_s", run_iq3_s },
+    { "iq2_xxs", run_iq2_xxs },
 };
 
 static void * zeros(size_t size) {
@@ -108,19 +105,19 @@ static void fill(void * p, size_t size) {
 
 static void prepare(const struct kernel * kernel, int nb, int nc) {
     // no layout takes more than 8 bits for a weight, so this is enough for every panel
-    weights = zeros((size_t) (nb + 32) * ITQ3S_PANEL_ROWS * 2 * QK_K);
+    weights = zeros((size_t) (nb + 32) * ITQ_PANEL_ROWS * 2 * QK_K);
     if (kernel->run == run_itq3_s) {
-        block_itq3_s * rows = zeros(sizeof(*rows) * (size_t) nb * ITQ3S_PANEL_ROWS);
-        fill(rows, sizeof(*rows) * (size_t) nb * ITQ3S_PANEL_ROWS);
-        for (int i = 0; i < nb * ITQ3S_PANEL_ROWS; ++i) {
+        block_itq3_s * rows = zeros(sizeof(*rows) * (size_t) nb * ITQ_PANEL_ROWS);
+        fill(rows, sizeof(*rows) * (size_t) nb * ITQ_PANEL_ROWS);
+        for (int i = 0; i < nb * ITQ_PANEL_ROWS; ++i) {
             rows[i].z = 0;  // as all but the literal ternary code have it
         }
-        itq3s_repack_itq3_s(rows, sizeof(*rows) * (size_t) nb, ITQ3S_PANEL_ROWS, nb, weights);
+        itq_repack_itq3_s(rows, sizeof(*rows) * (size_t) nb, ITQ_PANEL_ROWS, nb, weights);
         free(rows);
     } else if (kernel->run == run_tq2_0) {
-        block_tq2_0 * rows = zeros(sizeof(*rows) * (size_t) nb * ITQ3S_PANEL_ROWS);
-        fill(rows, sizeof(*rows) * (size_t) nb * ITQ3S_PANEL_ROWS);
-        itq3s_repack_tq2_0(rows, sizeof(*rows) * (size_t) nb, ITQ3S_PANEL_ROWS, nb, weights);
+        block_tq2_0 * rows = zeros(sizeof(*rows) * (size_t) nb * ITQ_PANEL_ROWS);
+        fill(rows, sizeof(*rows) * (size_t) nb * ITQ_PANEL_ROWS);
+        itq_repack_tq2_0(rows, sizeof(*rows) * (size_t) nb, ITQ_PANEL_ROWS, nb, weights);
         free(rows);
     } else {
         fill(weights, (size_t) nb * 8 * 2 * QK_K);
@@ -137,7 +134,7 @@ static void prepare(const struct kernel * kernel, int nb, int nc) {
     fill(q, n * QK_K);
     fill(d, n * sizeof(*d));
     fill(s, n * sizeof(*s));
-    columns = (struct itq3s_columns){ q, d, s };
+    columns = (struct itq_columns){ q, d, s };
 }
 
 // What is traced: from its first instruction to its return.

@@ -14,8 +14,9 @@ set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize
 # What `make demo` runs. It needs none of the server and of its multimodal models, which llama-cli brings along.
 set(demo_tools llama-completion llama-bench)
 set(headers
-    include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq3s.h
-    ggml/src/ggml-cpu/itq3s/itq3s-quants.h)
+    include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq-types.h
+    ggml/src/ggml-itq.h
+    ggml/src/ggml-cpu/itq3s/itq-quants.h)
 
 # Finished builds kept in the cache, of the tools and of single programs; the least recently used go.
 set(kept 12)

@@ -11,7 +11,7 @@ from ..checkpoint import trust
 from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_hessian_argument
 from .pipeline import calibrate
 
-DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion to ITQ3_S."
+DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion."
 
 
 def add_parser(subparsers: Any) -> None:

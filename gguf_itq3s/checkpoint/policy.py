@@ -1,7 +1,8 @@
 """Which tensor gets which type: the rules of ``llama-quantize`` for the types that need no build.
 
 The rules stand in ``src/llama-quant.cpp`` of llama.cpp (``tensor_allows_quantization``, ``llama_tensor_get_type_impl``,
-``tensor_type_fallback``); ITQ3_S follows IQ3_S there. The test suite compares the choices with those of the built
+``tensor_type_fallback``); a trellis type follows the type there that its entry of
+:data:`gguf_itq3s.codec.family.FAMILY` names. The test suite compares the choices with those of the built
 ``llama-quantize``; the mixes of llama.cpp's own types are asked of it (:mod:`.stock`). One rule differs: a ternary
 tensor whose rows are not whole blocks becomes Q8_0, not Q4_0, which cannot hold {-a, 0, a}.
 """
@@ -13,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as Type
 
-from ..codec.types import ITQ3_S, NUMPY_TYPES
+from ..codec.family import FAMILY
+from ..codec.types import NUMPY_TYPES
 
 #: Types whose rows are 256 weights a block, and what takes their place where a row is not whole blocks.
 FALLBACKS: Final[Mapping[Type, Type]] = {
-    ITQ3_S: Type.IQ4_NL,
+    **{qtype: row.fallback for qtype, row in FAMILY.items()},
     Type.TQ1_0: Type.Q8_0,
     Type.TQ2_0: Type.Q8_0,
     Type.IQ3_XXS: Type.IQ4_NL,
@@ -58,6 +60,7 @@ _KEPT_GLM5_NEXT: Final = (
     "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
 _ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
+_ATTN_K: Final = "attn_k.weight"
 _POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
 _TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
 
@@ -73,6 +76,7 @@ class Model:
         kv_heads: key/value heads of the first layer.
         experts: experts of a layer, 0 for a dense model.
         tied: whether the token embedding is the output matrix too (no ``output.weight``).
+        first_downs: the matrices that :func:`first_downs` finds.
     """
 
     arch: str
@@ -81,6 +85,7 @@ class Model:
     kv_heads: int
     experts: int
     tied: bool
+    first_downs: frozenset[str] = frozenset()
 
     @property
     def gqa(self) -> int:
@@ -165,37 +170,80 @@ def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
     return not any(part in name for part in kept)
 
 
+def first_downs(shapes: Mapping[str, Sequence[int]], arch: str, layers: int) -> frozenset[str]:
+    """The first matrices out of the feed-forward networks, an eighth as many as there are layers.
+
+    llama-quantize counts tensors, not layers: a layer with experts may have several.
+
+    Args:
+        shapes: of all tensors by GGUF name.
+        arch: ``general.architecture``.
+        layers: number of layers.
+    """
+
+    def place(name: str) -> tuple[int, str]:
+        layer = re.match(r"blk\.(\d+)\.", name)
+        return int(layer[1]) if layer else -1, name
+
+    downs = [name for name, shape in shapes.items() if "ffn_down" in name and may_quantize(name, shape, arch)]
+    return frozenset(sorted(downs, key=place)[: layers // 8])
+
+
 def mix(name: str, columns: int, target: Type, model: Model) -> Type:
     """The type llama-quantize mixes in for a tensor it may quantize, before any fallback for the row length.
 
     Args:
         name: GGUF name.
         columns: row length.
-        target: the type of the file. Of other types than ITQ3_S, TQ1_0, TQ2_0 and Q8_0 only the output's rule is known.
+        target: the type of the file. Of types that are neither of the trellis family nor TQ1_0, TQ2_0 or Q8_0 only the
+            output's rule is known.
         model: facts about the model.
     """
     is_embedding = name in _TOKEN_EMBEDDINGS
+    row = FAMILY.get(target)
+    follows = None if row is None else row.follows
     if model.arch == "glm5-next" and any(part in name for part in ("attn_q_a", "attn_q_b", "nextn.eh_proj")):
         return Type.Q8_0
     if name == "output.weight" or (model.tied and is_embedding):
         whole = columns % GGML_QUANT_SIZES[target][0] == 0
-        return Type.Q6_K if whole and model.arch != "falcon" and target != Type.Q8_0 else Type.Q8_0
-    ternary = target in (Type.TQ1_0, Type.TQ2_0)
-    if not ternary and target != ITQ3_S:
+        most = Type.Q5_K if follows == LlamaFileType.MOSTLY_IQ2_XXS else Type.Q6_K
+        return most if whole and model.arch != "falcon" and target != Type.Q8_0 else Type.Q8_0
+    if target in (Type.TQ1_0, Type.TQ2_0):
+        if is_embedding:
+            return Type.Q4_K
+        return Type.Q8_0 if model.experts == 8 and any(part in name for part in (*_ATTN_V, _ATTN_K)) else target
+    if row is None:
         return target
-    if is_embedding:
-        return Type.Q4_K if ternary else target
+    found = _mix_2_bits(name, model) if follows == LlamaFileType.MOSTLY_IQ2_XXS else _mix_3_bits(name, model)
+    return target if found is None else row.in_mix.get(found, found)
+
+
+def _mix_3_bits(name: str, model: Model) -> Type | None:
+    """What is at more bits in a mix of IQ3_S; None for the other tensors."""
     if any(part in name for part in _ATTN_V):
         if model.experts == 8:
             return Type.Q8_0
-        if not ternary and model.gqa >= 4:
+        if model.gqa >= 4:
             return Type.Q5_K if model.is_70b else Type.Q4_K
-    elif "attn_k.weight" in name:
+    elif _ATTN_K in name:
         if model.experts == 8:
             return Type.Q8_0
-    elif "attn_output.weight" in name and not ternary and model.experts == 8 and model.arch != "falcon":
+    elif "attn_output.weight" in name and model.experts == 8 and model.arch != "falcon":
         return Type.Q5_K
-    return target
+    return None
+
+
+def _mix_2_bits(name: str, model: Model) -> Type | None:
+    """What is at more bits in a mix of IQ2_XXS; None for the other tensors."""
+    if name in _TOKEN_EMBEDDINGS:
+        return Type.Q2_K
+    if any(part in name for part in _ATTN_V):
+        return Type.Q4_K if model.gqa >= 4 or model.experts >= 4 else Type.Q2_K
+    if _ATTN_K in name:
+        return Type.Q4_K if model.experts == 8 else None
+    if "ffn_down" in name:
+        return Type.Q2_K if name in model.first_downs else None
+    return Type.Q5_K if "attn_output.weight" in name and model.experts == 8 else None
 
 
 def fit(wanted: Type, columns: int) -> Type:

@@ -18,7 +18,7 @@ from gguf.gguf_writer import WriterState
 from safetensors import safe_open
 
 from ..base.errors import UserError
-from .policy import Model
+from .policy import Model, first_downs
 from .validation import stored_tensors
 
 # The number of a part, and of all of them, is a uint16.
@@ -184,12 +184,13 @@ def model_facts(folder: Path, writer: gguf.GGUFWriter, tensors: list[SourceTenso
             what = f"gives {value!r:.80} for {key}"
             raise UserError(folder / "config.json", what, "take the file that belongs to the weights") from error
 
-    heads = number("attention.head_count", 0)
+    heads, layers = number("attention.head_count", 0), number("block_count", 0)
     return Model(
         arch=writer.arch,
-        layers=number("block_count", 0),
+        layers=layers,
         heads=heads,
         kv_heads=number("attention.head_count_kv", heads),
         experts=number("expert_count", 0),
         tied=not any(tensor.name == "output.weight" for tensor in tensors),
+        first_downs=first_downs({tensor.name: tensor.shape for tensor in tensors}, writer.arch, layers),
     )

@@ -1,7 +1,7 @@
-"""What a trellis-coded format is made of: symbol bits, level table, code, scales. ITQ3_S is one.
+"""What a trellis-coded format is made of: symbol bits, level table, code, scales, length of a block.
 
 Search, scale solver and block layout take a :class:`Format`, so that another width is another instance and not another
-copy of them.
+copy of them. :mod:`gguf_itq3s.codec.family` says which of them are types of a file.
 """
 
 from __future__ import annotations
@@ -15,24 +15,44 @@ import numpy as np
 import numpy.typing as npt
 
 from .transform import BLOCK, FloatArray
-from .trellis import ITQ3_S_TRELLIS, LEVELS, Trellis
+from .trellis import TRELLIS, Trellis
+
+#: How many start scales the scale solver tries; an effort's place is its number in the C library.
+EFFORTS: Final = ("fast", "default")
+#: How blocks are encoded; a codec's place is its number in the C library.
+CODECS: Final = ("trellis", "ternary")
+
+
+@dataclass(frozen=True)
+class TernaryCode:
+    """The literal ternary code within a format: selectors 0, symbols 1, 2, 3 read ``zero_point + step * {-1, 0, 1}``.
+
+    Attributes:
+        step: between two of these levels.
+        zero_point: the level in the middle.
+    """
+
+    step: int
+    zero_point: int
 
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A block of 256 weights: a symbol and a selector bit a weight, a scale in float16, perhaps a zero-point.
+    """A block of weights: a symbol and a selector bit a weight, a scale in float16, perhaps a zero-point.
 
     Attributes:
         name: as in messages.
-        symbol_bits: bits of a symbol; the four subsets have ``2 ** symbol_bits`` levels each.
+        symbol_bits: bits of a symbol, 1 to 3; the four subsets have ``2 ** symbol_bits`` levels each.
         levels: int8 (4 * 2 ** symbol_bits,), ascending, in units of d/32; index ``4 * symbol + subset``.
         trellis: which subset a weight is read from.
         rms_in_levels: RMS of a block in level units at the start scale 1.
         starts: effort -> start scales relative to the first, in the order they are tried.
         zero_point: whether a float16 zero-point follows the scale.
+        block: weights of a block, an even power of two (so that the rotation's scale is exact in float32).
+        ternary: the literal ternary code, where the levels have one.
 
     Raises:
-        ValueError: the level table is not of the size that the symbol bits ask for.
+        ValueError: the level table is not of the size that the symbol bits ask for, or the other parts do not fit.
     """
 
     name: str
@@ -42,20 +62,28 @@ class Format:
     rms_in_levels: float
     starts: Mapping[str, tuple[float, ...]]
     zero_point: bool
+    block: int = BLOCK
+    ternary: TernaryCode | None = None
 
     def __post_init__(self) -> None:
         if self.levels.size != 4 << self.symbol_bits:
             raise ValueError(f"{self.levels.size} levels are not four subsets of {1 << self.symbol_bits}")
+        if tuple(self.starts) != EFFORTS:
+            raise ValueError(f"start scales are of the efforts {', '.join(EFFORTS)}, not of {', '.join(self.starts)}")
+        if self.block < 16 or self.block & (self.block - 1) or not self.block.bit_length() & 1:
+            raise ValueError(f"a block of {self.block} weights: its length is an even power of two, 16 or more")
+        if self.ternary and not self.zero_point:
+            raise ValueError("a ternary code without a zero-point")
 
     @property
     def symbol_bytes(self) -> int:
         """Bytes of the symbols of a block, in front of the selector bits."""
-        return BLOCK * self.symbol_bits // 8
+        return self.block * self.symbol_bits // 8
 
     @property
     def scale_offset(self) -> int:
-        """Where the scale stands, behind the 32 bytes of selector bits."""
-        return self.symbol_bytes + BLOCK // 8
+        """Where the scale stands, behind the selector bits."""
+        return self.symbol_bytes + self.block // 8
 
     @property
     def block_bytes(self) -> int:
@@ -64,12 +92,17 @@ class Format:
 
     @property
     def bits_per_weight(self) -> float:
-        return self.block_bytes * 8 / BLOCK
+        return self.block_bytes * 8 / self.block
 
     @property
-    def efforts(self) -> tuple[str, ...]:
-        """The names of :attr:`starts`; an effort's place is its number in the C library."""
-        return tuple(self.starts)
+    def rotation(self) -> np.float32:
+        """float32(1 / sqrt(block)), exact: what the unnormalised Walsh-Hadamard transform is multiplied by."""
+        return np.float32(1 / np.sqrt(self.block))
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Those of :data:`CODECS` that the format has."""
+        return CODECS if self.ternary else CODECS[:1]
 
     def start_rms(self, effort: str) -> tuple[np.float32, ...]:
         """float32(rms_in_levels / start): the block's RMS in level units at each start scale.
@@ -77,13 +110,15 @@ class Format:
         Raises:
             ValueError: unknown effort.
         """
-        self.check_effort(effort)
+        check_effort(effort)
         return tuple(np.float32(self.rms_in_levels / start) for start in self.starts[effort])
 
-    def check_effort(self, effort: str) -> None:
-        """Raise ValueError unless ``effort`` is one of :attr:`efforts`."""
-        if effort not in self.starts:
-            raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(self.starts)}")
+    def check_codec(self, codec: str) -> None:
+        """Raise ValueError unless ``codec`` is one of :attr:`codecs`."""
+        if codec not in CODECS:
+            raise ValueError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}")
+        if codec not in self.codecs:
+            raise ValueError(f"{self.name} has no codec {codec!r}; use one of {', '.join(self.codecs)}")
 
     @cached_property
     def level_values(self) -> FloatArray:
@@ -91,14 +126,42 @@ class Format:
         return self.levels.astype(np.float32)
 
 
-#: Start scales: relative squared error on one million Gaussian weights 0.0226 with one, 0.0219 with three, 0.0218 with
-#: four.
+def check_effort(effort: str) -> None:
+    """Raise ValueError unless ``effort`` is one of :data:`EFFORTS`."""
+    if effort not in EFFORTS:
+        raise ValueError(f"unknown effort {effort!r}; use one of {', '.join(EFFORTS)}")
+
+
+def _levels(*values: int) -> npt.NDArray[np.int8]:
+    """A table that cannot be written to: a multiple-of-one approximation of the Lloyd-Max levels of a Gaussian."""
+    levels = np.array(values, dtype=np.int8)
+    levels.setflags(write=False)
+    return levels
+
+
+ITQ3_S_LEVELS: Final = _levels(-63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63)
+ITQ2_S_LEVELS: Final = _levels(-63, -36, -20, -6, 6, 20, 36, 63)
+
+# On one million Gaussian weights the relative squared error is 0.0226 with one start scale, 0.0219 with three, 0.0218
+# with four; at one symbol bit 0.0816, 0.0810, 0.0809.
+_STARTS: Final = {"fast": (1.0,), "default": (1.0, 0.91, 1.09)}
+
 ITQ3_S_FORMAT: Final = Format(
     name="ITQ3_S",
     symbol_bits=2,
-    levels=LEVELS,
-    trellis=ITQ3_S_TRELLIS,
+    levels=ITQ3_S_LEVELS,
+    trellis=TRELLIS,
     rms_in_levels=25.5,
-    starts={"fast": (1.0,), "default": (1.0, 0.91, 1.09)},
+    starts=_STARTS,
     zero_point=True,
+    ternary=TernaryCode(step=22, zero_point=2),
+)
+ITQ2_S_FORMAT: Final = Format(
+    name="ITQ2_S",
+    symbol_bits=1,
+    levels=ITQ2_S_LEVELS,
+    trellis=TRELLIS,
+    rms_in_levels=33.5,
+    starts=_STARTS,
+    zero_point=False,
 )

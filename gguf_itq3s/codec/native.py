@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +24,11 @@ import numpy.typing as npt
 from .. import upstream
 from ..upstream import build_command as build_command
 from . import blocks
-from .blocks import BLOCK_BYTES, CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
+from .blocks import CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
+from .family import DEFAULT, FAMILY, trellis_type
+from .formats import Format
 from .grids import CodeArray, Grid
-from .transform import BLOCK, FloatArray
-from .types import ITQ3_S
+from .transform import FloatArray
 
 LIBRARY_VARIABLE: Final = "GGUF_ITQ3S_LIBRARY"
 
@@ -44,8 +46,31 @@ def library_name() -> str:
     return {"win32": "ggml-base.dll", "darwin": "libggml-base.dylib"}.get(sys.platform, "libggml-base.so")
 
 
+@dataclass(frozen=True)
+class _Entries:
+    """The C functions of a trellis type.
+
+    Attributes:
+        quantize: rows at an effort.
+        ldlq: the calibrated encoder.
+    """
+
+    quantize: Any
+    ldlq: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, identifier: str) -> _Entries:
+        """Those of the type with this name; raises AttributeError where the library has none."""
+        quantize = getattr(library, f"quantize_{identifier}_effort")
+        quantize.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+        ldlq = getattr(library, f"quantize_{identifier}_ldlq_flat")
+        ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
+        quantize.restype = ldlq.restype = ctypes.c_size_t
+        return cls(quantize, ldlq)
+
+
 class NativeLibrary:
-    """A loaded ``libggml-base`` that knows ITQ3_S.
+    """A loaded ``libggml-base`` that knows the trellis types.
 
     Attributes:
         path: the file it was loaded from.
@@ -58,18 +83,13 @@ class NativeLibrary:
         self.path = path
         library = ctypes.CDLL(str(path))
         try:
-            self._itq3_s = library.quantize_itq3_s_effort
-            self._ldlq = library.quantize_itq3_s_ldlq_flat
+            self._entries = {qtype: _Entries.of(library, row.identifier) for qtype, row in FAMILY.items()}
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
             self._feed = library.grid_ldlq_feed
             self._round = library.grid_ldlq_round
         except AttributeError as error:
-            raise OSError(f"{path}: built without the ITQ3_S patch ({error}); run {build_command()}") from None
-        self._itq3_s.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-        self._itq3_s.restype = ctypes.c_size_t
-        self._ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
-        self._ldlq.restype = ctypes.c_size_t
+            raise OSError(f"{path}: built without this version's patch ({error}); run {build_command()}") from None
         self._chunk.argtypes = [ctypes.c_int, _F32P, ctypes.c_void_p, *[ctypes.c_int64] * 3, _F32P]
         self._chunk.restype = ctypes.c_size_t
         self._row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
@@ -83,34 +103,37 @@ class NativeLibrary:
         self._round.restype = None
 
     def quantize(
-        self, array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int = 1
-    ) -> ByteArray:
+        self, array: npt.ArrayLike, *, qtype: gguf.GGMLQuantizationType = DEFAULT.type, effort: str = "default",
+        codec: str = "trellis", threads: int = 1,
+    ) -> ByteArray:  # fmt: skip
         """As :func:`gguf_itq3s.codec.blocks.quantize`, the same bytes and the same errors, on ``threads`` threads."""
+        fmt, entry = trellis_type(qtype).format, self._entries[qtype].quantize
         weights = np.asarray(array, dtype=np.float32)
-        check_rows(weights)
-        check_choice(codec, effort)
-        source = np.ascontiguousarray(weights).reshape(-1, BLOCK)
-        out = np.empty((source.shape[0], BLOCK_BYTES), dtype=np.uint8)
+        check_rows(weights, fmt)
+        check_choice(codec, effort, fmt)
+        source = np.ascontiguousarray(weights).reshape(-1, fmt.block)
+        out = np.empty((source.shape[0], fmt.block_bytes), dtype=np.uint8)
 
         def part(start: int, stop: int) -> None:
-            self._itq3_s(
-                source[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, BLOCK,
+            entry(
+                source[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, fmt.block,
                 CODECS.index(codec), EFFORTS.index(effort),
             )  # fmt: skip
 
-        _in_parts(part, source.shape[0], max(1, _CHUNK_WEIGHTS // BLOCK), threads)
-        if refused(out):
+        _in_parts(part, source.shape[0], max(1, _CHUNK_WEIGHTS // fmt.block), threads)
+        if refused(out, fmt):
             raise ValueError(TOO_LARGE)
-        return out.reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
+        return out.reshape(*weights.shape[:-1], weights.shape[-1] // fmt.block * fmt.block_bytes)
 
     def quantize_calibrated(
-        self, weights: FloatArray, feedback: FloatArray, weight: FloatArray, *, segment: int, lookahead: int,
-        effort: str, threads: int = 1,
+        self, weights: FloatArray, feedback: FloatArray, weight: FloatArray, *, qtype: gguf.GGMLQuantizationType,
+        segment: int, lookahead: int, effort: str, threads: int = 1,
     ) -> ByteArray:  # fmt: skip
         """The calibrated encoder alone; :func:`gguf_itq3s.rounding.ldlq.quantize` checks arguments and reads errors.
 
         Args:
             weights: float32 (m, n), n a multiple of 256.
+            qtype: a trellis type.
             feedback: float32 (n, n), or (n / 256, 256, 256): unit upper triangular.
             weight: float32 (n,), positive.
             segment: columns committed at a time.
@@ -119,14 +142,15 @@ class NativeLibrary:
             threads: how many rows at a time.
 
         Returns:
-            uint8 (m, n / 256 * 100); a block that cannot be encoded has a NaN scale.
+            uint8 (m, bytes of a row); a block that cannot be encoded has a NaN scale.
         """
+        fmt, entry = trellis_type(qtype).format, self._entries[qtype].ldlq
         source, n = np.ascontiguousarray(weights), weights.shape[1]
         feedback, weight = np.ascontiguousarray(feedback), np.ascontiguousarray(weight)
-        out = np.empty((source.shape[0], n // BLOCK * BLOCK_BYTES), dtype=np.uint8)
+        out = np.empty((source.shape[0], n // fmt.block * fmt.block_bytes), dtype=np.uint8)
 
         def part(start: int, stop: int) -> None:
-            self._ldlq(
+            entry(
                 source[start:stop].ctypes.data_as(_F32P), out[start:stop].ctypes.data, stop - start, n,
                 feedback.ctypes.data_as(_F32P), weight.ctypes.data_as(_F32P), int(feedback.ndim == 2), segment,
                 lookahead, EFFORTS.index(effort),
@@ -157,8 +181,8 @@ class NativeLibrary:
         Raises:
             ValueError: the row length does not fit the type.
         """
-        if qtype == ITQ3_S:
-            return self.quantize(array, threads=threads)
+        if qtype in FAMILY:
+            return self.quantize(array, qtype=qtype, threads=threads)
         weights = np.ascontiguousarray(array, dtype=np.float32)
         length = weights.shape[-1]
         block = gguf.GGML_QUANT_SIZES[qtype][0]
@@ -260,9 +284,10 @@ def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: i
             pass
 
 
-def refused(blocks: ByteArray) -> bool:
+def refused(blocks: ByteArray, fmt: Format) -> bool:
     """Whether C marked a block that it cannot encode by a NaN scale, as ggml_validate_row_data expects."""
-    return bool(np.isnan(blocks.reshape(-1, BLOCK_BYTES)[:, 96:98].copy().view("<f2")).any())
+    scales = slice(fmt.scale_offset, fmt.scale_offset + 2)
+    return bool(np.isnan(blocks.reshape(-1, fmt.block_bytes)[:, scales].copy().view("<f2")).any())
 
 
 def tools_folder() -> Path:
@@ -299,31 +324,36 @@ def _usable() -> NativeLibrary | None:
     try:
         return load()
     except OSError as error:
-        warnings.warn(f"ITQ3_S is quantized in numpy, the C library cannot be used: {error}", stacklevel=3)
+        warnings.warn(f"weights are quantized in numpy, the C library cannot be used: {error}", stacklevel=3)
         return None
 
 
 def quantize(
-    array: npt.ArrayLike, *, effort: str = "default", codec: str = "trellis", threads: int | None = None
-) -> ByteArray:
-    """Quantize rows to ITQ3_S, in C where it is built and in numpy elsewhere; the bytes are the same.
+    array: npt.ArrayLike, *, qtype: gguf.GGMLQuantizationType = DEFAULT.type, effort: str = "default",
+    codec: str = "trellis", threads: int | None = None,
+) -> ByteArray:  # fmt: skip
+    """Quantize rows to a trellis type, in C where it is built and in numpy elsewhere; the bytes are the same.
 
     Args:
-        array: (..., n) weights, n a multiple of 256; converted to float32.
+        array: (..., n) weights, n a multiple of the type's block; converted to float32.
+        qtype: the type.
         effort: ``fast`` or ``default``.
         codec: ``trellis`` or ``ternary``.
         threads: of the C library; None for one a processor.
 
     Returns:
-        uint8 (..., n / 256 * 100), C-contiguous, the layout of a GGUF tensor.
+        uint8 (..., bytes of a row), C-contiguous, the layout of a GGUF tensor.
 
     Raises:
-        ValueError: row length not a multiple of 256, unknown effort or codec, or a weight that is not finite.
+        ValueError: rows that are not whole blocks, unknown effort or codec, or a weight that is not finite; the type
+            is not trellis-coded.
     """
+    fmt = trellis_type(qtype).format
     library = _usable()
     if library is None:
-        return blocks.quantize(array, effort=effort, codec=codec)
-    return library.quantize(array, effort=effort, codec=codec, threads=processors() if threads is None else threads)
+        return blocks.quantize(array, fmt, effort=effort, codec=codec)
+    threads = processors() if threads is None else threads
+    return library.quantize(array, qtype=qtype, effort=effort, codec=codec, threads=threads)
 
 
 def processors() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .formats import ITQ3_S_FORMAT, Format
+from .formats import Format
 from .transform import FloatArray
 from .trellis import IndexArray, search
 
@@ -44,18 +44,16 @@ def fit_scale(x: FloatArray, levels: FloatArray) -> npt.NDArray[np.float16]:
     return np.clip(d, -F16_MAX, F16_MAX).astype(np.float16)
 
 
-def solve(
-    x: FloatArray, effort: str = "default", fmt: Format = ITQ3_S_FORMAT
-) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
+def solve(x: FloatArray, effort: str, fmt: Format) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
     """Search path and scale of every column.
 
     Args:
-        x: float32 (256, m) rotated weights, finite, one block a column; magnitudes below 2**56.
+        x: float32 (n, m) rotated weights, finite, one block a column; magnitudes below 2**56.
         effort: a key of ``fmt.starts``.
         fmt: levels, trellis and start scales.
 
     Returns:
-        uint8 (256, m) level indices, uint8 (256, m) selector bits, float16 (m,) scales. A block whose RMS is zero,
+        uint8 (n, m) level indices, uint8 (n, m) selector bits, float16 (m,) scales. A block whose RMS is zero,
         or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
 
     Raises:

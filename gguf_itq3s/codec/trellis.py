@@ -1,9 +1,9 @@
 """The trellis: which of four interleaved grids a weight is read from, and the search for the best path.
 
-Trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38(1), 1990): 16 levels are split into four
-interleaved subsets of four; one *selector* bit a weight drives a shift register, and two parity checks of the register
-(Ungerboeck, IEEE Trans. Inf. Theory 28(1), 1982, table I) name the subset, while a 2-bit *symbol* names the level in
-it. Three bits a weight therefore reach a 16-level quantizer, restricted to paths through the trellis.
+Trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38(1), 1990): the levels are split into four
+interleaved subsets; one *selector* bit a weight drives a shift register, and two parity checks of the register
+(Ungerboeck, IEEE Trans. Inf. Theory 28(1), 1982, table I) name the subset, while a *symbol* of b bits names the level
+in it. b + 1 bits a weight therefore reach a quantizer of 2**(b + 2) levels, restricted to paths through the trellis.
 
 States are integers: ``state = sum(s[t-1-i] << i)``, so ``next = ((state << 1) | s[t]) & (states - 1)`` and the two
 predecessors of the states ``2k`` and ``2k + 1`` are ``k`` and ``k + states/2``.
@@ -20,10 +20,6 @@ import numpy.typing as npt
 from .transform import FloatArray
 
 IndexArray = npt.NDArray[np.uint8]
-
-# In units of d/32; index 4 * symbol + subset. A multiple-of-one approximation of the Lloyd-Max levels of a Gaussian.
-LEVELS = np.array([-63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63], dtype=np.int8)
-LEVELS.setflags(write=False)
 
 # Larger than any path metric of a block and far below float32's end: marks states that state 0 cannot have reached.
 UNREACHED = np.float32(1e30)
@@ -86,7 +82,7 @@ class Trellis:
         return 2 * c1 + c0
 
 
-#: Ungerboeck's codes by number of states (1982, table I; checks in octal). ITQ3_S uses 64 states.
+#: Ungerboeck's codes by number of states (1982, table I; checks in octal).
 UNGERBOECK = {
     4: Trellis(2, 0o5, 0o2),
     8: Trellis(3, 0o13, 0o04),
@@ -96,11 +92,12 @@ UNGERBOECK = {
     128: Trellis(7, 0o235, 0o126),
     256: Trellis(8, 0o515, 0o362),
 }
-ITQ3_S_TRELLIS = UNGERBOECK[64]
+#: The code of the formats.
+TRELLIS = UNGERBOECK[64]
 
 
 def nearest_symbols(
-    y: FloatArray, levels: npt.NDArray[np.int8] = LEVELS
+    y: FloatArray, levels: npt.NDArray[np.int8]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """Branch metrics: for every weight and subset the nearest level and its squared distance.
 
@@ -128,9 +125,7 @@ def nearest_symbols(
     return metric, symbol
 
 
-def search(
-    y: FloatArray, trellis: Trellis = ITQ3_S_TRELLIS, levels: npt.NDArray[np.int8] = LEVELS
-) -> tuple[IndexArray, IndexArray]:
+def search(y: FloatArray, trellis: Trellis, levels: npt.NDArray[np.int8]) -> tuple[IndexArray, IndexArray]:
     """Viterbi search for the path with the least squared error, all columns at once, from state 0 to any state.
 
     Path metrics are float32, ``metric(next) = min(metric(k) + branch, metric(k + states/2) + branch)``; a tie keeps

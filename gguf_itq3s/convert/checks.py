@@ -9,14 +9,16 @@ from typing import Final
 from ..base.errors import UserError
 from ..checkpoint import loadable
 from ..checkpoint.files import check_output
+from ..codec.family import FAMILY
 from .header import Head
 from .job import Job
 from .metadata import check_metadata
 from .naming import is_template
-from .options import PLAIN_OUTTYPES, TERNARY_TYPES, ConvertOptions
+from .options import PLAIN_OUTTYPES, TERNARY_TYPES, TRELLIS_OUTTYPES, ConvertOptions
 from .output import Part, check_place
 
-_CALIBRATED: Final = "the trellis code of ITQ3_S and llama.cpp's own quantized types"
+_TRELLIS: Final = " or ".join(TRELLIS_OUTTYPES)
+_CALIBRATED: Final = "the trellis code and llama.cpp's own quantized types"
 
 
 def check(options: ConvertOptions) -> None:
@@ -85,7 +87,8 @@ def _check_kind(options: ConvertOptions) -> None:
     by_quantize = {"--tensor-type": types.tensor_types, "--leave-output-tensor": types.leave_output_tensor}
     if options.plain and (given := [name for name, value in by_quantize.items() if value]):
         what = f"{given[0]} is for quantized files, and {types.outtype} is what llama.cpp's converter writes"
-        raise UserError(options.model, what, f"leave {given[0]} out, or take --outtype itq3_s")
+        raise UserError(options.model, what, f"leave {given[0]} out, or take --outtype {_TRELLIS}")
+    _check_codec(options)
     if request.fp8_as_q8 and types.outtype not in ("f16", "bf16", "auto"):
         remedy = "take --outtype auto, f16 or bf16, or leave it out"
         raise UserError(options.model, f"--fp8-as-q8 has no meaning for {types.outtype}", remedy)
@@ -93,6 +96,16 @@ def _check_kind(options: ConvertOptions) -> None:
         raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
     if request.metadata:
         check_metadata(request.metadata)
+
+
+def _check_codec(options: ConvertOptions) -> None:
+    """Refuse a codec that a trellis type of the file has not."""
+    types, codec = options.types, options.encoder.codec
+    named = (types.outtype, types.token_embedding_type, types.output_tensor_type, *(t for _, t in types.tensor_types))
+    for row in FAMILY.values():
+        if row.identifier in named and codec not in row.format.codecs:
+            what = f"{row.name} has no codec {codec}"
+            raise UserError(options.model, what, "leave --codec out, or take another type")
 
 
 def _check_statistics(options: ConvertOptions) -> None:
@@ -131,8 +144,7 @@ def _check_layerwise(options: ConvertOptions) -> None:
 
 def _can_calibrate(options: ConvertOptions) -> bool:
     """Whether the type of the file is one that is rounded with statistics."""
-    trellis = options.types.outtype == "itq3_s" and options.encoder.codec == "trellis"
-    return options.stock is not None or trellis
+    return options.stock is not None or (options.trellis and options.encoder.codec == "trellis")
 
 
 def _check_budget(options: ConvertOptions) -> None:
@@ -145,7 +157,7 @@ def _check_budget(options: ConvertOptions) -> None:
         raise UserError(options.model, "--target-bpw and --target-size are both given", "give one of them")
     if types.pure:
         raise UserError(options.model, f"--pure has one type, and {name} chooses among them", "give one of them")
-    if types.outtype != "itq3_s":
+    if not options.trellis:
         what = f"{name} chooses the types, and --outtype {types.outtype} names one"
         raise UserError(options.model, what, "leave --outtype out")
     if not options.calibrated:

@@ -14,7 +14,8 @@ from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_
 from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
-from ..codec.blocks import CODECS
+from ..codec.family import FAMILY
+from ..codec.formats import CODECS
 from ..codec.native import processors
 from ..codec.ternary import SCALES
 from .options import (
@@ -33,8 +34,11 @@ from .options import (
 from .overrides import bits_per_weight, layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert
 
+#: The trellis types, as help names them.
+_TRELLIS: Final = ", ".join(row.name for row in FAMILY.values())
 DESCRIPTION: Final = (
-    "Convert a Hugging Face checkpoint to GGUF with ITQ3_S, TQ1_0 or TQ2_0 tensors, or as llama.cpp's own converter. "
+    f"Convert a Hugging Face checkpoint to GGUF with {_TRELLIS}, TQ1_0 or TQ2_0 tensors, or as llama.cpp's own "
+    "converter. "
     "Options that convert_hf_to_gguf.py and llama-quantize have too mean the same here."
 )
 #: Arguments that are no options of a conversion, or other ones by then.
@@ -58,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_output(parser.add_argument_group("output"))
     _add_types(parser.add_argument_group("types of the tensors"))
-    _add_encoder(parser.add_argument_group("ITQ3_S and its statistics"))
+    _add_encoder(parser.add_argument_group(f"{_TRELLIS} and their statistics"))
     _add_calibrate(parser.add_argument_group("calibrating while converting"))
     _add_ternary(parser.add_argument_group("ternary models"))
     _add_model(parser.add_argument_group("what is read of the model"))
@@ -142,17 +146,20 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--equalize", action=argparse.BooleanOptionalAction, default=StatisticsOptions.equalize,
         help="rescale channels so that rounding costs least, exact; for rounding without statistics, a short run of "
-        "the model measures its inputs (default: for ITQ3_S where statistics are given)",
+        "the model measures its inputs (default: for trellis types where statistics are given)",
     )  # fmt: skip
     group.add_argument(
-        "--calibration", type=Path, metavar="DIR", help="what gguf-itq3s calibrate wrote; rounds ITQ3_S by its Hessians"
+        "--calibration",
+        type=Path,
+        metavar="DIR",
+        help="what gguf-itq3s calibrate wrote; rounds matrices by its Hessians",
     )
     group.add_argument(
         "--imatrix",
         type=Path,
         metavar="FILE",
-        help="what llama-imatrix wrote (GGUF or .dat): channels are equalized by it or, with --no-equalize, ITQ3_S is "
-        "rounded by it as by a Hessian",
+        help="what llama-imatrix wrote (GGUF or .dat): channels are equalized by it or, with --no-equalize, matrices "
+        "are rounded by it as by a Hessian",
     )
     for option, what in (("--include-weights", "only its entries"), ("--exclude-weights", "none of its entries")):
         group.add_argument(

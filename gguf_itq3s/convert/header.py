@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from .. import __version__
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
 from ..checkpoint.source import Checkpoint, padded
-from ..codec.types import ITQ3_S
+from ..codec.family import is_trellis
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
 from .job import Job
@@ -50,7 +50,7 @@ def header(job: Job) -> Head:
     if not options.plain and not options.request.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type(checkpoint, choices, options))
-    if any(choice.type == ITQ3_S for choice in choices):
+    if any(is_trellis(choice.type) for choice in choices):
         writer.add_uint32("itq3s.version", FORMAT_VERSION)
         writer.add_string("itq3s.codec", options.encoder.codec)
         writer.add_string("itq3s.effort", options.encoder.effort)

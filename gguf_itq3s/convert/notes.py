@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..checkpoint import policy
 from ..codec import native
-from ..codec.types import ITQ3_S
+from ..codec.family import is_trellis
 from .job import Job
 
 
@@ -34,7 +34,7 @@ def say_unknown(job: Job) -> None:
     unknown = [
         f"  {tensor.name}"
         for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True)
-        if choice.type == ITQ3_S and tensor.name != "token_embd.weight" and not job.statistics.share(tensor.name)
+        if is_trellis(choice.type) and tensor.name != "token_embd.weight" and not job.statistics.share(tensor.name)
     ]
     if unknown:
         what = f"has nothing on {len(unknown)} tensors, they are rounded without"

@@ -13,17 +13,20 @@ from ..calibration.options import CalibrationOptions
 from ..checkpoint.policy import GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
 from ..checkpoint.stock import STOCK_TYPES
-from ..codec import blocks
+from ..codec import formats
+from ..codec.family import DEFAULT, FAMILY
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
 PLAIN_OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0", "auto")
 #: Output types that llama-quantize writes, mixes of llama.cpp's own types; q8_0 is one where there are statistics.
 STOCK_OUTTYPES: Final = tuple(STOCK_TYPES)
-OUTTYPES: Final = ("itq3_s", "tq1_0", "tq2_0", *(t for t in STOCK_OUTTYPES if t != "q8_0"), *PLAIN_OUTTYPES)
+#: Output types that are trellis-coded.
+TRELLIS_OUTTYPES: Final = tuple(row.identifier for row in FAMILY.values())
+OUTTYPES: Final = (*TRELLIS_OUTTYPES, "tq1_0", "tq2_0", *(t for t in STOCK_OUTTYPES if t != "q8_0"), *PLAIN_OUTTYPES)
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
-#: Of ITQ3_S: those of the codec, and the widest calibrated search.
-EFFORTS: Final = (*blocks.EFFORTS, "best")
+#: Of the trellis types: those of the codec, and the widest calibrated search.
+EFFORTS: Final = (*formats.EFFORTS, "best")
 TERNARY_MODES: Final = ("auto", "force", "off")
 TERNARY_TYPES: Final = ("tq2_0", "tq1_0")
 
@@ -78,7 +81,7 @@ class TypeOptions:
         leave_output_tensor: the output matrix stays as it would be in an F16 file.
     """
 
-    outtype: str = "itq3_s"
+    outtype: str = DEFAULT.identifier
     pure: bool = False
     target_bpw: float | None = None
     target_size: int | None = None
@@ -109,8 +112,8 @@ class EncoderOptions:
     """How weights become codes.
 
     Attributes:
-        codec: of ITQ3_S, ``trellis`` or ``ternary``.
-        effort: of ITQ3_S, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
+        codec: of trellis types, ``trellis`` or ``ternary``.
+        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
         damping: of the Hessians, share of the mean diagonal.
         segment: columns that the calibrated search commits at a time.
         lookahead: columns it searches past them before.
@@ -132,12 +135,12 @@ class StatisticsOptions:
     """Statistics that are there already, and what they are used for.
 
     Attributes:
-        calibration: folder of ``gguf-itq3s calibrate``; ITQ3_S tensors are rounded with its Hessians.
+        calibration: folder of ``gguf-itq3s calibrate``; trellis-coded tensors are rounded with its Hessians.
         imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
         include_weights: of the importance matrix, only entries with one of these in their names.
         exclude_weights: of the importance matrix, only entries with none of these in their names.
         fold_norms: multiply norm gains into the matrices that read them.
-        equalize: rescale channels so that rounding costs least; None: for ITQ3_S where statistics are given.
+        equalize: rescale channels so that rounding costs least; None: for trellis types where statistics are given.
     """
 
     calibration: Path | None = None
@@ -227,13 +230,13 @@ class ConvertOptions:
             out: the file to write.
             calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for
                 the bundled text, None for no such thing.
-            outtype: empty: ``auto`` of a projector or a vocabulary, else ``itq3_s``.
+            outtype: empty: ``auto`` of a projector or a vocabulary, else the default of the trellis types.
             values: fields of the parts.
 
         Raises:
             TypeError: no part has such a field.
         """
-        outtype = outtype or ("auto" if values.get("mmproj") or values.get("vocab_only") else "itq3_s")
+        outtype = outtype or ("auto" if values.get("mmproj") or values.get("vocab_only") else DEFAULT.identifier)
         values |= {"model": model, "out": out, "outtype": outtype, "calibrate": calibrate is not None}
         if calibrate:
             values["text"] = calibrate
@@ -271,7 +274,12 @@ class ConvertOptions:
         """Whether channels are rescaled by statistics."""
         if self.statistics.equalize is not None:
             return self.statistics.equalize
-        return self.calibrated and self.types.outtype == "itq3_s" and not self.statistics.fold_norms
+        return self.calibrated and self.trellis and not self.statistics.fold_norms
+
+    @property
+    def trellis(self) -> bool:
+        """Whether the type of the file is trellis-coded."""
+        return self.types.outtype in TRELLIS_OUTTYPES
 
     @property
     def stock(self) -> LlamaFileType | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import UserError
+from ..checkpoint.policy import first_downs
 from ..checkpoint.source import Checkpoint
 from ..rounding.factors import Statistics
 
@@ -114,4 +115,6 @@ def prune(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[Checkpoint, di
         first = there[-1] + 1 - int(entry.value)
         writer.add_uint32(extra, sum(layer >= first for layer in kept))
     writer.add_block_count(len(kept))
-    return replace(checkpoint, tensors=tensors), names
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    downs = first_downs(shapes, checkpoint.model.arch, checkpoint.model.layers)
+    return replace(checkpoint, tensors=tensors, model=replace(checkpoint.model, first_downs=downs)), names

@@ -17,7 +17,7 @@ from ..checkpoint import rescaling
 from ..checkpoint.policy import Choice
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint
-from ..codec.types import ITQ3_S
+from ..codec.family import is_trellis
 from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import equalize, prune
@@ -131,13 +131,13 @@ def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
 
 
 def share(checkpoint: Checkpoint, choices: Sequence[Choice], known: Callable[[str], float]) -> float:
-    """The share of the weights in ITQ3_S that are rounded with statistics, 0 to 1.
+    """The share of the weights in trellis types that are rounded with statistics, 0 to 1.
 
     Args:
         checkpoint: the tensors.
         choices: their types.
         known: the share of a tensor's matrices that there are statistics of.
     """
-    pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if c.type == ITQ3_S]
+    pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if is_trellis(c.type)]
     total = sum(tensor.size for tensor, _ in pairs)
     return sum(tensor.size * known(tensor.name) for tensor, _ in pairs) / total if total else 0.0

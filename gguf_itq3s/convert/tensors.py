@@ -13,8 +13,8 @@ from ..base.errors import UserError
 from ..base.report import TensorRow
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import SourceTensor
+from ..codec.family import is_rotated
 from ..codec.transform import BLOCK
-from ..codec.types import ITQ3_S
 from ..rounding.encode import CALIBRATED_TYPES, SquaredError
 from ..rounding.hessian import Factor
 from .job import Job
@@ -105,4 +105,4 @@ class TensorWriter:
             return None
         if not factors.source.known(tensor.name):
             return None
-        return factors.factor(tensor.name, tensor.shape, number, rotated=choice.type == ITQ3_S)
+        return factors.factor(tensor.name, tensor.shape, number, rotated=is_rotated(choice.type))

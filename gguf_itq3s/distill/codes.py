@@ -13,27 +13,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from ..codec import blocks, native, ternary
+from ..codec.family import FAMILY, TrellisType
 from ..codec.transform import BLOCK, FloatArray
 
 #: Latent weights (rows, n) -> what their code decodes to, both float32.
 Encode = Callable[[FloatArray], FloatArray]
 
 
-def encoder(qtype: str, effort: str, threads: int) -> Encode:
+def encoder(qtype: Type, effort: str, threads: int) -> Encode:
     """What a matrix is after it was written in a type.
 
     Args:
-        qtype: ``itq3_s``, or ``tq2_0`` (the scale of a block that has the least error).
-        effort: of ITQ3_S.
+        qtype: trellis-coded, or TQ2_0 (the scale of a block that has the least error).
+        effort: of trellis types.
         threads: of the C library.
     """
-    return partial(_itq3_s, effort=effort, threads=threads) if qtype == "itq3_s" else _tq2_0
+    row = FAMILY.get(qtype)
+    return _tq2_0 if row is None else partial(_trellis, row=row, effort=effort, threads=threads)
 
 
-def _itq3_s(weights: FloatArray, effort: str, threads: int) -> FloatArray:
-    return blocks.dequantize(native.quantize(weights, effort=effort, threads=threads), weights.shape)
+def _trellis(weights: FloatArray, row: TrellisType, effort: str, threads: int) -> FloatArray:
+    data = native.quantize(weights, qtype=row.type, effort=effort, threads=threads)
+    return blocks.dequantize(data, weights.shape, row.format)
 
 
 def _tq2_0(weights: FloatArray) -> FloatArray:

@@ -16,8 +16,8 @@ from ..codec.native import processors
 from .options import LOSSES, OPTIMIZER_STATES, PRECISIONS, TYPES, DistillOptions
 
 DESCRIPTION: Final = (
-    "Train a checkpoint so that its codes in ITQ3_S or TQ2_0 give the predictions that it gives itself, and write it "
-    "as a Hugging Face folder, to be converted with --no-fold-norms."
+    "Train a checkpoint so that its codes in a trellis type or TQ2_0 give the predictions that it gives itself, and "
+    "write it as a Hugging Face folder, to be converted with --no-fold-norms."
 )
 
 

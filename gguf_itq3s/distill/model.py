@@ -6,12 +6,11 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError
 from ..calibration.groups import Layout, Reader
@@ -21,13 +20,10 @@ from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..codec.types import ITQ3_S
 from ..inspect.file import GGUFFile, open_gguf, rescaling_of, shape_of
 from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group
-from .options import DistillOptions
-
-QTYPES: Final = {"itq3_s": ITQ3_S, "tq2_0": Type.TQ2_0}
+from .options import TYPES, DistillOptions
 
 
 def load_model(options: DistillOptions, device: torch.device) -> Any:
@@ -153,7 +149,7 @@ class Student:
 
     def _problem(self, reader: Reader, place: Place, layer: torch.nn.Module) -> str | None:
         """Why a matrix is not coded, None where it is."""
-        qtype = QTYPES[self.options.type]
+        qtype = TYPES[self.options.type]
         if reader.parameter == "weight" and reader.expert is not None:
             return "of an expert that is a module"
         for name in place.names:
@@ -235,7 +231,7 @@ class Student:
 
     def _start(self, path: Path, here: Mapping[str, Any], name: str, place: Place, rows: torch.Tensor) -> torch.Tensor:
         """The weights of a tensor in the file to start from."""
-        qtype = QTYPES[self.options.type]
+        qtype = TYPES[self.options.type]
         tensor, source = here.get(name), self._tensors[name]
         remedy = f"give a file of this model in {qtype.name}, written by convert-hf-to-itq3s"
         if tensor is None or tensor.tensor_type != qtype or shape_of(tensor) != source.shape:

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..calibration.options import RunOptions
-from ..codec.blocks import EFFORTS
+from gguf import GGMLQuantizationType as Type
 
-TYPES: Final = ("itq3_s", "tq2_0")
+from ..calibration.options import RunOptions
+from ..codec.family import DEFAULT, FAMILY
+from ..codec.formats import EFFORTS
+
+#: Types that matrices can be trained for, by name.
+TYPES: Final = {row.identifier: row.type for row in FAMILY.values()} | {"tq2_0": Type.TQ2_0}
 LOSSES: Final = ("kl", "reverse-kl", "cakld")
 #: Where the optimizer's two moments are: beside the weights, there in 8 bits, or in memory of the CPU.
 OPTIMIZER_STATES: Final = ("float32", "8bit", "cpu")
@@ -53,7 +57,7 @@ class DistillOptions(RunOptions):
     tokens: int = 1 << 20
     out: Path = Path()
     start: Path | None = None
-    type: str = "itq3_s"
+    type: str = DEFAULT.identifier
     loss: str = "kl"
     steps: int = 400
     micro_batch: int | None = None

@@ -31,7 +31,7 @@ from .codes import encoder
 from .losses import confidence_of, divergence
 from .model import Student, load_model
 from .optimizer import Adam
-from .options import NEUTRAL, DistillOptions
+from .options import NEUTRAL, TYPES, DistillOptions
 from .output import write_model
 from .state import read_state, write_state
 
@@ -130,7 +130,7 @@ class Run:
             raise UserError(options.text[0], what, "give more --tokens, or less --context")
         self.windows, self.held = every[~held], every[held][:_HELD]
         self.student = Student(self.teacher, checkpoint, options)
-        self.encode = encoder(options.type, options.effort, options.threads)
+        self.encode = encoder(TYPES[options.type], options.effort, options.threads)
         self.optimizer = Adam(self.student.groups(), options.optimizer_state)
         self._say_memory()
         if options.gradient_checkpointing:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ..codec.family import FAMILY
+
+#: Colours of the trellis types.
+OURS: Final = ("crimson", "darkmagenta", "orangered", "hotpink")
 _NAMES: Final = {"mean_kld": "mean KL divergence from F16 (nats)", "perplexity": "perplexity"}
 #: Types far from the choice that the plots are for, which would squeeze the others: codes for models that were trained
 #: ternary, and eight bits.
@@ -49,9 +53,10 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
         return
     figure, axis = plt.subplots(figsize=(9, 5))
     types = list(dict.fromkeys(r["type"] for r in sorted(rows, key=lambda r: r["file_bits"])))
-    palette = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 3]  # without the red, which is ours
-    others = [name for name in types if name != "ITQ3_S"]
-    colours = {"ITQ3_S": "crimson"} | {name: palette[i % len(palette)] for i, name in enumerate(others)}
+    palette = [c for i, c in enumerate(plt.get_cmap("tab20").colors) if i not in (6, 7)]  # without the reds: ours
+    ours = {row.name: colour for row, colour in zip(FAMILY.values(), OURS, strict=False)}
+    others = [name for name in types if name not in ours]
+    colours = ours | {name: palette[i % len(palette)] for i, name in enumerate(others)}
     for r in rows:
         _, marker, fill = next(m for m in _MARKERS if m[0] in r["how"])
         axis.errorbar(
@@ -68,7 +73,7 @@ def pareto(results: Sequence[dict[str, Any]], measure: str, path: Path) -> None:
     if measure == "perplexity" and (f16 := [r for r in results if r["type"] == "F16"]):
         names.append(axis.axhline(f16[0][measure], color="k", linestyle=":", linewidth=1, label="F16"))
     axis.set(xlabel="bits per weight of the file", ylabel=_NAMES[measure], yscale="log", xscale="log")
-    ticks = [3, 3.25, 3.5, 4, 4.5, 5]
+    ticks = [2, 2.5, 3, 3.5, 4, 4.5, 5]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.xaxis.minorticks_off()
     axis.grid(alpha=0.3)

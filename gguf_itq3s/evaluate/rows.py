@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from ..codec.family import DEFAULT, FAMILY, TrellisType
+
 Maker = Literal["none", "llama-quantize", "ggml", "package"]
 
 
@@ -54,17 +56,21 @@ _TYPES: Final = (
     ("Q3_K_S", None, True),
     ("IQ3_S", "IQ3_S", True),
     ("IQ3_XXS", "IQ3_XXS", True),
-    ("ITQ3_S", "ITQ3_S", True),
+    ("Q2_K", "Q2_K", True),
+    ("IQ2_XXS", "IQ2_XXS", True),
+    *((row.name, row.name, True) for row in FAMILY.values()),
 )
 
-#: llama-quantize refuses it without an importance matrix, for its mix even needs IQ2_S; ggml does not.
-_NEEDS_MATRIX: Final = "IQ3_XXS"
+#: llama-quantize refuses them without an importance matrix: the mix of IQ3_XXS needs IQ2_S.
+_NEED_MATRIX: Final = ("IQ3_XXS", "IQ2_XXS")
+#: ggml does not refuse it.
+_BY_GGML: Final = "IQ3_XXS"
 
 
 def _by_quantize(key: str, label: str, how: str, arguments: tuple[str, ...], *, imatrix: bool = False) -> Row:
     """A row of llama-quantize's, or of ggml's where that refuses it."""
     key, how = key + "-imatrix" * imatrix, how + ", imatrix" * imatrix
-    if arguments[-1] == _NEEDS_MATRIX and not imatrix:
+    if arguments[-1] == _BY_GGML and not imatrix:
         return Row(key, label, f"{how}, by ggml", "ggml", arguments[-1:])
     return Row(key, label, how, "llama-quantize", arguments, imatrix)
 
@@ -73,11 +79,12 @@ def _llama_quantize_rows() -> list[Row]:
     rows = []
     for name, pure, takes_matrix in _TYPES:
         ways = (False, True)[: 1 + takes_matrix]
-        mixes = [imatrix for imatrix in ways if imatrix or name != _NEEDS_MATRIX]
+        mixes = [imatrix for imatrix in ways if imatrix or name not in _NEED_MATRIX]
         rows += [_by_quantize(name.lower(), name, "mix", (name,), imatrix=imatrix) for imatrix in mixes]
         if pure:
             key, arguments = f"{pure.lower()}-pure", ("--pure", name)
-            rows += [_by_quantize(key, pure, "pure", arguments, imatrix=imatrix) for imatrix in ways]
+            known = mixes if name != _BY_GGML else ways
+            rows += [_by_quantize(key, pure, "pure", arguments, imatrix=imatrix) for imatrix in known]
     for name in ("TQ1_0", "TQ2_0"):
         rows.append(_by_quantize(name.lower(), name, "mix", (name,)))
         rows.append(_by_quantize(f"{name.lower()}-pure", name, "pure", ("--pure", name)))
@@ -85,9 +92,9 @@ def _llama_quantize_rows() -> list[Row]:
 
 
 #: Sizes that types are chosen for, bits a weight over all tensors: a front just below llama-quantize's mixes.
-_FRONT: Final = (3.4, 3.85, 4.3, 4.65, 5.0)
-#: The one of them that is calibrated in sequence too.
-_BEST: Final = 3.85
+_FRONT: Final = (2.7, 3.4, 3.85, 4.3, 4.65, 5.0)
+#: Those of them that are calibrated in sequence too.
+_BEST: Final = (2.7, 3.85)
 
 
 def _by_package(key: str, label: str, how: str, **options: Any) -> Row:
@@ -96,18 +103,29 @@ def _by_package(key: str, label: str, how: str, **options: Any) -> Row:
     return Row(key, label, how, "package", options=tuple(options.items()), **flags)
 
 
+def _named(row: TrellisType) -> tuple[str, dict[str, Any]]:
+    """What keys of rows of a trellis type end with, and the options that name it; both empty of the default."""
+    return ("", {}) if row is DEFAULT else (f"-{row.identifier}", {"outtype": row.identifier})
+
+
 def _package_rows() -> list[Row]:
     """Rows of the converter; norms are folded where a row says so."""
     rows = []
-    kinds: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-        ("convert", "ITQ3_S", "mix, folded", {"fold_norms": True}),
-        ("convert-pure", "ITQ3_S", "pure, folded", {"pure": True, "fold_norms": True}),
+    kinds: list[tuple[str, str, str, dict[str, Any]]] = []
+    for row in FAMILY.values():
+        mark, named = _named(row)
+        kinds += [
+            (f"convert{mark}", row.name, "mix, folded", {**named, "fold_norms": True}),
+            (f"convert{mark}-pure", row.name, "pure, folded", {**named, "pure": True, "fold_norms": True}),
+        ]
+    kinds += [
         # llama.cpp's own types, rounded with statistics, for any llama.cpp; norms are not folded.
         ("convert-q4_k-pure", "Q4_K", "pure", {"outtype": "q4_k_s", "pure": True}),
         ("convert-q4_k_m", "Q4_K_M", "mix", {"outtype": "q4_k_m"}),
-    )
+    ]
+    names = {row.name for row in FAMILY.values()}
     for key, label, how, options in kinds:
-        own = label == "ITQ3_S"
+        own = label in names
         sequential = f"{how}, calibrated in sequence"
         rows += [_by_package(key, label, how, **options)] if own else []
         rows.append(_by_package(f"{key}-calibrated", label, f"{how}, calibrated", calibrated=True, **options))
@@ -119,15 +137,18 @@ def _package_rows() -> list[Row]:
         sized = {"target_bpw": bits, "fold_norms": True}
         how = f"types for {bits:g} bits, calibrated"
         rows.append(_by_package(f"convert-bpw-{bits:g}", "mix", how, calibrated=True, **sized))
-    how = f"types for {_BEST:g} bits, calibrated in sequence, Fisher"
-    best = {"target_bpw": _BEST, "fisher": True, "fold_norms": True}
-    rows.append(_by_package(f"convert-bpw-{_BEST:g}-fisher", "mix", how, sequential=True, **best))
+    for bits in _BEST:
+        how = f"types for {bits:g} bits, calibrated in sequence, Fisher"
+        best = {"target_bpw": bits, "fisher": True, "fold_norms": True}
+        rows.append(_by_package(f"convert-bpw-{bits:g}-fisher", "mix", how, sequential=True, **best))
     others: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("unfolded", "pure, by the package", {}),
         ("fast", "pure, folded, fast", {"effort": "fast", "fold_norms": True}),
         ("ternary", "pure, folded, literal ternary", {"codec": "ternary", "fold_norms": True}),
     )
-    rows += [_by_package(f"convert-pure-{key}", "ITQ3_S", how, pure=True, **options) for key, how, options in others]
+    rows += [
+        _by_package(f"convert-pure-{key}", DEFAULT.name, how, pure=True, **options) for key, how, options in others
+    ]
     return rows
 
 
@@ -157,7 +178,7 @@ def weight_rows() -> list[Row]:
 def kv_rows() -> list[Row]:
     """Every row of the second table: F16 weights, and those of the converter's default."""
     by_key = {row.key: row for row in weight_rows()}
-    return [*cache_rows(by_key["f16"], "f16"), *cache_rows(by_key["convert"], "itq3_s")]
+    return [*cache_rows(by_key["f16"], "f16"), *cache_rows(by_key["convert"], DEFAULT.identifier)]
 
 
 # ------------------------------------------------------------------------------------------------- a real model
@@ -173,27 +194,35 @@ def _upstream_row(qtype: str, *, imatrix: bool) -> Row:
     return _by_quantize(qtype.lower(), qtype, "layers", ("--pure", *kept, name), imatrix=imatrix)
 
 
-def _our_row(key: str, how: str, **options: Any) -> Row:
-    """The layers in ITQ3_S, by the converter."""
-    return _by_package(key, "ITQ3_S", f"layers, {how}", pure=True, **dict.fromkeys(_OUTER, "f16"), **options)
+def _our_row(row: TrellisType, way: str, how: str, **options: Any) -> Row:
+    """The layers in a trellis type, by the converter."""
+    options = {"pure": True, **dict.fromkeys(_OUTER, "f16"), **_named(row)[1], **options}
+    return _by_package(row.identifier + f"-{way}" * bool(way), row.name, f"layers, {how}", **options)
 
 
 def layer_rows() -> list[Row]:
     """Of a real model: the matrices of the layers in one type, embedding and output in F16."""
     plain = {"fold_norms": False, "equalize": False}
+    ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("", "no data", {"fold_norms": False}),
+        ("folded", "no data, folded", {"fold_norms": True}),
+        ("equalize", "equalized, no text given", {"fold_norms": False, "equalize": True}),
+        ("imatrix-plain", "imatrix, not equalized", {"imatrix": True, **plain}),
+        ("imatrix", "imatrix, equalized", {"imatrix": True, "fold_norms": False, "equalize": True}),
+        ("calibrate-plain", "calibrated in sequence, not equalized", {"sequential": True, **plain}),
+        ("calibrate", "calibrated in sequence", {"sequential": True}),
+        ("fisher", "calibrated in sequence, Fisher", {"sequential": True, "fisher": True}),
+    )
+    # What equalization and folding are worth is shown of one type.
     rows = [
-        _our_row("itq3_s", "no data", fold_norms=False),
-        _our_row("itq3_s-folded", "no data, folded", fold_norms=True),
-        _our_row("itq3_s-equalize", "equalized, no text given", fold_norms=False, equalize=True),
-        _our_row("itq3_s-imatrix-plain", "imatrix, not equalized", imatrix=True, **plain),
-        _our_row("itq3_s-imatrix", "imatrix, equalized", imatrix=True, fold_norms=False, equalize=True),
-        _our_row("itq3_s-calibrate-plain", "calibrated in sequence, not equalized", sequential=True, **plain),
-        _our_row("itq3_s-calibrate", "calibrated in sequence", sequential=True),
-        _our_row("itq3_s-fisher", "calibrated in sequence, Fisher", sequential=True, fisher=True),
+        _our_row(row, way, how, **options)
+        for row in FAMILY.values()
+        for way, how, options in ways
+        if row is DEFAULT or way in ("", "imatrix", "calibrate", "fisher")
     ]
     for qtype in ("Q3_K", "IQ3_S", "IQ3_XXS"):
         rows += [_upstream_row(qtype, imatrix=imatrix) for imatrix in (False, True)]
-    return [*rows, *(_upstream_row(qtype, imatrix=True) for qtype in ("IQ4_XS", "Q4_K"))]
+    return [*rows, *(_upstream_row(qtype, imatrix=True) for qtype in ("IQ4_XS", "Q4_K", "Q2_K", "IQ2_XXS"))]
 
 
 def mix_rows() -> list[Row]:
@@ -204,17 +233,21 @@ def mix_rows() -> list[Row]:
             f"types for {bits:g} bits, calibrated in sequence, Fisher",
             {"sequential": True, "target_bpw": bits, "fisher": True},
         )
-        for bits in (_BEST, 4.3)
+        for bits in (*_BEST, 4.3)
     )
-    ours: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("itq3_s", "mix, no data", {}),
-        ("itq3_s-imatrix", "mix, imatrix", {"imatrix": True}),
-        ("itq3_s-calibrate", "mix, calibrated in sequence", {"sequential": True}),
-        ("itq3_s-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True, "fisher": True}),
-        *sized,
+    ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("", "mix, no data", {}),
+        ("-imatrix", "mix, imatrix", {"imatrix": True}),
+        ("-calibrate", "mix, calibrated in sequence", {"sequential": True}),
+        ("-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True, "fisher": True}),
     )
-    theirs = ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M")
+    theirs = ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q2_K", "IQ2_XXS")
     return [
-        *(_by_package(f"mix-{key}", "mix" if "bpw" in key else "ITQ3_S", how, **made) for key, how, made in ours),
+        *(
+            _by_package(f"mix-{row.identifier}{way}", row.name, how, **made, **_named(row)[1])
+            for row in FAMILY.values()
+            for way, how, made in ways
+        ),
+        *(_by_package(f"mix-{key}", "mix", how, **made) for key, how, made in sized),
         *(_by_quantize(f"mix-{name.lower()}", name, "mix", (name,), imatrix=True) for name in theirs),
     ]

@@ -16,19 +16,21 @@ from ..base import report
 from ..base.errors import UserError
 from ..codec import packing
 from ..codec.blocks import unpack
-from ..codec.trellis import LEVELS
-from ..codec.types import ITQ3_S
+from ..codec.family import FAMILY
+from ..codec.formats import Format
 from .file import open_gguf
 
 # Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.
 _SCALE_OFFSETS: Final = {
     Type.Q4_0: 0, Type.Q4_1: 0, Type.Q5_0: 0, Type.Q5_1: 0, Type.Q8_0: 0, Type.Q2_K: 80, Type.Q3_K: 108, Type.Q4_K: 0,
     Type.Q5_K: 0, Type.Q6_K: 208, Type.IQ4_NL: 0, Type.IQ4_XS: 0, Type.IQ3_S: 0, Type.IQ3_XXS: 0, Type.IQ2_XXS: 0,
-    Type.IQ2_XS: 0, Type.IQ2_S: 0, Type.IQ1_S: 0, Type.TQ1_0: 52, Type.TQ2_0: 64, ITQ3_S: 96,
+    Type.IQ2_XS: 0, Type.IQ2_S: 0, Type.IQ1_S: 0, Type.TQ1_0: 52, Type.TQ2_0: 64,
+    **{qtype: row.format.scale_offset for qtype, row in FAMILY.items()},
 }  # fmt: skip
-# Where the other float16 of a block are: a minimum, an offset, the zero point of ITQ3_S.
+# Where the other float16 of a block are: a minimum, an offset, a zero-point.
 _MORE_FLOATS: Final = {
-    Type.Q4_1: 2, Type.Q5_1: 2, Type.Q2_K: 82, Type.Q4_K: 2, Type.Q5_K: 2, ITQ3_S: 98,
+    Type.Q4_1: 2, Type.Q5_1: 2, Type.Q2_K: 82, Type.Q4_K: 2, Type.Q5_K: 2,
+    **{qtype: row.format.scale_offset + 2 for qtype, row in FAMILY.items() if row.format.zero_point},
 }  # fmt: skip
 _CHUNK: Final = 4096
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
@@ -37,9 +39,8 @@ _TRITS: Final = (-1, 0, 1)
 Blocks = np.ndarray
 
 
-def _itq3_s_counts(blocks: Blocks) -> np.ndarray:
-    indices, *_ = unpack(blocks)
-    return np.bincount(indices.ravel(), minlength=16)
+def _level_counts(fmt: Format) -> Callable[[Blocks], np.ndarray]:
+    return lambda blocks: np.bincount(unpack(blocks, fmt)[0].ravel(), minlength=fmt.levels.size)
 
 
 def _trit_counts(parts: Callable[[Blocks], tuple[np.ndarray, Any]]) -> Callable[[Blocks], np.ndarray]:
@@ -48,7 +49,7 @@ def _trit_counts(parts: Callable[[Blocks], tuple[np.ndarray, Any]]) -> Callable[
 
 #: Types whose weights are a scale times one of a few levels: the levels, and a count of each over blocks.
 _LEVELS: Final[dict[Type, tuple[tuple[int, ...], Callable[[Blocks], np.ndarray]]]] = {
-    ITQ3_S: (tuple(int(v) for v in LEVELS), _itq3_s_counts),
+    **{qtype: (tuple(row.format.levels.tolist()), _level_counts(row.format)) for qtype, row in FAMILY.items()},
     Type.TQ1_0: (_TRITS, _trit_counts(packing.tq1_0_parts)),
     Type.TQ2_0: (_TRITS, _trit_counts(packing.tq2_0_parts)),
 }
@@ -61,7 +62,7 @@ def inspect_tensor(tensor: gguf.ReaderTensor) -> dict[str, Any]:
         ``name``, ``type``, ``shape`` (ggml order, row length first), ``bits_per_weight``, ``scales`` (least and largest
         magnitude of the finite block scales that are not zero, or None), ``zero_blocks``, ``not_finite`` (how many
         blocks, or values of a type without blocks, are NaN or infinite; None for a type gguf-py cannot decode), and
-        for ITQ3_S, TQ1_0 and TQ2_0 ``levels`` (level -> share of the weights), else None.
+        for trellis types, TQ1_0 and TQ2_0 ``levels`` (level -> share of the weights), else None.
     """
     qtype = tensor.tensor_type
     facts: dict[str, Any] = {

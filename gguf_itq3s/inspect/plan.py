@@ -27,18 +27,21 @@ from ..checkpoint.reading import open_shapes
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
-from ..codec.types import ITQ3_S
+from ..codec.family import FAMILY
+from ..codec.types import bits_per_weight
 from . import scaling_plan
 
 #: Types of the table, by descending size.
-WEIGHT_TYPES: Final = (
-    Type.F16, Type.Q8_0, Type.Q6_K, Type.Q4_K, Type.IQ4_XS, Type.Q3_K, Type.IQ3_S, ITQ3_S, Type.IQ3_XXS, Type.TQ2_0,
-    Type.TQ1_0,
+WEIGHT_TYPES: Final = tuple(
+    sorted(
+        (Type.F16, Type.Q8_0, Type.Q6_K, Type.Q4_K, Type.IQ4_XS, Type.Q3_K, Type.IQ3_S, *FAMILY, Type.IQ3_XXS,
+         Type.TQ2_0, Type.TQ1_0), key=bits_per_weight, reverse=True,
+    )
 )  # fmt: skip
 #: Rows that can be asked for by the name of a converter's output type: the type of most matrices, and the file's where
 #: llama-quantize mixes others with it.
 OUTTYPES: Final[Mapping[str, tuple[Type, LlamaFileType | None]]] = {
-    **{qtype.name.lower(): (qtype, None) for qtype in (ITQ3_S, Type.TQ1_0, Type.TQ2_0, Type.F16, Type.Q8_0)},
+    **{qtype.name.lower(): (qtype, None) for qtype in (*FAMILY, Type.TQ1_0, Type.TQ2_0, Type.F16, Type.Q8_0)},
     **{name: types for name, types in STOCK_TYPES.items() if name != "q8_0"},
 }
 CACHE_TYPES: Final = (Type.F16, Type.Q8_0, Type.Q4_0)

@@ -1,12 +1,14 @@
 """Types for a size: bits go where they lower the error of the model most (``--target-bpw``, ``--target-size``).
 
 Each matrix gets a score in each type that it could have (:mod:`gguf_itq3s.layerwise.scores`), and
-:mod:`gguf_itq3s.rounding.allocation` chooses.
+:mod:`gguf_itq3s.rounding.allocation` chooses. The matrices of the experts of a layer, nearly all of a large mixture,
+get one type together.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Final, TextIO
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
@@ -26,7 +29,8 @@ from ..calibration.options import FULL_COLUMNS
 from ..calibration.pipeline import calibrate
 from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.source import Checkpoint, SourceTensor, padded
-from ..codec.types import ITQ3_S
+from ..codec.family import FAMILY
+from ..codec.types import bits_per_weight
 from ..rounding import allocation
 from ..rounding.allocation import Candidates
 from ..rounding.encode import Encoder
@@ -36,7 +40,9 @@ from .run import Sequential
 from .scores import RowWeights, Score, Scores
 
 #: What a matrix can be, with the fewest bits first.
-TYPES: Final = (ITQ3_S, Type.IQ4_XS, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0)
+TYPES: Final = tuple(sorted((*FAMILY, Type.IQ4_XS, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0), key=bits_per_weight))
+#: A stack of experts' matrices, and the layer that it is of.
+_EXPERTS: Final = re.compile(r"(blk\.\d+)\.ffn_\w+_exps\.weight")
 #: Points of the curve.
 _POINTS: Final = 10
 
@@ -109,8 +115,9 @@ class Budget:
         self._fixed = fixed
         self._weights = sum(tensor.size for tensor in checkpoint.tensors)
         self._open = [tensor for tensor in checkpoint.tensors if tensor.name in self.types]
-        sizes = [[self._bytes(tensor, qtype) for qtype in self.types[tensor.name]] for tensor in self._open]
-        least, most = (fixed + sum(of(values) for values in sizes) for of in (min, max))
+        self._groups = _grouped(self._open)
+        sizes = [self._sizes(group) for group in self._groups]
+        least, most = (fixed + sum(int(of(values)) for values in sizes) for of in (np.min, np.max))
         self.total = size if size is not None else int((bits or 0.0) * self._weights / 8)
         if not least <= self.total <= most:
             raise UserError(checkpoint.folder, self._unreachable(bits, least, most), "give a target between them")
@@ -124,15 +131,13 @@ class Budget:
         """The types, by the scores of all tensors that are to be chosen."""
         values = _comparable(scores)
         tensors = [
-            Candidates(
-                np.array([self._bytes(tensor, qtype) for qtype in self.types[tensor.name]], dtype=np.int64),
-                np.array(values[tensor.name]),
-            )
-            for tensor in self._open
+            Candidates(self._sizes(group), np.sum([values[tensor.name] for tensor in group], axis=0))
+            for group in self._groups
         ]
         taken = allocation.allocate(tensors, self.total - self._fixed)
-        types = {t.name: self.types[t.name][number] for t, number in zip(self._open, taken, strict=True)}
-        chosen = {t.name: values[t.name][number] for t, number in zip(self._open, taken, strict=True)}
+        numbers = {t.name: number for group, number in zip(self._groups, taken, strict=True) for t in group}
+        types = {name: self.types[name][number] for name, number in numbers.items()}
+        chosen = {name: values[name][number] for name, number in numbers.items()}
         choices = [
             Choice(types[tensor.name], types[tensor.name]) if tensor.name in types else choice
             for tensor, choice in zip(self.checkpoint.tensors, self._choices, strict=True)
@@ -158,6 +163,11 @@ class Budget:
         size = self._fixed + allocation.size(tensors, choice)
         return 8 * size / self._weights, size, allocation.score(tensors, choice)
 
+    def _sizes(self, group: Sequence[SourceTensor]) -> npt.NDArray[np.int64]:
+        """Bytes of tensors that have one type together, in each that they can have."""
+        sizes = [[self._bytes(tensor, qtype) for qtype in self.types[tensor.name]] for tensor in group]
+        return np.sum(sizes, axis=0, dtype=np.int64)
+
     def _bytes(self, tensor: SourceTensor, qtype: Type) -> int:
         size = tensor.bytes_in(qtype)
         return padded(size) if self._by_size else size
@@ -181,6 +191,15 @@ class Budget:
             high = f"{math.floor(8000 * most / self._weights) / 1000:.3f} bits per weight"
             asked = f"{bits:g} bits per weight"
         return f"cannot be written with {asked}: the least is {low}, the most {high}"
+
+
+def _grouped(tensors: Sequence[SourceTensor]) -> list[list[SourceTensor]]:
+    """Tensors that have one type together: the experts' of a layer, every other one alone."""
+    groups: dict[str, list[SourceTensor]] = {}
+    for tensor in tensors:
+        found = _EXPERTS.fullmatch(tensor.name)
+        groups.setdefault(found[1] if found else tensor.name, []).append(tensor)
+    return list(groups.values())
 
 
 def _comparable(scores: Mapping[str, Score]) -> dict[str, tuple[float, ...]]:

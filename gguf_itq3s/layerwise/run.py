@@ -27,7 +27,7 @@ from ..calibration.options import CalibrationOptions
 from ..calibration.products import quick_products
 from ..calibration.store import model_hash
 from ..calibration.text import windows
-from ..codec.types import ITQ3_S
+from ..codec.family import is_rotated
 from ..rounding import target
 from ..rounding.encode import CALIBRATED_TYPES, SquaredError
 from ..rounding.hessian import Factor
@@ -188,7 +188,7 @@ class Sequential:
                 weights = matrix.weights
                 wanted = weights if decomposition is None else matrix.target(of, decomposition)
                 qtype = self.source.types[reader.name]
-                rotated = qtype == ITQ3_S
+                rotated = is_rotated(qtype)
                 if decomposition is not None and qtype in CALIBRATED_TYPES and rotated not in factors:
                     factors[rotated] = (decomposition if rotated else _unrotated(group, of, finished)).factor()
                 factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None

@@ -31,7 +31,7 @@ from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..codec.types import ITQ3_S
+from ..codec.family import is_rotated
 from ..rounding import fisher, hessian
 from ..rounding.encode import CALIBRATED_TYPES, Encoder
 from ..rounding.factors import HessianFactors, tensor_entry
@@ -187,7 +187,7 @@ class Scores:
         for qtype in types:
             factor = None
             if known and qtype in CALIBRATED_TYPES:
-                factor = self._factors.factor(tensor.name, tensor.shape, number, rotated=qtype == ITQ3_S)
+                factor = self._factors.factor(tensor.name, tensor.shape, number, rotated=is_rotated(qtype))
             decoded = gguf.quants.dequantize(self._encoder.rows(here, qtype, factor), qtype)
             costs.append(cost(decoded - here))
         return np.array(costs).T, np.array([energy or 1.0 for energy in cost(here)])

@@ -12,6 +12,7 @@ from ..base import report
 from ..base.errors import UserError
 from ..base.journal import write_text
 from ..checkpoint.rescaling import ID, NORMS_FOLDED
+from ..codec.family import FAMILY, TrellisType
 from ..evaluate.command import results_table
 from .folder import CARD, Content, Model
 
@@ -35,7 +36,7 @@ Files for llama.cpp{% if base_model %} of [{{ base_model }}](https://huggingface
 {{ sizes }}
 ## What it needs
 {% if own %}
-{% if others %}{{ own }}: holds{% else %}These files hold{% endif %} tensors of the type ITQ3_S, 3.125 bits a weight, \
+{% if others %}{{ own }}: holds{% else %}These files hold{% endif %} tensors of the type {{ types }} a weight, \
 which llama.cpp knows with the patch of gguf-itq3s; without it, llama.cpp refuses them with an error. This builds one, \
 and says where its tools are:
 
@@ -71,7 +72,6 @@ def front_matter(content: Content, base_model: str | None) -> ModelCardData:
     """What the hub reads: licence, languages, the model it was made from."""
     first = content.models[0].metadata
     tags = [str(tag) for tag in first.get("general.tags") or []]
-    own = any(model.own for model in content.models)
     return ModelCardData(
         base_model=base_model,
         language=first.get("general.languages"),
@@ -80,7 +80,7 @@ def front_matter(content: Content, base_model: str | None) -> ModelCardData:
         license_name=first.get("general.license.name"),
         license_link=first.get("general.license.link"),
         pipeline_tag=next((tag for tag in tags if tag.startswith("text-")), "text-generation"),
-        tags=["gguf", "quantized", *(["itq3_s"] if own else []), *tags],
+        tags=["gguf", "quantized", *(row.identifier for row in _types(content)), *tags],
         base_model_relation="quantized" if base_model else None,
         quantized_by=first.get("general.quantized_by") or None,
     )
@@ -110,9 +110,15 @@ def make(content: Content, repository: str | None, base_model: str | None) -> Mo
         front_matter(content, base_model), template_str=_TEMPLATE, mark=MARK, content=content, repository=repository,
         base_model=base_model, title=first.metadata.get("general.name") or first.files[0].stem, first=first.name,
         files=" ".join(file.name for file in first.files), own=_named(own), others=_named(others),
+        types=" or ".join(f"{row.name}, {row.format.bits_per_weight:g} bits" for row in _types(content)),
         rescaled=any(model.metadata.get(NORMS_FOLDED) or model.metadata.get(ID) for model in own),
         sizes=_table(content), results=results_table(content.results) if content.results else "",
     )  # fmt: skip
+
+
+def _types(content: Content) -> list[TrellisType]:
+    """The trellis types of the files."""
+    return [row for row in FAMILY.values() if any(row in model.own for model in content.models)]
 
 
 def _named(models: Sequence[Model]) -> str:

@@ -13,7 +13,7 @@ import gguf
 from gguf import LlamaFileType
 
 from ..base.errors import UserError
-from ..codec.types import ITQ3_S
+from ..codec.family import FAMILY, TrellisType
 from ..evaluate.runner import describe
 from ..inspect.file import GGUFFile, open_gguf
 from ..inspect.plan import Layer, cache_bytes, layers_of
@@ -43,7 +43,7 @@ class Model:
         size: bytes of all files.
         weights: how many.
         type: name of ``general.file_type``.
-        own: whether it holds ITQ3_S tensors.
+        own: the trellis types that it holds, in the order of the table.
         content: hash of the tensors, as an evaluation notes it.
         layers: what each layer caches; None where the metadata do not say.
     """
@@ -53,7 +53,7 @@ class Model:
     size: int
     weights: int
     type: str
-    own: bool
+    own: tuple[TrellisType, ...]
     content: str
     layers: tuple[Layer, ...] | None
 
@@ -143,7 +143,8 @@ def _model(path: Path) -> Model:
     kind = metadata.get("general.file_type")
     known = kind in LlamaFileType._value2member_map_
     name = LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_") if known else "unknown"
-    own = any(tensor.tensor_type == ITQ3_S for tensor in reader.tensors)
+    held = {tensor.tensor_type for tensor in reader.tensors}
+    own = tuple(row for qtype, row in FAMILY.items() if qtype in held)
     weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     return Model(reader.paths, metadata, reader.size, weights, name, own, facts["content"], layers)
 

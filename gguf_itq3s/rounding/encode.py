@@ -13,10 +13,11 @@ from gguf import GGMLQuantizationType as Type
 
 from ..codec import blocks
 from ..codec.blocks import ByteArray
+from ..codec.family import FAMILY
 from ..codec.grids import GRIDS
 from ..codec.native import NativeLibrary
 from ..codec.transform import FloatArray
-from ..codec.types import ITQ3_S, NUMPY_TYPES
+from ..codec.types import NUMPY_TYPES
 from . import grid, ldlq
 from .hessian import Factor
 
@@ -30,7 +31,7 @@ _ERROR_SAMPLE: Final = 1 << 20
 _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
 
 #: Types that are rounded with the Hessian of the inputs where it is known.
-CALIBRATED_TYPES: Final = frozenset({ITQ3_S, *GRIDS})
+CALIBRATED_TYPES: Final = frozenset({*FAMILY, *GRIDS})
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 KEPT_TYPES: Final = frozenset({Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0})
 
@@ -74,10 +75,10 @@ class Encoder:
     """How weights become bytes.
 
     Attributes:
-        effort: of ITQ3_S, ``fast`` or ``default``.
-        codec: of ITQ3_S, ``trellis`` or ``ternary``.
+        effort: of the trellis types, ``fast`` or ``default``.
+        codec: of the trellis types, ``trellis`` or ``ternary``.
         threads: pieces encoded side by side.
-        search: of ITQ3_S with calibration statistics.
+        search: of the trellis types with calibration statistics.
         library: the built ggml, for the types gguf-py cannot quantize; None without a build.
         native: use ``library`` for every type (the bytes are the same).
     """
@@ -100,7 +101,8 @@ class Encoder:
         Args:
             weights: float32 (rows, n).
             qtype: the type.
-            factor: of the Hessian of the inputs, rotated for ITQ3_S, not rotated for types with a fixed grid
+            factor: of the Hessian of the inputs, rotated for types whose blocks are
+                (:func:`gguf_itq3s.codec.family.is_rotated`), not rotated for those with a fixed grid
                 (:data:`CALIBRATED_TYPES`).
 
         Raises:
@@ -109,17 +111,22 @@ class Encoder:
         library = self.library
         if factor is not None and qtype in GRIDS:
             return grid.quantize(weights, qtype, factor, library=library, native=self.native, threads=self.threads)
-        if qtype == ITQ3_S and factor is not None:
-            if library is not None and self.native:
-                return ldlq.quantize(weights, factor, self.search, library=library, threads=self.threads)
-            return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search))
+        if qtype in FAMILY:
+            return self._trellis(weights, qtype, factor)
         if library is not None and (self.native or qtype not in NUMPY_TYPES):
-            if qtype == ITQ3_S:
-                return library.quantize(weights, effort=self.effort, codec=self.codec, threads=self.threads)
             return library.quantize_type(weights, qtype, threads=self.threads)
-        if qtype == ITQ3_S:
-            return self._in_parts(weights, lambda w: blocks.quantize(w, effort=self.effort, codec=self.codec))
         return self._in_parts(weights, lambda w: gguf.quants.quantize(w, qtype))
+
+    def _trellis(self, weights: FloatArray, qtype: Type, factor: Factor | None) -> ByteArray:
+        """The same of a trellis type."""
+        library, fmt = self.library if self.native else None, FAMILY[qtype].format
+        if library is None:
+            if factor is not None:
+                return self._in_parts(weights, lambda w: ldlq.quantize(w, factor, self.search, qtype=qtype))
+            return self._in_parts(weights, lambda w: blocks.quantize(w, fmt, effort=self.effort, codec=self.codec))
+        if factor is not None:
+            return ldlq.quantize(weights, factor, self.search, qtype=qtype, library=library, threads=self.threads)
+        return library.quantize(weights, qtype=qtype, effort=self.effort, codec=self.codec, threads=self.threads)
 
     def decoded(self, weights: FloatArray, qtype: Type) -> FloatArray:
         """Weights as a file gives them back that has them in a type, float32 (rows, n).

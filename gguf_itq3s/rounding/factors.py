@@ -162,7 +162,7 @@ class HessianFactors:
             name: GGUF name of the tensor.
             shape: of the tensor, rows last; three axes for a stack of experts.
             number: which matrix of a stack.
-            rotated: of the Hessian of the rotated inputs, as ITQ3_S needs it, or of the inputs as they are.
+            rotated: of the Hessian of the rotated inputs, for types with rotated blocks, or of them as they are.
 
         Returns:
             None where nothing is known of it, as of an expert that saw no token.

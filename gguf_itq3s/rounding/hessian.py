@@ -1,9 +1,9 @@
 """The Hessian of a layer's rounding error in the rotated basis, and its factors.
 
 For a matrix W read by inputs x, rounding W by E costs ``E[|E x|^2] = tr(E H E^T)`` with the second moment
-``H = E[x x^T]`` (GPTQ, arXiv 2210.17323; QuIP, arXiv 2307.13304). ITQ3_S rounds ``W R`` with R the block-diagonal
-Walsh-Hadamard rotation, so the Hessian that counts is ``R H R``, the second moment of the rotated inputs. It is kept
-in full, (n, n), or as its diagonal blocks of 256, (n / 256, 256, 256).
+``H = E[x x^T]`` (GPTQ, arXiv 2210.17323; QuIP, arXiv 2307.13304). The trellis types round ``W R`` with R the
+block-diagonal Walsh-Hadamard rotation, so the Hessian that counts is ``R H R``, the second moment of the rotated
+inputs. It is kept in full, (n, n), or as its diagonal blocks of 256, (n / 256, 256, 256).
 """
 
 from __future__ import annotations

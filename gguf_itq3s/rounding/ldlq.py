@@ -1,4 +1,4 @@
-"""Calibrated trellis quantization: LDLQ with one trellis search a block (the numpy reference of itq3s-ldlq.c).
+"""Calibrated trellis quantization: LDLQ with one trellis search a block (the numpy reference of itq-ldlq.c).
 
 LDLQ (QuIP, arXiv 2307.13304; GPTQ, arXiv 2210.17323, is the same procedure) rounds columns left to right and lets
 each column make up for the errors of those before it: with the Hessian as ``A diag(weight) A^T``
@@ -29,13 +29,15 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
 
 from ..codec import native
 from ..codec.blocks import TOO_LARGE, ByteArray, check_magnitude, pack
-from ..codec.formats import ITQ3_S_FORMAT, Format
+from ..codec.family import DEFAULT, trellis_type
+from ..codec.formats import Format, check_effort
 from ..codec.native import NativeLibrary
 from ..codec.scale import F16_MAX, block_rms, fold_sum
-from ..codec.transform import BLOCK, FloatArray, fwht_columns
+from ..codec.transform import FloatArray, fwht_columns
 from ..codec.trellis import UNREACHED, IndexArray
 from .hessian import Factor
 
@@ -87,7 +89,7 @@ class Search:
     Attributes:
         segment: columns committed at a time.
         lookahead: columns searched past a segment before it is committed.
-        effort: start scales, one of :attr:`gguf_itq3s.codec.formats.Format.efforts`.
+        effort: start scales, one of :data:`gguf_itq3s.codec.formats.EFFORTS`.
 
     Raises:
         ValueError: a length is out of range, or the effort unknown.
@@ -103,11 +105,11 @@ class Search:
                 f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead "
                 f"0 to {LOOKAHEAD}, and both at most {WINDOW} in all"
             )
-        ITQ3_S_FORMAT.check_effort(self.effort)
+        check_effort(self.effort)
 
 
 def search(
-    target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format = ITQ3_S_FORMAT
+    target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format
 ) -> tuple[IndexArray, IndexArray]:
     """Search the path of one block with a small ``sum_k weight[k] * (z[k] - target[k])^2``, all columns at once.
 
@@ -199,7 +201,7 @@ def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
 
 
 def solve(
-    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format = ITQ3_S_FORMAT
+    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format
 ) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
     """Path and scale of one block.
 
@@ -250,34 +252,36 @@ def quantize(
     factor: Factor,
     options: Search | None = None,
     *,
+    qtype: Type = DEFAULT.type,
     library: NativeLibrary | None = None,
     threads: int = 1,
 ) -> ByteArray:
-    """Quantize the rows of a matrix to ITQ3_S with the Hessian of their inputs.
+    """Quantize the rows of a matrix to a trellis type with the Hessian of their inputs.
 
     Args:
         array: (m, n) weights, converted to float32.
         factor: of the rotated Hessian, n columns.
         options: how far to search.
+        qtype: the type.
         library: the C library, which writes the same bytes; None for numpy.
         threads: of the C library.
 
     Returns:
-        uint8 (m, n / 256 * 100), the layout of a GGUF tensor.
+        uint8 (m, bytes of a row), the layout of a GGUF tensor.
 
     Raises:
         ValueError: the shapes do not match, or a weight is NaN, infinite or beyond the range of the format.
     """
-    options = options or Search()
+    options, fmt = options or Search(), trellis_type(qtype).format
     weights = np.asarray(array, dtype=np.float32)
     check_shape(weights, factor)
     if library is None:
-        return _quantize_in_numpy(weights, factor, options, ITQ3_S_FORMAT)
+        return _quantize_in_numpy(weights, factor, options, fmt)
     out = library.quantize_calibrated(
-        weights, factor.feedback, factor.weight, segment=options.segment, lookahead=options.lookahead,
+        weights, factor.feedback, factor.weight, qtype=qtype, segment=options.segment, lookahead=options.lookahead,
         effort=options.effort, threads=threads,
     )  # fmt: skip
-    if native.refused(out):
+    if native.refused(out, fmt):
         if not np.isfinite(weights).all() or np.abs(weights).max() >= 2.0**52:
             raise ValueError(TOO_LARGE)
         raise ValueError(_GREW)
@@ -286,12 +290,12 @@ def quantize(
 
 def _quantize_in_numpy(weights: FloatArray, factor: Factor, options: Search, fmt: Format) -> ByteArray:
     rows, n = weights.shape
-    blocks = np.empty((n // BLOCK, rows, fmt.block_bytes), dtype=np.uint8)
+    blocks = np.empty((n // fmt.block, rows, fmt.block_bytes), dtype=np.uint8)
     error = np.zeros((n, rows), dtype=np.float32)
-    for number, start in enumerate(range(0, n, BLOCK)):
-        part = slice(start, start + BLOCK)
+    for number, start in enumerate(range(0, n, fmt.block)):
+        part = slice(start, start + fmt.block)
         with np.errstate(over="ignore", invalid="ignore"):
-            x = fwht_columns(weights[:, part].T.copy()) * np.float32(1 / 16)
+            x = fwht_columns(weights[:, part].T.copy()) * fmt.rotation
         check_magnitude(x)
         feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
         y = through_feedback(x, feedback)
@@ -304,7 +308,7 @@ def _quantize_in_numpy(weights: FloatArray, factor: Factor, options: Search, fmt
             raise ValueError(_GREW)
         error[part] = fmt.level_values[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
         blocks[number] = pack(indices, selectors, d, np.zeros_like(d), fmt)
-    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // BLOCK * fmt.block_bytes)
+    return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // fmt.block * fmt.block_bytes)
 
 
 def check_shape(weights: FloatArray, factor: Factor) -> None:

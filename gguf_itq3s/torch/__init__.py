@@ -1,4 +1,4 @@
-"""ITQ3_S and ternary weights in PyTorch: linear layers whose weights stay packed, on any device that PyTorch reaches.
+"""Trellis-coded and ternary weights in PyTorch: linear layers whose weights stay packed, on any of its devices.
 
     from gguf_itq3s.torch import PackedLinear
     layer = PackedLinear.from_weight(weight, bias)      # 3.125 bits a weight

@@ -1,8 +1,8 @@
-"""Blocks of ITQ3_S, TQ1_0 and TQ2_0 to numbers, in plain PyTorch.
+"""Blocks of the trellis types, of TQ1_0 and of TQ2_0 to numbers, in plain PyTorch.
 
 The bytes are those of :mod:`gguf_itq3s.codec.blocks` and :mod:`gguf_itq3s.codec.packing`; level table, parity checks
-and offsets are taken from there. A decoded block is integers, the zero-point taken off, and a scale; ITQ3_S blocks are
-left in the rotated basis, where the products use them.
+and offsets are taken from there. A decoded block is integers, the zero-point taken off, and a scale; blocks of the
+trellis types are left in the rotated basis, where the products use them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final, TypeAlias
 import gguf
 import torch
 
-from ..codec.formats import ITQ3_S_FORMAT
+from ..codec.family import FAMILY
+from ..codec.formats import Format
 from ..codec.ternary import TQ1_0, TQ2_0
 from ..codec.transform import BLOCK
-from ..codec.types import ITQ3_S
 
 QType: TypeAlias = gguf.GGMLQuantizationType
 
 
 @functools.lru_cache(maxsize=32)
-def level_table(device: torch.device) -> torch.Tensor:
-    """The level table of ITQ3_S, float32 (16,), made once a device (see :mod:`.transform`)."""
+def level_table(fmt: Format, device: torch.device) -> torch.Tensor:
+    """The level table of a format, float32 (levels,), made once a device (see :mod:`.transform`)."""
     with torch.inference_mode(False):
-        return torch.from_numpy(ITQ3_S_FORMAT.level_values).to(device)
+        return torch.from_numpy(fmt.level_values).to(device)
 
 
 def _shifted(selectors: torch.Tensor, before: torch.Tensor, tap: int) -> torch.Tensor:
@@ -49,17 +49,29 @@ def _spread(device: torch.device) -> torch.Tensor:
         return (bits << 8 * torch.arange(8)).sum(-1).to(device)
 
 
-def _itq3_s_indices(blocks: torch.Tensor) -> torch.Tensor:
-    """Level indices ``4 * symbol + subset``: uint8 (..., 100) -> (..., 256), eight at a time in 64-bit words."""
-    fmt, trellis = ITQ3_S_FORMAT, ITQ3_S_FORMAT.trellis
-    symbols = blocks[..., : fmt.symbol_bytes].contiguous().view(torch.int64)
-    words = torch.stack([symbols >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
+def _spread_bits(planes: torch.Tensor) -> torch.Tensor:
+    """The bits of bytes in the bytes of 64-bit words: uint8 (..., m) -> int64 (..., m)."""
+    places = planes.int()
+    return _spread(planes.device).index_select(0, places.view(-1)).view(places.shape)
+
+
+def _symbol_words(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Symbols, eight at a time in the bytes of 64-bit words: uint8 (..., bytes) -> int64 (..., 32)."""
+    symbols = blocks[..., : fmt.symbol_bytes].contiguous()
+    if fmt.symbol_bits == 1:
+        return _spread_bits(symbols)
+    planes = symbols.view(torch.int64)
+    return torch.stack([planes >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
+
+
+def _trellis_indices(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Level indices ``4 * symbol + subset``: uint8 (..., bytes) -> (..., 256), eight at a time in 64-bit words."""
+    words = _symbol_words(blocks, fmt)
     selectors = blocks[..., fmt.symbol_bytes : fmt.scale_offset]
     before = torch.nn.functional.pad(selectors, (1, 0))[..., :-1]
-    for check in (trellis.check1, trellis.check0):
-        plane = _parity_plane(selectors, before, check).int()
+    for check in (fmt.trellis.check1, fmt.trellis.check0):
         words <<= 1
-        words |= _spread(blocks.device).index_select(0, plane.view(-1)).view(plane.shape)
+        words |= _spread_bits(_parity_plane(selectors, before, check))
     return words.view(torch.uint8)
 
 
@@ -68,11 +80,11 @@ def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def _itq3_s_values(blocks: torch.Tensor) -> torch.Tensor:
-    indices = _itq3_s_indices(blocks).int()
-    values = level_table(blocks.device).index_select(0, indices.view(-1)).view(indices.shape)
+def _trellis_values(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
+    indices = _trellis_indices(blocks, fmt).int()
+    values = level_table(fmt, blocks.device).index_select(0, indices.view(-1)).view(indices.shape)
     del indices
-    return values.sub_(_half(blocks, ITQ3_S_FORMAT.scale_offset + 2))
+    return values.sub_(_half(blocks, fmt.scale_offset + 2)) if fmt.zero_point else values
 
 
 def _tq2_0_values(blocks: torch.Tensor) -> torch.Tensor:
@@ -108,6 +120,7 @@ class Layout:
         scale_offset: where its float16 scale stands.
         unit: a weight is value * scale * unit.
         rotated: whether the block is in the rotated basis.
+        fmt: what a trellis type's blocks are made of; None of other types.
     """
 
     qtype: QType
@@ -116,6 +129,7 @@ class Layout:
     scale_offset: int
     unit: float
     rotated: bool
+    fmt: Format | None = None
 
     def scales(self, blocks: torch.Tensor) -> torch.Tensor:
         """What the values are multiplied with: uint8 (..., bytes) -> float32 (..., 1)."""
@@ -150,11 +164,18 @@ def _ternary(qtype: QType, values: Callable[[torch.Tensor], torch.Tensor]) -> La
     return Layout(qtype, values, size, size - 2, 1.0, rotated=False)
 
 
-#: The types a layer can have. The unit of ITQ3_S levels is d/32.
+def _trellis(qtype: QType) -> Layout:
+    """The unit of the levels is d/32."""
+    row = FAMILY[qtype]
+    values = functools.partial(_trellis_values, fmt=row.format)
+    return Layout(
+        qtype, values, row.format.block_bytes, row.format.scale_offset, 2.0**-5, rotated=row.rotated, fmt=row.format
+    )
+
+
+#: The types a layer can have.
 LAYOUTS: Final = {
-    ITQ3_S: Layout(
-        ITQ3_S, _itq3_s_values, ITQ3_S_FORMAT.block_bytes, ITQ3_S_FORMAT.scale_offset, 2.0**-5, rotated=True
-    ),
+    **{qtype: _trellis(qtype) for qtype in FAMILY},
     TQ1_0: _ternary(TQ1_0, _tq1_0_values),
     TQ2_0: _ternary(TQ2_0, _tq2_0_values),
 }

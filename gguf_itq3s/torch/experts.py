@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import nn
 
-from ..codec.types import ITQ3_S
 from . import decode, grouped, packing, paths, products, transform
 from .decode import QType
+from .packing import DEFAULT_TYPE
 
 #: The second matrix of every expert; the first is called ``gate_up_proj``, or ``up_proj`` where there is no gate.
 DOWN: Final = "down_proj"
@@ -105,7 +105,7 @@ class PackedExperts(nn.Module):
     @classmethod
     def from_weights(
         cls, first: torch.Tensor, down: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor], *,
-        name: str = "gate_up_proj", qtype: QType = ITQ3_S, residual_type: QType | None = None,
+        name: str = "gate_up_proj", qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None,
         effort: str = "default", threads: int | None = None,
     ) -> PackedExperts:  # fmt: skip
         """Quantize two stacks of matrices (:func:`gguf_itq3s.torch.quantize`).
@@ -117,7 +117,7 @@ class PackedExperts(nn.Module):
             name: of the first.
             qtype: the type of the blocks.
             residual_type: that of the residual pass, or None.
-            effort: of the ITQ3_S encoder.
+            effort: of the trellis encoder.
             threads: of the C library.
 
         Raises:
@@ -185,7 +185,7 @@ class PackedExperts(nn.Module):
                 path=path,
             )  # fmt: skip
         else:
-            source = products.rotate(x, path) if stack.qtype == ITQ3_S else x
+            source = products.rotate(x, path) if decode.layout(stack.qtype).rotated else x
             # One product is rounded once, two are added before they are.
             sums = x.dtype if residual is None else transform.accumulation_dtype(x.dtype)
             out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, dtype=sums, path=path)
@@ -235,7 +235,7 @@ class PackedExperts(nn.Module):
 
 
 def quantize_stack(
-    weights: torch.Tensor, qtype: QType = ITQ3_S, residual_type: QType | None = None, *, effort: str = "default",
+    weights: torch.Tensor, qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None, *, effort: str = "default",
     threads: int | None = None,
 ) -> packing.Packed:  # fmt: skip
     """Packed blocks of a stack of matrices, some rows after the other.
@@ -244,7 +244,7 @@ def quantize_stack(
         weights: (experts, rows, columns) of a floating dtype.
         qtype: the type of the blocks.
         residual_type: that of the residual pass, or None.
-        effort: of the ITQ3_S encoder.
+        effort: of the trellis encoder.
         threads: of the C library.
 
     Returns:

@@ -135,8 +135,8 @@ def product(
     """``y[i] = W[e] x[tokens[i]]``, e the matrix in whose share of the rows i lies.
 
     Args:
-        x: (t, columns) of a floating dtype; rotated for ITQ3_S on the paths ``reference`` and ``triton``, where the
-            products are with the blocks in their own basis (:func:`.products.product`); on ``dense`` as it is.
+        x: (t, columns) of a floating dtype; rotated for trellis types on the paths ``reference`` and ``triton``, where
+            the products are with the blocks in their own basis (:func:`.products.product`); on ``dense`` as it is.
         weight: uint8 (experts, rows, bytes of a row).
         qtype: its type.
         ends: int64 (experts,): where the rows of each matrix end; those of the next begin there.

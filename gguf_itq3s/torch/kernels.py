@@ -2,9 +2,10 @@
 """The products in Triton: weights are decoded in registers, tile by tile, and never stored.
 
 Three kernels: the rotation; the product ``x V^T``, which splits the columns among programs where rows are few; the
-product ``g V`` of the gradient. They differ by type only in :func:`_indices`, which is picked when a kernel is
-compiled. Levels stay small integers, exact in float16 and bfloat16, and are multiplied by ``tl.dot`` with sums in
-float32; a block's sum is scaled in float32, and its zero-point is taken off with the sum of the inputs.
+product ``g V`` of the gradient. They differ by type only in :func:`_indices` and :func:`_scales`, which are picked by
+constants when a kernel is compiled (:func:`unit_options`). Levels stay small integers, exact in float16 and bfloat16,
+and are multiplied by ``tl.dot`` with sums in float32; a block's sum is scaled in float32, and its zero-point, where the
+type has one, is taken off with the sum of the inputs.
 
 Nothing is summed by atomic operations: results are the same from run to run. In Triton's interpreter
 (``TRITON_INTERPRET=1``) the kernels run on the CPU, untuned.
@@ -21,25 +22,22 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..codec.formats import ITQ3_S_FORMAT
-from ..codec.ternary import TQ1_0, TQ2_0
+from ..codec.family import FAMILY
 from ..codec.transform import BLOCK
-from ..codec.types import ITQ3_S
-from .decode import Layout
+from ..codec.trellis import Trellis
+from .decode import Layout, layout
 
-#: Columns decoded at a time: a quarter of a block, which is one plane of the symbols of ITQ3_S.
+#: Columns decoded at a time: a quarter of a block, which is one plane of symbols of two bits.
 PART: Final = tl.constexpr(64)
 _BLOCK: Final = tl.constexpr(BLOCK)
 _HALVINGS: Final = tl.constexpr(BLOCK.bit_length() - 1)
 _NORM: Final = tl.constexpr(BLOCK**-0.5)
 
-_ITQ3_S, _TQ2_0, _TQ1_0 = (tl.constexpr(int(qtype)) for qtype in (ITQ3_S, TQ2_0, TQ1_0))
-# In 32-bit words of an ITQ3_S block: where selector bits begin, where scale and zero-point stand.
-_SELECTORS: Final = tl.constexpr(ITQ3_S_FORMAT.symbol_bytes // 4)
-_SCALES: Final = tl.constexpr(ITQ3_S_FORMAT.scale_offset // 4)
-_CHECK1: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.check1)
-_CHECK0: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.check0)
-_TAPS: Final = tl.constexpr(ITQ3_S_FORMAT.trellis.memory + 1)
+# The trellis of the family.
+_TRELLIS: Final[Trellis] = next(iter(FAMILY.values())).format.trellis
+_CHECK1: Final = tl.constexpr(_TRELLIS.check1)
+_CHECK0: Final = tl.constexpr(_TRELLIS.check0)
+_TAPS: Final = tl.constexpr(_TRELLIS.memory + 1)
 
 #: Rows up to which the columns are split, and how many programs are wanted for each multiprocessor then.
 SPLIT_ROWS: Final = 16
@@ -64,34 +62,53 @@ def _rotate_kernel(x, out, blocks, ROWS: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _parity(now, before, CHECK: tl.constexpr):  # noqa: N803
-    """A parity check of 32 selector bits; bit i of CHECK taps the bit i places before."""
+def _parity(now, before, CHECK: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+    """A parity check of WIDTH selector bits, in the low bits; bit i of CHECK taps the bit i places before."""
     plane = now ^ now
     for tap in tl.static_range(_TAPS):
         if (CHECK >> tap) & 1:
             if tap == 0:
                 plane ^= now
             else:
-                plane ^= (now << tap) | (before >> (32 - tap))
+                plane ^= (now << tap) | (before >> (WIDTH - tap))
     return plane
 
 
 @triton.jit
-def _itq3_s_indices(words, mask, part, ROWS: tl.constexpr):  # noqa: N803
+def _word(units, mask, WIDTH: tl.constexpr):  # noqa: N803
+    """WIDTH bits, 16 or 32, in the low bits of an unsigned number."""
+    word = tl.load(units, mask=mask, other=0)
+    if WIDTH == 32:
+        return word.to(tl.uint32, bitcast=True)
+    else:  # noqa: RET505  (both branches of a constexpr need their return)
+        return word.to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def _nibble_in_bytes(plane, shift):
+    """Four neighbouring bits to the lowest bits of four bytes: copies 7 places apart."""
+    return (((plane >> shift) & 15) * 0x00204081) & 0x01010101
+
+
+@triton.jit
+def _trellis_indices(units, mask, part, BITS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
     """Level indices of a part of blocks, one block a row: four at a time, in the bytes of a word.
 
-    ``words`` points to the first 32-bit word of each block, (ROWS, 1).
+    ``units`` points to the first unit, of WIDTH bits, of each block, (ROWS, 1).
     """
     i = tl.arange(0, PART // 4)[None, :]
-    symbols = tl.load(words + i, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    place = _SELECTORS + 2 * part + i // 8
-    now = tl.load(words + place, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    before = tl.load(words + place - 1, mask=mask & (place > _SELECTORS), other=0).to(tl.uint32, bitcast=True)
-    shift = (4 * (i % 8)).to(tl.uint32)
-    # Four neighbouring bits to the lowest bits of four bytes: copies 7 places apart.
-    high = (((_parity(now, before, _CHECK1) >> shift) & 15) * 0x00204081) & 0x01010101
-    low = (((_parity(now, before, _CHECK0) >> shift) & 15) * 0x00204081) & 0x01010101
-    symbols = (symbols >> (2 * part + 0 * i).to(tl.uint32)) & 0x03030303  # a loop's part is no tensor
+    first = _BLOCK * BITS // WIDTH  # where the selectors begin
+    place = part * (PART // WIDTH) + i // (WIDTH // 4)
+    now = _word(units + first + place, mask, WIDTH)
+    before = _word(units + first + place - 1, mask & (place > 0), WIDTH)
+    shift = (4 * (i % (WIDTH // 4))).to(tl.uint32)
+    high = _nibble_in_bytes(_parity(now, before, _CHECK1, WIDTH), shift)
+    low = _nibble_in_bytes(_parity(now, before, _CHECK0, WIDTH), shift)
+    if BITS == 1:
+        symbols = _nibble_in_bytes(_word(units + place, mask, WIDTH), shift)
+    else:
+        symbols = _word(units + i, mask, WIDTH)
+        symbols = (symbols >> (2 * part + 0 * i).to(tl.uint32)) & 0x03030303  # a loop's part is no tensor
     packed = (symbols << 2) | (high << 1) | low
     byte = (8 * tl.arange(0, 4)).to(tl.uint32)
     return tl.reshape((packed[:, :, None] >> byte[None, None, :]) & 15, (ROWS, PART)).to(tl.int32)
@@ -121,41 +138,55 @@ def _tq1_0_indices(codes, mask, part):
 
 
 @triton.jit
-def _indices(packed, mask, part, TYPE: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
+def _indices(
+    packed, mask, part, BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     """Indices into the level table: int32 (ROWS, PART)."""
-    if TYPE == _ITQ3_S:
-        return _itq3_s_indices(packed, mask, part, ROWS)
-    elif TYPE == _TQ2_0:  # noqa: RET505  (both branches of a constexpr need their return)
+    if BITS > 0:
+        return _trellis_indices(packed, mask, part, BITS, WIDTH, ROWS)
+    elif DIGITS == 4:  # noqa: RET505
         return _tq2_0_indices(packed, mask, part)
     else:
         return _tq1_0_indices(packed, mask, part)
 
 
 @triton.jit
-def _scales(packed, mask, TYPE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr):  # noqa: N803
+def _float16(bits):
+    """The number that the low 16 bits stand for, in float32."""
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scales(
+    packed, mask, WIDTH: tl.constexpr, OFFSET: tl.constexpr, HAS_Z: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     """Scale, times the unit of the values, and zero-point of every block: float32 (rows, 1) each."""
-    if TYPE == _ITQ3_S:
-        word = tl.load(packed + _SCALES, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    place = packed + OFFSET // (WIDTH // 8)
+    if WIDTH == 32:
+        word = _word(place, mask, WIDTH)
+        scale, second = _float16(word), word >> 16
+    elif WIDTH == 16:
+        scale = _float16(_word(place, mask, WIDTH))
+        second = _word(place + 1, mask, WIDTH) if HAS_Z else 0
     else:
-        low = tl.load(packed + OFFSET, mask=mask, other=0).to(tl.uint16)
-        high = tl.load(packed + OFFSET + 1, mask=mask, other=0).to(tl.uint16)
-        scale = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = scale * 0.0
+        low = tl.load(place, mask=mask, other=0).to(tl.uint32)
+        high = tl.load(place + 1, mask=mask, other=0).to(tl.uint32)
+        scale, second = _float16(low | (high << 8)), 0
+    zero = _float16(second) if HAS_Z else scale * 0.0
     return scale * UNIT, zero
 
 
 @triton.jit(do_not_specialize=["m", "bucket", "split"])
 def _product_kernel(
     x, packed, levels, out, m, n, blocks, bucket, split,
-    TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """A tile of ``x V^T`` over a share of the blocks of columns; share s goes to the s-th matrix of ``out``.
 
-    ``packed`` points to 32-bit words for ITQ3_S, whose blocks are whole words, and to bytes for the others; SIZE is a
-    block's size in them. ``bucket`` is only a key of the tuning.
+    ``packed`` points to units of WIDTH bits (:func:`unit_options`); SIZE is a block's size in them. ``bucket`` is only
+    a key of the tuning.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -168,16 +199,16 @@ def _product_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for block in range(share * each, tl.minimum(share * each + each, blocks)):
         place = codes + block * SIZE
-        scale, zero = _scales(place, output_mask, TYPE, OFFSET, UNIT)
+        scale, zero = _scales(place, output_mask, WIDTH, OFFSET, HAS_Z, UNIT)
         products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for part in range(_BLOCK // PART):
             a = tl.load(inputs + block * _BLOCK + part * PART, mask=row_mask, other=0.0)
-            b = tl.load(levels + _indices(place, output_mask, part, TYPE, BLOCK_N))
+            b = tl.load(levels + _indices(place, output_mask, part, BITS, WIDTH, DIGITS, BLOCK_N))
             products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
-            if TYPE == _ITQ3_S:
+            if HAS_Z:
                 sums += tl.sum(a.to(tl.float32), axis=1)
-        if TYPE == _ITQ3_S:
+        if HAS_Z:
             products -= sums[:, None] * tl.trans(zero)
         total += products * tl.trans(scale)
     target = out + share.to(tl.int64) * m * n + rows[:, None] * n + outputs[None, :]
@@ -198,7 +229,8 @@ def _sum_kernel(partial, out, count, split, SIZE: tl.constexpr):  # noqa: N803
 @triton.jit(do_not_specialize=["m", "bucket"])
 def _transposed_kernel(
     x, packed, levels, out, m, n, blocks, bucket,
-    TYPE: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """A tile of ``x V``: BLOCK_M rows and one part of one block of columns, summed over all rows of V.
@@ -215,14 +247,15 @@ def _transposed_kernel(
         outputs = start + tl.arange(0, BLOCK_N)
         mask = (outputs < n)[:, None]
         place = packed + outputs[:, None].to(tl.int64) * (blocks * SIZE) + block * SIZE
-        scale, zero = _scales(place, mask, TYPE, OFFSET, UNIT)
+        scale, zero = _scales(place, mask, WIDTH, OFFSET, HAS_Z, UNIT)
         inputs = x + rows[:, None] * n + outputs[None, :]
         a = tl.load(inputs, mask=row_mask & (outputs < n)[None, :], other=0.0).to(tl.float32) * tl.trans(scale)
-        if TYPE == _ITQ3_S:
+        if HAS_Z:
             offsets += tl.sum(a * tl.trans(zero), axis=1)
-        b = tl.load(levels + _indices(place, mask, part, TYPE, BLOCK_N))
+        b = tl.load(levels + _indices(place, mask, part, BITS, WIDTH, DIGITS, BLOCK_N))
         total = tl.dot(a.to(x.dtype.element_ty), b, total, input_precision="ieee")
-    total -= offsets[:, None]
+    if HAS_Z:
+        total -= offsets[:, None]
     columns = block * _BLOCK + part * PART + tl.arange(0, PART)
     target = out + rows[:, None] * (blocks * _BLOCK) + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=row_mask)
@@ -239,7 +272,7 @@ _MANY: Final = [
     _config(128, 64, 8, 2),
 ]  # fmt: skip
 
-_KEY: Final = ["n", "blocks", "bucket", "TYPE"]
+_KEY: Final = ["n", "blocks", "bucket", "BITS", "DIGITS"]
 _tuned_few = triton.autotune(_FEW, key=_KEY)(_product_kernel)
 _tuned_many = triton.autotune(_MANY, key=_KEY)(_product_kernel)
 _tuned_transposed = triton.autotune([*_FEW, *_MANY], key=_KEY)(_transposed_kernel)
@@ -248,7 +281,8 @@ _tuned_transposed = triton.autotune([*_FEW, *_MANY], key=_KEY)(_transposed_kerne
 @functools.lru_cache(maxsize=64)
 def _table(qtype: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """What an index stands for, made once a device: exact in every floating dtype."""
-    values = ITQ3_S_FORMAT.level_values if qtype == ITQ3_S else np.arange(-1, 3, dtype=np.float32)
+    fmt = layout(qtype).fmt
+    values = np.arange(-1, 3, dtype=np.float32) if fmt is None else fmt.level_values
     with torch.inference_mode(False):
         return torch.from_numpy(values).to(device, dtype)
 
@@ -267,20 +301,30 @@ def _split(rows: int, outputs: int, blocks: int, device: torch.device) -> int:
 
 
 def unit_options(kind: Layout) -> tuple[str, dict[str, Any]]:
-    """What the kernels read packed rows in, as Triton names a pointer to it, and what they have to know of the type."""
-    words = kind.qtype == ITQ3_S
-    size = kind.block_bytes // 4 if words else kind.block_bytes
-    options = {"TYPE": int(kind.qtype), "SIZE": size, "OFFSET": kind.scale_offset, "UNIT": kind.unit}
-    return "*i32" if words else "*u8", options
+    """What the kernels read packed rows in, as Triton names a pointer to it, and what they have to know of the type.
+
+    Blocks of trellis types are read in the widest units, of 32 or 16 bits, that their size is a multiple of; others in
+    bytes. BITS are those of a symbol, 0 of other types; DIGITS the ternary digits of a byte.
+    """
+    width, bits, digits, has_z = 8, 0, -(-BLOCK // kind.scale_offset), False
+    if kind.fmt is not None:
+        width = 16 if kind.block_bytes % 4 else 32
+        bits, digits, has_z = kind.fmt.symbol_bits, 0, kind.fmt.zero_point
+    options = {
+        "BITS": bits, "WIDTH": width, "DIGITS": digits, "HAS_Z": has_z, "SIZE": kind.block_bytes * 8 // width,
+        "OFFSET": kind.scale_offset, "UNIT": kind.unit,
+    }  # fmt: skip
+    return {8: "*u8", 16: "*i16", 32: "*i32"}[width], options
 
 
 def _units(packed: torch.Tensor, kind: Layout) -> tuple[torch.Tensor, dict[str, Any]]:
     """The packed rows in those units."""
-    unit, options = unit_options(kind)
+    _, options = unit_options(kind)
     packed = packed.contiguous()
-    if unit == "*i32":
-        aligned = packed.data_ptr() % 4 == 0 and packed.storage_offset() % 4 == 0
-        packed = (packed if aligned else packed.clone()).view(torch.int32)
+    size = options["WIDTH"] // 8
+    if size > 1:
+        aligned = packed.data_ptr() % size == 0 and packed.storage_offset() % size == 0
+        packed = (packed if aligned else packed.clone()).view(torch.int32 if size == 4 else torch.int16)
     return packed, options
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..codec.ternary import TQ2_0
 from ..codec.transform import BLOCK
-from ..codec.types import ITQ3_S
 from . import decode, packing, paths, products, transform
 from .decode import QType
+from .packing import DEFAULT_TYPE
 
 
 class PackedLinear(nn.Linear):
@@ -27,15 +27,15 @@ class PackedLinear(nn.Linear):
         weight: uint8 (out_features, bytes of a row), a parameter without gradient.
         residual: uint8 (out_features, bytes of a row) of the residual pass, likewise, or None.
         bias: (out_features,) of a floating dtype, or None.
-        qtype: the type of the blocks: ITQ3_S, TQ1_0 or TQ2_0.
-        residual_type: that of the residual pass, ITQ3_S or TQ2_0, or None.
+        qtype: the type of the blocks: a trellis type, TQ1_0 or TQ2_0.
+        residual_type: that of the residual pass, a trellis type or TQ2_0, or None.
         path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
     """
 
     residual: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType = ITQ3_S,
+        self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType = DEFAULT_TYPE,
         residual_type: QType | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ class PackedLinear(nn.Linear):
 
     @classmethod
     def from_weight(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = ITQ3_S,
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE,
         residual_type: QType | None = None, effort: str = "default", threads: int | None = None,
     ) -> PackedLinear:  # fmt: skip
         """Quantize a matrix (:func:`gguf_itq3s.torch.quantize`).
@@ -80,7 +80,7 @@ class PackedLinear(nn.Linear):
             bias: (out_features,), or None.
             qtype: the type of the blocks.
             residual_type: that of the residual pass, or None.
-            effort: of the ITQ3_S encoder.
+            effort: of the trellis encoder.
             threads: of the C library.
 
         Raises:
@@ -91,7 +91,7 @@ class PackedLinear(nn.Linear):
 
     @classmethod
     def from_blocks(
-        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = ITQ3_S,
+        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE,
         residual: torch.Tensor | None = None, residual_type: QType | None = None,
     ) -> PackedLinear:  # fmt: skip
         """A layer around blocks that are there, which it does not copy.
@@ -101,7 +101,7 @@ class PackedLinear(nn.Linear):
             bias: (out_features,), or None.
             qtype: the type of the blocks.
             residual: uint8 (out_features, bytes of a row) of a residual pass, or None.
-            residual_type: its type; by default the one that its size tells.
+            residual_type: its type; by default the one that its size tells (TQ2_0 of those of 66 bytes a block).
 
         Raises:
             ValueError: shapes or types that do not belong together.
@@ -130,7 +130,7 @@ class PackedLinear(nn.Linear):
 
         Args:
             x: (..., in_features) of a floating dtype; within ``torch.autocast`` it is cast as for nn.Linear.
-            rotated: ``gguf_itq3s.torch.rotate(x)``, for several ITQ3_S layers that read the same input; made here
+            rotated: ``gguf_itq3s.torch.rotate(x)``, for several rotated layers that read the same input; made here
                 without it. ``x`` then only says dtype and, on the path ``dense``, is the input.
             path: in place of the attribute.
 
@@ -149,7 +149,7 @@ class PackedLinear(nn.Linear):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return nn.functional.linear(x, self._matrix(x.dtype), bias)
         source = x
-        if self.qtype == ITQ3_S:
+        if decode.layout(self.qtype).rotated:
             source = products.rotate(x, path) if rotated is None else rotated
         out = products.product(source, self.weight, self.qtype, dtype=self._sum_dtype(x.dtype), path=path)
         del source  # a rotated input made here is not needed any more
@@ -232,7 +232,7 @@ def _type_of_size(residual: torch.Tensor, columns: int) -> QType:
 
 
 def replace_linears(
-    model: nn.Module, qtype: QType = ITQ3_S, residual_type: QType | None = None, *,
+    model: nn.Module, qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None, *,
     wanted: Callable[[str, nn.Linear], bool] | None = None, effort: str = "default", threads: int | None = None,
 ) -> list[str]:  # fmt: skip
     """Quantize the linear layers of a model, in place.
@@ -245,7 +245,7 @@ def replace_linears(
         qtype: the type of the blocks.
         residual_type: that of the residual pass, or None.
         wanted: which of them, by name and layer; by default all but the output head (``lm_head``).
-        effort: of the ITQ3_S encoder.
+        effort: of the trellis encoder.
         threads: of the C library.
 
     Returns:

@@ -174,7 +174,7 @@ def uses_triton(x: torch.Tensor, path: str | None) -> bool:
 
 
 def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
-    """The rotated input of ITQ3_S layers, for several that read the same one: ``layer(x, rotated=rotate(x))``.
+    """The rotated input of layers of trellis types, for several that read the same: ``layer(x, rotated=rotate(x))``.
 
     Args:
         x: (..., k * 256) of a floating dtype.
@@ -197,7 +197,7 @@ def product(
     """``x V^T``, V the decoded weights in the basis of their blocks.
 
     Args:
-        x: (..., columns), rotated where the type is ITQ3_S; any floating dtype.
+        x: (..., columns), rotated where the type is a trellis one; any floating dtype.
         weight: uint8 (rows, bytes of a row).
         qtype: its type.
         dtype: of the result; that of ``x`` by default. Sums are float32, or float64 for a float64 ``x``.

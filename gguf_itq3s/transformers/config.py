@@ -11,14 +11,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.rescaling import PACKED_METHOD, is_id
 from ..codec.blocks import EFFORTS
+from ..codec.family import DEFAULT, FAMILY
 from ..codec.ternary import TQ1_0, TQ2_0
-from ..codec.types import ITQ3_S
+from ..torch.packing import RESIDUALS
 
 METHOD: Final = PACKED_METHOD
 #: Names of the types that linear layers can have.
-QTYPES: Final = {"itq3_s": ITQ3_S, "tq2_0": TQ2_0, "tq1_0": TQ1_0}
-#: Names of the types of a residual pass, which follows ITQ3_S.
-RESIDUALS: Final = ("itq3_s", "tq2_0")
+QTYPES: Final = {**{row.identifier: row.type for row in FAMILY.values()}, "tq2_0": TQ2_0, "tq1_0": TQ1_0}
 
 
 @register_quantization_config(METHOD)
@@ -26,16 +25,16 @@ class ITQ3SConfig(QuantizationConfigMixin):
     """Options of the quantization, for ``from_pretrained(..., quantization_config=ITQ3SConfig())``.
 
     Attributes:
-        qtype: ``itq3_s``; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
-        residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all) or ``tq2_0`` (5.1875); or
-            None.
+        qtype: ``itq3_s`` or ``itq2_s``; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
+        residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all after ``itq3_s``),
+            ``itq2_s`` or ``tq2_0`` (5.1875); or None.
         modules_to_not_convert: linear layers and parameters of experts that stay as they are, by name or by a part of
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
             class calls it. Tied matrices, routers and matrices whose columns are no multiple of 256 stay anyway. Once
             the model is loaded: the names of all that stayed.
         fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s
             --fold-norms`` does; see :mod:`.folding`.
-        effort: of the ITQ3_S encoder, ``fast`` or ``default``.
+        effort: of the trellis encoder, ``fast`` or ``default``.
         ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
             it they are an error for ``tq2_0`` and ``tq1_0``.
         threads: of the C library, None for one a processor; not saved.
@@ -45,7 +44,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, qtype: str = "itq3_s", residual: str | None = None,
+        self, qtype: str = DEFAULT.identifier, residual: str | None = None,
         modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = False, effort: str = "default",
         ternarize: bool = False, threads: int | None = None, other_types: Mapping[str, Sequence[str]] | None = None,
         norms_folded: bool = False, rescaling: str | None = None, **_: Any,
@@ -78,8 +77,9 @@ class ITQ3SConfig(QuantizationConfigMixin):
         one_of("qtype", self.qtype, tuple(QTYPES))
         one_of("residual", self.residual, (None, *RESIDUALS))
         one_of("effort", self.effort, EFFORTS)
-        if self.residual is not None and self.qtype != "itq3_s":
-            raise ValueError(f"quantization_config: a residual pass follows itq3_s, not {self.qtype}")
+        if self.residual is not None and QTYPES[self.qtype] not in FAMILY:
+            known = " or ".join(row.identifier for row in FAMILY.values())
+            raise ValueError(f"quantization_config: a residual pass follows {known}, not {self.qtype}")
         if self.modules_to_not_convert is not None:
             names("modules_to_not_convert", self.modules_to_not_convert)
         for name in ("fold_norms", "ternarize", "norms_folded"):

@@ -27,13 +27,13 @@ from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
+from ..codec.family import DEFAULT, is_trellis
 from ..codec.transform import BLOCK
-from ..codec.types import ITQ3_S
 from ..torch import PackedExperts, PackedLinear, decode, quantize, stacked
 from ..torch.decode import QType
 from ..torch.stacked import Experts
 from . import folding
-from .config import METHOD, ITQ3SConfig
+from .config import METHOD, QTYPES, ITQ3SConfig
 from .folding import Folding
 from .stacking import Pieces, Stacked, read
 
@@ -282,7 +282,7 @@ class ITQ3SQuantizer(HfQuantizer):
             for name, _ in model.named_parameters()
             if name not in tied and not name.endswith((".residual", "_residual"))
         ]
-        if config.fold_norms and config.qtype == "itq3_s":
+        if config.fold_norms and is_trellis(QTYPES[config.qtype]):
             self._folding = folding.plan(model.config, parameters)
             if self._folding.note:
                 warnings.warn(self._folding.note, stacklevel=2)
@@ -455,7 +455,7 @@ class ITQ3SQuantizer(HfQuantizer):
     def _blocks(self, matrix: Matrix, weight: torch.Tensor, gain: torch.Tensor | None) -> list[torch.Tensor]:
         """The blocks of a matrix and, with a residual pass, those of its residual."""
         config = self.quantization_config
-        if matrix.qtype != ITQ3_S:
+        if not is_trellis(matrix.qtype):
             weight = self._ternary(matrix.parameter, weight.float())
         # In pieces, so that there is no second copy of the matrix in floats.
         packed = [
@@ -480,7 +480,9 @@ class ITQ3SQuantizer(HfQuantizer):
         if ternary.recognise(values) is not None:
             return matrix
         if not self.quantization_config.ternarize:
-            raise ValueError(f"{name}: is not ternary; use qtype itq3_s, modules_to_not_convert, or ternarize=True")
+            raise ValueError(
+                f"{name}: is not ternary; use qtype {DEFAULT.identifier}, modules_to_not_convert, or ternarize=True"
+            )
         return torch.from_numpy(ternary.ternarize(values, "absmean").weights()).to(matrix.device)
 
     # ------------------------------------------------------------------------------------------- after the weights

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gguf_itq3s.codec.formats import ITQ3_S_FORMAT
 from gguf_itq3s.codec.transform import BLOCK, FloatArray, fwht_columns
-from gguf_itq3s.codec.trellis import LEVELS, UNGERBOECK, search
+from gguf_itq3s.codec.trellis import UNGERBOECK, search
 
 #: Scale of the ternary code in units of sigma. The paper names three; the optimum of a Gaussian is the fourth.
 TERNARY_SCALES: Final = {"0.798": 0.798, "0.532": 0.532, "0.967": 0.967, "1.224": 1.224}
@@ -109,8 +109,8 @@ def _code(y: FloatArray, variant: Variant) -> FloatArray:
         return _scalar_code(y, np.array(lloyd_max_levels(8), dtype=np.float32))
     if variant.code == "trellis":
         unit = np.float32(25.5)
-        indices, _ = search(y * unit, UNGERBOECK[variant.states])
-        return LEVELS.astype(np.float32)[indices] / unit
+        indices, _ = search(y * unit, UNGERBOECK[variant.states], ITQ3_S_FORMAT.levels)
+        return ITQ3_S_FORMAT.level_values[indices] / unit
     raise ValueError(f"unknown code {variant.code!r}; use ternary, lloyd-max or trellis")
 
 

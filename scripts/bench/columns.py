@@ -6,7 +6,7 @@ in turn, round after round, on the random Llama of scripts/bench/kernels.py, one
 ratios inside one run mean something. Some types are timed again in a build for AVX2 only. Writes a section of the
 processor's file, the page and its pictures.
 
-    scripts/bench/columns.py --against FOLDER      this build beside another one
+    scripts/bench/columns.py --against FOLDER [--types TYPE ...]      this build beside another one
 
 FOLDER is the build/bin of another state of the code; or it holds another libggml-cpu, as build/bench/avx2-lib does, and
 --library then names ours. The two run in turn, pair after pair, the first of a pair second in the next; the median of
@@ -34,9 +34,9 @@ from scripts.bench import cpu_page, kernels  # noqa: E402
 from scripts.bench.results import BenchError, Samples, label, medians_of, ratio_of  # noqa: E402
 
 COLUMNS: Final = (1, 2, 4, 7, 8, 16, 32, 64, 256, 512)
-TYPES: Final = ("ITQ3_S", "TQ2_0", "Q4_K", "Q3_K", "IQ4_XS", "IQ3_S", "IQ3_XXS")
+TYPES: Final = (*kernels.TRELLIS, "TQ2_0", "Q4_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS")
 #: Types that two builds are compared by.
-PAIRED: Final = ("ITQ3_S", "TQ2_0")
+PAIRED: Final = (*kernels.TRELLIS, "TQ2_0")
 #: Tokens of a test, at least: short ones are repeated. Two builds are closer to each other than two types.
 TOKENS: Final = 16
 TOKENS_PAIRED: Final = 128
@@ -93,7 +93,7 @@ def one_round(samples: Samples, libraries: Mapping[str, Path | None], paths: Map
 
 
 def pair(samples: Samples, ours: Build, theirs: Build, paths: Mapping[str, Path], swap: bool) -> None:
-    """One measurement of both builds for every type and number of columns, one right after the other.
+    """One measurement of both builds for every model and number of columns, one right after the other.
 
     Args:
         samples: "TYPE, this" and "TYPE, other" -> columns -> tokens/s.
@@ -101,9 +101,9 @@ def pair(samples: Samples, ours: Build, theirs: Build, paths: Mapping[str, Path]
     """
     order = [("this", ours), ("other", theirs)]
     for columns in COLUMNS:
-        for name in PAIRED:
+        for name, path in paths.items():
             for side, build in reversed(order) if swap else order:
-                speed = speeds(build, [paths[name]], columns, TOKENS_PAIRED)[name]
+                speed = speeds(build, [path], columns, TOKENS_PAIRED)[name]
                 samples[f"{name}, {side}"][str(columns)].append(speed)
 
 
@@ -111,7 +111,7 @@ def paired_table(samples: Samples) -> str:
     """This build over the other one: the median of the pairs' ratios, and the least and the largest of them."""
     header = ["type", "columns", "this, tokens/s", "other, tokens/s", "this over other", "least", "largest"]
     medians, rows = medians_of(samples), []
-    for name in PAIRED:
+    for name in dict.fromkeys(side.rpartition(", ")[0] for side in samples):
         this, other = samples[f"{name}, this"], samples[f"{name}, other"]
         for columns in this:
             ratios = [a / b for a, b in zip(this[columns], other[columns], strict=True)]
@@ -129,7 +129,7 @@ def compare(arguments: argparse.Namespace) -> None:
     """
     theirs = build_in(arguments.against)
     ours = build_in(arguments.library) if arguments.library else build_in(kernels.BIN)
-    paths = kernels.models(PAIRED)
+    paths = kernels.models(arguments.types)
     samples: Samples = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
         print(f"pair {number + 1} of {arguments.rounds}", file=sys.stderr)
@@ -164,6 +164,10 @@ def main() -> int:
     parser.add_argument(
         "--library", type=Path, metavar="FOLDER", help="with --against: our libggml-cpu, not build/bin's"
     )
+    parser.add_argument(
+        "--types", nargs="+", default=PAIRED, choices=tuple(kernels.TYPES), metavar="TYPE",
+        help=f"with --against: types that both builds have (default {' '.join(PAIRED)})",
+    )  # fmt: skip
     arguments = parser.parse_args()
     if arguments.library and not arguments.against:
         parser.error("--library is for --against")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A model of the product kernels for processors that are not at hand: cycles for 256 weights, and what binds.
 
-For every processor the kernels of ITQ3_S and TQ2_0, and those that llama.cpp runs with one column of Q4_K, Q3_K and
-IQ3_S, are compiled as a native build there does. The instructions that they execute are recorded (single-stepped on
-this machine; by qemu-aarch64 for ARM) and given to llvm-mca. What the model says of this machine is compared with
-measured cycles, weights in the cache. Writes cpu-model.json and cpu-model.md.
+For every processor the kernels of the trellis types and TQ2_0, and those that llama.cpp runs with one column of
+Q4_K, Q3_K, Q2_K, IQ3_S and IQ2_XXS, are compiled as a native build there does. The instructions that they execute
+are recorded (single-stepped on this machine; by qemu-aarch64 for ARM) and given to llvm-mca. What the model says of
+this machine is compared with measured cycles, weights in the cache. Writes cpu-model.json and cpu-model.md.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ class Kernel:
 
 
 KERNELS: Final = (
-    *(Kernel("itq3_s", "ITQ3_S", columns, 16) for columns in (1, 4, 8, 32)),
+    *(Kernel(name.lower(), name, columns, 16) for name in kernels.TRELLIS for columns in (1, 4, 8, 32)),
     Kernel("tq2_0", "TQ2_0", 1, 16),
-    Kernel("itq3_s_row", "ITQ3_S mapped", 1, 1, group=8),
+    *(Kernel(f"{name.lower()}_row", f"{name} mapped", 1, 1, group=8) for name in kernels.TRELLIS),
     Kernel("tq2_0_row", "TQ2_0 mapped", 1, 1, group=8),
     Kernel("q4_K", "Q4_K", 1, 8),
     Kernel("q3_K", "Q3_K", 1, 1),
+    Kernel("q2_K", "Q2_K", 1, 1),
     Kernel("iq3_s", "IQ3_S", 1, 1),
+    Kernel("iq2_xxs", "IQ2_XXS", 1, 1),
 )
 
 AVX2: Final = ("-msse4.2", "-mavx", "-mavx2", "-mbmi2", "-mfma", "-mf16c")
@@ -263,7 +265,10 @@ def table(result: Mapping[str, Any]) -> str:
     """The tables of a result, and what has to be known of them."""
     cycles, limits, counts, errors = [], [], [], []
     notes: dict[str, list[str]] = defaultdict(list)
-    one = [kernel.key for kernel in KERNELS if kernel.columns == 1]
+    # a kernel that no processor has came after this result
+    modelled_keys = {key for model in result["processors"].values() for key in model["kernels"]}
+    kernels_of = [kernel for kernel in KERNELS if kernel.key in modelled_keys]
+    one = [kernel.key for kernel in kernels_of if kernel.columns == 1]
     for name, model in result["processors"].items():
         costs = model["kernels"]
         errors += [f"- {name}: {error}" for error in model["errors"]]
@@ -277,13 +282,13 @@ def table(result: Mapping[str, Any]) -> str:
             continue
         pair = [costs.get(key, {}).get("cycles") for key in ("Q4_K, 1", "ITQ3_S, 1")]
         ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else "-"
-        cycles.append([name, *(cell(costs, kernel.key) for kernel in KERNELS), ratio])
-        counts.append([name, *(cell(costs, kernel.key, "instructions") for kernel in KERNELS)])
+        cycles.append([name, *(cell(costs, kernel.key) for kernel in kernels_of), ratio])
+        counts.append([name, *(cell(costs, kernel.key, "instructions") for kernel in kernels_of)])
         bounds = [
             f"{cell(costs, key, 'bound')} {' '.join(costs[key]['binding'])}" if key in costs else "-" for key in one
         ]
         limits.append([name, *bounds])
-    keys = [kernel.key for kernel in KERNELS]
+    keys = [kernel.key for kernel in kernels_of]
     compiler, llvm = result["compiler"], result["llvm"]
     parts = [
         f"Cycles for 256 weights, all columns together (type, columns); LLVM {llvm}, {compiler}.\n",

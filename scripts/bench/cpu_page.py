@@ -20,7 +20,7 @@ import gguf  # noqa: E402
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.journal import write_text  # noqa: E402
-from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
+from gguf_itq3s.codec.family import DEFAULT, FAMILY  # noqa: E402
 from scripts.bench import results, targets  # noqa: E402
 from scripts.bench.results import File  # noqa: E402
 
@@ -66,10 +66,14 @@ hold a part:
 """
 
 
+#: Lines of the trellis types in the picture of columns.
+OWN_COLOURS: Final = dict(zip((row.name for row in FAMILY.values()), ("crimson", "darkorange", "gold"), strict=False))
+
+
 def bytes_per_weight(name: str) -> float:
     """Bytes of a weight in the type of a label."""
     kind = name.split()[0]
-    block, size = gguf.GGML_QUANT_SIZES[ITQ3_S if kind == "ITQ3_S" else gguf.GGMLQuantizationType[kind]]
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return size / block
 
 
@@ -200,20 +204,20 @@ def instructions(files: Sequence[File]) -> str:
 
 
 def columns(files: Sequence[File]) -> Iterator[str]:
-    """Tokens/s over the tokens evaluated together, and ITQ3_S over the others."""
+    """Tokens/s over the tokens evaluated together, and the first trellis type over the others."""
     found = {file["name"]: file["sections"]["columns"]["medians"] for file in files}
     numbers = sorted({int(n) for speeds in found.values() for by in speeds.values() for n in by})
     rows, ratios = [], []
     for processor, speeds in found.items():
         for name, by in speeds.items():
             rows.append([processor, name, *(number(by.get(str(n))) for n in numbers)])
-            ours = speeds[results.label("ITQ3_S", results.build_of(name))]
-            if name != "ITQ3_S" and ours is not by:
+            ours = speeds[results.label(DEFAULT.name, results.build_of(name))]
+            if name != DEFAULT.name and ours is not by:
                 of = [ours[str(n)] / by[str(n)] if str(n) in ours and str(n) in by else None for n in numbers]
                 ratios.append([processor, name, *(number(value, 2) for value in of)])
     heads = [str(n) for n in numbers]
     yield report.markdown(["processor", "tokens/s by columns", *heads], rows, left=2)
-    yield report.markdown(["processor", "ITQ3_S over", *heads], ratios, left=2)
+    yield report.markdown(["processor", f"{DEFAULT.name} over", *heads], ratios, left=2)
 
 
 def loading(files: Sequence[File]) -> Iterator[str]:
@@ -324,7 +328,7 @@ def plot_bench(files: Sequence[File], path: Path) -> None:
         medians = results.merged(file, "medians")
         for axis, (test, title) in zip(row, PICTURED.items(), strict=True):
             values = dict(sorted(medians.get(test, {}).items(), key=lambda item: item[1]))
-            colours = ["#d95f02" if name.startswith(("ITQ3_S", "TQ")) else "#7570b3" for name in values]
+            colours = ["#d95f02" if name.startswith(("ITQ", "TQ")) else "#7570b3" for name in values]
             colours = ["#cccccc" if "stock" in name else c for name, c in zip(values, colours, strict=True)]
             axis.barh(list(values), list(values.values()), color=colours)
             axis.set_title(f"{file['name']}: {title}", fontsize=9)
@@ -346,16 +350,16 @@ def plot_columns(files: Sequence[File], path: Path) -> None:
         for name, by in speeds.items():
             if results.build_of(name):
                 continue
-            own = name == "ITQ3_S"
+            own = name in OWN_COLOURS
             axis.plot(
                 [int(n) for n in by], list(by.values()), marker="o", markersize=4, label=name,
-                color="crimson" if own else None, linewidth=2.5 if own else 1.2,
+                color=OWN_COLOURS.get(name), linewidth=2.5 if own else 1.2,
             )  # fmt: skip
         axis.set(
             xscale="log", yscale="log", xlabel="tokens evaluated together", ylabel="tokens/s, one thread",
             title=f"0.6 billion weights, {file['name']} ({file['model']})",
         )  # fmt: skip
-        ticks = [int(n) for n in speeds["ITQ3_S"]]
+        ticks = [int(n) for n in speeds[DEFAULT.name]]
         axis.set_xticks(ticks, [str(n) for n in ticks])
         axis.xaxis.minorticks_off()
         axis.grid(alpha=0.3)

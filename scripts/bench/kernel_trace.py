@@ -111,9 +111,9 @@ def sources(architecture: str) -> dict[str, Path]:
     arch = SOURCES / "cpu" / "arch" / architecture
     return {
         "loop": LOOP,
-        "gemm": arch / "itq3s-gemm.c",
-        "gemv": arch / "itq3s-gemv.c",
-        "gemm-portable": SOURCES / "cpu" / "itq3s-gemm.c",
+        "gemm": arch / "itq-gemm.c",
+        "gemv": arch / "itq-gemv.c",
+        "gemm-portable": SOURCES / "cpu" / "itq-gemm.c",
         "repack": ggml / "arch" / architecture / "repack.cpp",
         "quants": ggml / "arch" / architecture / "quants.c",
     }

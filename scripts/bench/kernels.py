@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Benchmark the kernels: products with weights in the cache, prompts, quantization, and the limits of a core.
 
-Compares ITQ3_S, TQ1_0 and TQ2_0 with the types of llama.cpp: matrix products, llama-bench on a random Llama of 0.6
-billion weights, quantization. The builds under comparison (this one, the same llama.cpp without the patch, this one
-compiled for AVX2 only) and the types are timed in turn, round after round, and medians are taken, because machines
+Compares the trellis types, TQ1_0 and TQ2_0 with the types of llama.cpp: matrix products, llama-bench on a random Llama
+of 0.6 billion weights, quantization. The builds under comparison (this one, the same llama.cpp without the patch, this
+one compiled for AVX2 only) and the types are timed in turn, round after round, and medians are taken, because machines
 drift. Only ratios inside one run mean something. Writes a section of the processor's file, the page and its pictures.
 """
 
@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.codec import blocks  # noqa: E402
+from gguf_itq3s.codec.family import DEFAULT, FAMILY  # noqa: E402
 from gguf_itq3s.codec.native import library_name  # noqa: E402
-from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
 from scripts.bench import cpu_page, processor, random_model  # noqa: E402
 from scripts.bench.results import BenchError, Samples, label, medians_of  # noqa: E402
 
@@ -38,14 +38,16 @@ OUT = ROOT / "build" / "bench"
 #: The random Llama, with matrices of the layers in the type that is measured.
 MODEL = random_model.Shape(12, 2048, 5632, 16, 4, tied=True)
 
-TYPES = {
-    "ITQ3_S": int(ITQ3_S), "TQ1_0": 34, "TQ2_0": 35, "Q3_K": 11, "IQ3_S": 21, "IQ3_XXS": 18, "Q4_K": 12, "IQ4_XS": 23,
-    "Q8_0": 8, "F16": 1,
+#: The trellis types, by name.
+TRELLIS = tuple(row.name for row in FAMILY.values())
+TYPES = {row.name: int(row.type) for row in FAMILY.values()} | {
+    "TQ1_0": 34, "TQ2_0": 35, "Q2_K": 10, "IQ2_XXS": 16, "Q3_K": 11, "IQ3_S": 21, "IQ3_XXS": 18, "Q4_K": 12,
+    "IQ4_XS": 23, "Q8_0": 8, "F16": 1,
 }  # fmt: skip
 STOCK_TYPES = ("TQ1_0", "TQ2_0")
-AVX2_TYPES = ("ITQ3_S", "Q3_K", "Q4_K", "IQ3_S")
+AVX2_TYPES = (*TRELLIS, "Q2_K", "IQ2_XXS", "Q3_K", "Q4_K", "IQ3_S")
 COLUMNS = (1, 4, 512)
-QUANTIZED = ("ITQ3_S", "Q3_K", "IQ3_S")
+QUANTIZED = (*TRELLIS, "Q2_K", "IQ2_XXS", "Q3_K", "IQ3_S")
 AVX2_OPTIONS = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))]
 
 
@@ -187,7 +189,7 @@ def quantize_round(samples: Samples) -> None:
     x = np.random.default_rng(1).standard_normal((1024, 256)).astype(np.float32)
     start = time.perf_counter()
     blocks.quantize(x)
-    samples["quantize"]["ITQ3_S (numpy)"].append(x.size / (time.perf_counter() - start) * 1e-6)
+    samples["quantize"][label(DEFAULT.name, "numpy")].append(x.size / (time.perf_counter() - start) * 1e-6)
 
 
 def roofline_round(samples: Samples, cores: int) -> None:

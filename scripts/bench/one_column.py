@@ -25,13 +25,15 @@ from gguf_itq3s.base.errors import positive  # noqa: E402
 from scripts.bench import cpu_page, kernels, processor  # noqa: E402
 from scripts.bench.results import BenchError, Samples, label, medians_of  # noqa: E402
 
-TYPES: Final = ("ITQ3_S", "TQ2_0", "TQ1_0", "Q4_K", "Q3_K", "IQ3_S", "IQ3_XXS", "IQ4_XS")
+TYPES: Final = (
+    *kernels.TRELLIS, "TQ2_0", "TQ1_0", "Q4_K", "Q3_K", "Q2_K", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ4_XS",
+)  # fmt: skip
 #: Types of a build: the build as it is also has those with which ours are compared elsewhere.
 GENERATED: Final[Mapping[str, Sequence[str]]] = {
     "": (*TYPES, "Q8_0", "F16"), "AVX2": TYPES, "stock": kernels.STOCK_TYPES,
 }  # fmt: skip
-MAPPED: Final = ("ITQ3_S", "TQ2_0", "Q4_K", "Q3_K")
-STREAMED: Final = ("ITQ3_S", "TQ2_0", "TQ1_0", "Q4_K", "Q3_K", "IQ3_S")
+MAPPED: Final = (*kernels.TRELLIS, "TQ2_0", "Q4_K", "Q3_K", "Q2_K", "IQ2_XXS")
+STREAMED: Final = (*kernels.TRELLIS, "TQ2_0", "TQ1_0", "Q4_K", "Q3_K", "Q2_K", "IQ3_S", "IQ2_XXS")
 #: Builds that the mapped files and the products out of memory are for.
 BUILDS: Final = ("", "AVX2")
 

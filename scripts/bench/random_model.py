@@ -32,6 +32,7 @@ class Ggml:
         self.lib.ggml_type_name.restype = self.lib.ggml_op_name.restype = ctypes.c_char_p
         self.lib.ggml_row_size.restype = self.lib.ggml_quantize_chunk.restype = ctypes.c_size_t
         self.lib.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+        self.lib.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         self.lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
 
@@ -53,7 +54,10 @@ class Ggml:
         rng = random.Random(0)
         values = array.array("f", (rng.gauss(0.0, SIGMA) for _ in range(WEIGHTS)))
         target = ctypes.create_string_buffer(self.size(kind, WEIGHTS))
-        self.lib.ggml_quantize_chunk(kind, values.buffer_info()[0], target, 0, 1, WEIGHTS, None)
+        # types that ask for an importance matrix get one of ones
+        ones = array.array("f", [1.0]) * WEIGHTS if self.lib.ggml_quantize_requires_imatrix(kind) else None
+        importance = ones.buffer_info()[0] if ones else None
+        self.lib.ggml_quantize_chunk(kind, values.buffer_info()[0], target, 0, 1, WEIGHTS, importance)
         return target.raw
 
 

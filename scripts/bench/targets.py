@@ -38,7 +38,17 @@ RATIOS: Final = (
     ("prompt", "TQ2_0", "TQ2_0 (stock)", 2.5),
     ("prompt", "TQ1_0", "TQ1_0 (stock)", 4.0),
     ("quantize", "ITQ3_S", "IQ3_S", 1.0),
-)
+    *(
+        (test, f"ITQ2_S{build}", f"{other}{build}", least)
+        for build in ("", " (AVX2)")
+        for test, other, least in (
+            ("products_1", "ITQ3_S", 1.05), ("products_1", "IQ2_XXS", 5.0),
+            ("generation", "ITQ3_S", 1.25), ("generation", "IQ2_XXS", 3.5), ("generation", "Q2_K", 1.7),
+            ("prompt", "IQ2_XXS", 1.5), ("prompt", "Q2_K", 1.5),
+        )
+    ),
+    ("quantize", "ITQ2_S", "IQ2_XXS", 10.0),
+)  # fmt: skip
 #: Test, what, its unit, least value.
 VALUES: Final = (
     ("share_1", "ITQ3_S", "share of one core's memory speed", 0.85),

@@ -39,8 +39,8 @@ def main() -> int:
             except RuntimeError as error:
                 print(f"error: {name}: {error}", file=sys.stderr)
                 return 1
-            vectors = simd_program.write_vectors(Path(folder) / "vectors.bin")
-            done = subprocess.run([EMULATOR, program, vectors], capture_output=True, text=True, check=False)
+            vectors = simd_program.write_vectors(Path(folder))
+            done = subprocess.run([EMULATOR, program, *vectors], capture_output=True, text=True, check=False)
         lines = done.stdout.splitlines()
         bad = [line for line in lines if line.endswith("FAILED")]
         if done.returncode:

@@ -33,7 +33,7 @@ NVDISASM: Final = "13.5.37"
 #: A kernel that gets worse by more than this in instructions a weight is refused.
 TOLERANCE: Final = 0.03
 
-TYPES: Final = {"500": "ITQ3_S", "34": "TQ1_0", "35": "TQ2_0"}
+TYPES: Final = {"500": "ITQ3_S", "502": "ITQ2_S", "34": "TQ1_0", "35": "TQ2_0"}
 
 #: Classes of instructions by the unit that carries them out.
 PIPES: Final = {
@@ -84,14 +84,14 @@ class Count:
     inside: Callable[[Instance, Defines], tuple[int, ...]] = lambda _, __: ()
 
 
-BLOCK_BYTES: Final = {"ITQ3_S": 100, "TQ1_0": 54, "TQ2_0": 66}
+BLOCK_BYTES: Final = {"ITQ3_S": 100, "ITQ2_S": 66, "TQ1_0": 54, "TQ2_0": 66}
 
 KERNELS: Final[dict[str, Count]] = {
     # A unit of the ring a time: 16 rows of so many blocks, one block after the other or all at once.
     "mul_mat_itq3_s_mma": Count(
-        weights=lambda _, defines: 256 * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
-        copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ3_S_MMA_ROWS"] * defines["ITQ3_S_MMA_UNIT"],
-        inside=lambda _, defines: (defines["ITQ3_S_MMA_UNIT"],),
+        weights=lambda _, defines: 256 * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
+        copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
+        inside=lambda _, defines: (defines["ITQ_MMA_UNIT"],),
     ),
     # Upstream's kernel around our vec_dot: four lanes a block (qi / vdr), two rows from two columns on. Not its
     # variants for fusion, for short rows and for one device (small_k, halve_iters).
@@ -118,7 +118,7 @@ def instance_of(mangled: str) -> Instance | None:
     values: list[str] = []
     token = re.compile(
         r"L9ggml_type(?P<type>\d+)E|L[a-z](?P<number>\d+)E|(?P<plain>[fi])|6(?P<half>__half)|13__nv_(?P<bf16>bfloat16)"
-        r"|Xad?L_Z\w*?dequantize_(?P<decoder>itq3_s|tq1_0|tq2_0)"
+        r"|Xad?L_Z\w*?dequantize_(?P<decoder>itq3_s|itq2_s|tq1_0|tq2_0)"
     )
     at = 1 if rest.startswith("I") else len(rest)
     while found := token.match(rest, at):

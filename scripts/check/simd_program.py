@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from gguf_itq3s import upstream
+from gguf_itq3s.codec.family import FAMILY
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "ggml-patch" / "src"
-VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
+DATA = ROOT / "tests" / "data"
 
 
 def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) -> Path:
@@ -34,7 +35,7 @@ def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) ->
         "-ffunction-sections", "-Wl,--gc-sections", *flags, f"-I{include}", f"-I{SOURCES / 'format'}",
         *(part for path in ("include", "src", "src/ggml-cpu") for part in ("-isystem", str(ggml / path))),
         str(ROOT / "tests" / "c" / "test-simd.c"), *map(str, sorted((SOURCES / "cpu").glob("*.c"))),
-        *map(str, sorted((SOURCES / "cpu" / "arch" / arch).glob("*.c"))), str(SOURCES / "format" / "itq3s-decode.c"),
+        *map(str, sorted((SOURCES / "cpu" / "arch" / arch).glob("*.c"))), str(SOURCES / "format" / "itq-decode.c"),
         str(ggml / "src" / "ggml-cpu" / "quants.c"), "-o", str(program), "-lm",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,10 +44,12 @@ def compile_program(folder: Path, compiler: str, arch: str, flags: list[str]) ->
     return program
 
 
-def write_vectors(path: Path) -> Path:
-    """The reference blocks and their rotated values as test-simd reads them."""
-    vectors = np.load(VECTORS)
-    path.write_bytes(
-        b"".join(b.tobytes() + r.tobytes() for b, r in zip(vectors["blocks"], vectors["rotated"], strict=True))
-    )
-    return path
+def write_vectors(folder: Path) -> list[Path]:
+    """The reference blocks of every trellis type and their rotated values, as test-simd reads them."""
+    paths = []
+    for row in FAMILY.values():
+        vectors = np.load(DATA / f"{row.identifier}_decode.npz")
+        records = zip(vectors["blocks"], vectors["rotated"], strict=True)
+        paths.append(folder / f"{row.identifier}.bin")
+        paths[-1].write_bytes(b"".join(block.tobytes() + rotated.tobytes() for block, rotated in records))
+    return paths

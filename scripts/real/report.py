@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any, Final
 
 from gguf_itq3s.base import report
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.evaluate import ratio
-from gguf_itq3s.evaluate.plots import pareto_front
+from gguf_itq3s.evaluate.plots import OURS, pareto_front
 
 Result = dict[str, Any]
 
@@ -26,6 +27,10 @@ RATIOS: Final[tuple[ratio.Ratio, ...]] = (
     ("ITQ3_S `--calibrate` / IQ3_S, imatrix", "itq3_s-calibrate", ("iq3_s-imatrix",)),
     ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "itq3_s-fisher", ("iq3_s-imatrix",)),
     ("mix of ITQ3_S `--calibrate --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", ("mix-iq3_s-imatrix",)),
+    ("ITQ2_S `--imatrix` / IQ2_XXS, imatrix", "itq2_s-imatrix", ("iq2_xxs-imatrix",)),
+    ("ITQ2_S `--calibrate --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", ("iq2_xxs-imatrix",)),
+    ("ITQ2_S `--calibrate --fisher` / Q2_K, imatrix", "itq2_s-fisher", ("q2_k-imatrix",)),
+    ("`--target-bpw 2.7 --calibrate --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", ("mix-q2_k-imatrix",)),
     *(
         (
             f"`--target-bpw {bits:g} --calibrate --fisher` / mix of IQ4_XS, imatrix",
@@ -167,9 +172,10 @@ def picture(rows: Sequence[Result], title: str, path: Path) -> None:
     groups = [group for group in groups if len(group[1]) > 1] or [group for group in groups if group[1]]
     rows = [row for _, members in groups for row in members]
     figure, axes = plt.subplots(1, len(groups), figsize=(4.6 * len(groups) + 1.8, 4.6), squeeze=False)
-    types = list(dict.fromkeys(row["type"] for row in sorted(rows, key=lambda r: (r["type"] != "ITQ3_S", r["type"]))))
-    palette = [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 3]  # without the red, which is ours
-    colours = {"ITQ3_S": "crimson", "mix": "darkorange"}
+    ours = {row.name: colour for row, colour in zip(FAMILY.values(), OURS, strict=False)}
+    types = list(dict.fromkeys(row["type"] for row in sorted(rows, key=lambda r: (r["type"] not in ours, r["type"]))))
+    palette = [c for i, c in enumerate(plt.get_cmap("tab20").colors) if i not in (6, 7)]  # without the reds: ours
+    colours = {**ours, "mix": "darkorange"}
     others = [name for name in types if name not in colours]
     colours |= {name: palette[i % len(palette)] for i, name in enumerate(others)}
     used = {}

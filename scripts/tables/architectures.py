@@ -38,6 +38,7 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.checkpoint import channels, loadable, patches
+from gguf_itq3s.codec.family import DEFAULT
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from scripts.tables.random_models import MODELS, WITHOUT_MTP, make
@@ -126,7 +127,7 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     reader = gguf.GGUFReader(ours)
     arch = reader.fields["general.architecture"].contents()
     weights = sum(row.weights for row in done.rows)
-    share = sum(row.weights for row in done.rows if row.type == "ITQ3_S") / weights
+    share = sum(row.weights for row in done.rows if row.type == DEFAULT.name) / weights
     same = not said and filecmp.cmp(theirs, ours, shallow=False)
     return Row(name, arch, said, "", same, share, arch in channels.ARCHITECTURES, done.check == loadable.BY_LOADER)
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import report_errors  # noqa: E402
 from gguf_itq3s.calibration.text import read_text  # noqa: E402
+from gguf_itq3s.codec.family import DEFAULT, TrellisType, trellis_type  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.evaluate import ratio, wikitext  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row  # noqa: E402
@@ -59,11 +60,13 @@ def ours(
     sequential: bool = False,
     fisher: bool = False,
     fold: bool = True,
+    row: TrellisType = DEFAULT,
 ) -> Row:
-    """A row of the converter."""
+    """A row of the converter, in a trellis type."""
     options = (("pure", True), ("token_embedding_type", "f16"), ("output_tensor_type", "f16"), ("fold_norms", fold))
-    return Row(key, "ITQ3_S", how, "package", imatrix=imatrix, calibrated=calibrated, sequential=sequential,
-               options=(*options, *((("fisher", True),) * fisher)))  # fmt: skip
+    named = () if row is DEFAULT else (("outtype", row.identifier),)
+    return Row(key, row.name, how, "package", imatrix=imatrix, calibrated=calibrated, sequential=sequential,
+               options=(*options, *((("fisher", True),) * fisher), *named))  # fmt: skip
 
 
 def upstreams(key: str, how: str, qtype: str, *, imatrix: bool = False) -> Row:
@@ -108,6 +111,19 @@ STOCK_ROWS = (
     Row("bpw", "mix", "**`--target-bpw 3.85 --calibrate --fisher`, all**", "package", sequential=True,
         options=(("target_bpw", 3.85), ("fisher", True), ("fold_norms", True))),
 )  # fmt: skip
+#: Two bits, not on the twins either.
+_SMALL = trellis_type(gguf.GGMLQuantizationType["ITQ2_S"])
+SMALL_ROWS = (
+    ours("itq2_s", "**ITQ2_S, norms folded, no data**", row=_SMALL),
+    ours("itq2_s-imatrix", "**ITQ2_S, `--imatrix`, folded**", imatrix=True, row=_SMALL),
+    ours("itq2_s-calibrated", "**ITQ2_S, `--calibration`, folded**", calibrated=True, row=_SMALL),
+    ours("itq2_s-sequential", "**ITQ2_S, `--calibrate`, folded**", sequential=True, row=_SMALL),
+    ours("itq2_s-fisher", "**ITQ2_S, `--calibrate --fisher`, folded**", sequential=True, fisher=True, row=_SMALL),
+    upstreams("iq2_xxs-imatrix", "IQ2_XXS, importance matrix", "IQ2_XXS", imatrix=True),
+    upstreams("q2_k-imatrix", "Q2_K, importance matrix", "Q2_K", imatrix=True),
+)
+#: On the model and on the held-out one.
+EVERY_ROW = (*ROWS, *STOCK_ROWS, *SMALL_ROWS)
 RATIOS: tuple[ratio.Ratio, ...] = (
     ("default / better of IQ3_S and Q3_K", "default", ("iq3_s", "q3_k")),
     ("calibrated / IQ3_S", "calibrated", ("iq3_s",)),
@@ -116,6 +132,8 @@ RATIOS: tuple[ratio.Ratio, ...] = (
     ("`--calibrate` / `--calibration`", "sequential", ("calibrated",)),
     ("`--calibrate --fisher` / `--calibration`", "fisher", ("calibrated",)),
     ("`--calibrate --fisher` / IQ3_S with importance matrix", "fisher", ("iq3_s-imatrix",)),
+    ("ITQ2_S `--calibrate --fisher` / IQ2_XXS with importance matrix", "itq2_s-fisher", ("iq2_xxs-imatrix",)),
+    ("ITQ2_S `--calibrate --fisher` / Q2_K with importance matrix", "itq2_s-fisher", ("q2_k-imatrix",)),
     ("Q4_K `--calibration` / importance matrix", "q4_k-calibrated", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate` / importance matrix", "q4_k-sequential", ("q4_k-imatrix",)),
     ("Q4_K `--calibrate --fisher` / importance matrix", "q4_k-fisher", ("q4_k-imatrix",)),
@@ -156,7 +174,7 @@ def tables(results: Results) -> str:
         cells = [
             [row.how, f"{first[row.key]['tensor_bits']:.2f}" if row.label == "mix" else f"{_bits(row):g}",
              *_errors(models, row.key)]
-            for row in (*ROWS, *STOCK_ROWS)
+            for row in EVERY_ROW
         ]  # fmt: skip
         parts += [f"Mean KLD, {TEXTS[text]}, {tokens} scored tokens:\n"]
         parts += [report.markdown(["", "bits", *models], cells)]
@@ -206,7 +224,7 @@ def main() -> int:
     topics.write_text("\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())), encoding="utf-8")
     results: Results = {text: {} for text in TEXTS}
     for name, folder in models.items():
-        rows = TWIN_ROWS if name in TWINS else (*ROWS, *STOCK_ROWS)
+        rows = TWIN_ROWS if name in TWINS else EVERY_ROW
         settings = Settings(
             folder, args.work_dir / name.replace(" ", "-"), chunks=args.chunks, threads=args.threads, keep=True,
             training=training, calibration_tokens=args.tokens, imatrix_tokens=args.tokens,

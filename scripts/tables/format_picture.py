@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrow, Rectangle
 
 from gguf_itq3s.codec.blocks import decode_blocks, encode_blocks, unpack
+from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
 from gguf_itq3s.codec.transform import fwht_columns
-from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS = ["#1b6ca8", "#d1495b", "#3a7d44", "#c98a00"]

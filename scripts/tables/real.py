@@ -63,7 +63,7 @@ GENERATED: Final = 32
 #: The README's table.
 SUMMARY: Final = (
     "itq3_s", "itq3_s-imatrix", "itq3_s-calibrate", "itq3_s-fisher", "q3_k", "q3_k-imatrix", "iq3_s", "iq3_s-imatrix",
-    "iq3_xxs-imatrix",
+    "iq3_xxs-imatrix", "itq2_s-imatrix", "itq2_s-fisher", "iq2_xxs-imatrix", "q2_k-imatrix",
 )  # fmt: skip
 RESULTS: Final = "real.json"
 PICTURE: Final = "real_kld.png"

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import report_errors
+from gguf_itq3s.codec.family import DEFAULT, is_rotated, is_trellis
 from gguf_itq3s.codec.transform import BLOCK
-from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import PackedLinear, transform
 from gguf_itq3s.torch.decode import LAYOUTS, QType
 from gguf_itq3s.torch.products import IMPLEMENTATIONS, SLICE_ROWS
@@ -32,7 +32,7 @@ COLUMNS: Final = 4096
 
 
 #: Bytes that a weight of a slice takes while it is decoded: its value in float32, and the index or digit of it.
-DECODING: Final = {qtype: 8 if qtype == ITQ3_S else 5 for qtype in LAYOUTS}
+DECODING: Final = {qtype: 8 if is_trellis(qtype) else 5 for qtype in LAYOUTS}
 
 
 def _sum(rows: int, columns: int, outputs: int, qtype: QType, half: bool) -> int:
@@ -43,7 +43,7 @@ def _sum(rows: int, columns: int, outputs: int, qtype: QType, half: bool) -> int
 
 
 def additional(
-    rows: int, columns: int, outputs: int, *, path: str = "reference", qtype: QType = ITQ3_S,
+    rows: int, columns: int, outputs: int, *, path: str = "reference", qtype: QType = DEFAULT.type,
     residual_type: QType | None = None, dtype: torch.dtype = torch.float32, split: int = 1,
 ) -> int:  # fmt: skip
     """The peak of a layer's forward pass without gradients, its output included, in bytes.
@@ -63,7 +63,7 @@ def additional(
     size, output = dtype.itemsize, rows * outputs * dtype.itemsize
     if path == "dense":
         return output
-    rotated = rows * columns if qtype == ITQ3_S else 0
+    rotated = rows * columns if is_rotated(qtype) else 0
     if path == "triton":
         shares = 4 * split * rows * outputs if split > 1 else 0
         if residual_type is None:
@@ -75,7 +75,7 @@ def additional(
     # Of several pieces, the result is there besides the two that a piece takes.
     pieces = rotated if rotated <= transform.PIECE else 0
     turning = 2 * 4 * min(rotated, transform.PIECE) + (4 * rotated if not pieces else 0)
-    first = 4 * rotated + _sum(rows, columns, outputs, qtype, half and qtype != ITQ3_S)
+    first = 4 * rotated + _sum(rows, columns, outputs, qtype, half and not is_rotated(qtype))
     if residual_type is None:
         return max(turning, first, 4 * rotated + total + cast)
     second = total + _sum(rows, columns, outputs, residual_type, half)

@@ -1,4 +1,4 @@
-// mul_mat and mul_mat_id of ITQ3_S, TQ1_0 and TQ2_0 on the CPU, in the layout of the file and in the buffer of panels:
+// mul_mat and mul_mat_id of the trellis types, TQ1_0 and TQ2_0 on the CPU, in the layout of the file and in the buffer of panels:
 //
 //   - against vec_dot, element by element, within rounding;
 //   - columns of a product against the same columns of products with other numbers of columns, of threads, of either
@@ -9,6 +9,7 @@
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
+#include "ggml-itq-types.h"
 #include "ggml.h"
 
 #include <math.h>
@@ -17,8 +18,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define ITQ3_S 500
 
 static uint64_t state = 88172645463325252u;
 static int      failed;
@@ -38,7 +37,12 @@ static void * checked(void * p) {
     return p;
 }
 
-// Random bytes are valid blocks of all three types but for the scales; the last field of each block is made one.
+static bool has_zero_point(enum ggml_type type) {
+#define ZERO_POINT(NAME, name, bits, n_levels, length, has_z, number) || (type == GGML_TYPE_##NAME && (has_z))
+    return false ITQ_TYPES(ZERO_POINT);
+}
+
+// Random bytes are valid blocks of all types but for the scales; the last field of each block is made one.
 static void * random_blocks(enum ggml_type type, size_t size) {
     const size_t block = ggml_type_size(type);
     uint8_t *    data  = checked(malloc(size));
@@ -48,7 +52,7 @@ static void * random_blocks(enum ggml_type type, size_t size) {
     for (size_t at = 0; at < size; at += block) {
         uint8_t *         end = data + at + block;
         const ggml_fp16_t d   = ggml_fp32_to_fp16(0.01f + (float) (random_u32() % 100) * 0.001f);
-        if ((int) type == ITQ3_S) {
+        if (has_zero_point(type)) {
             const ggml_fp16_t z = ggml_fp32_to_fp16(random_u32() % 4 ? 0.0f : 2.0f);
             memcpy(end - 4, &d, 2);
             memcpy(end - 2, &z, 2);
@@ -281,7 +285,7 @@ static void run(enum ggml_type type, const struct shape * s) {
     }
     // A NaN in one column of activations is NaN in what comes of it, and nowhere else. The ternary types' activations
     // are upstream's Q8_K, which takes a NaN for a zero.
-    if ((int) type == ITQ3_S) {
+    if (ggml_is_itq(type)) {
         const int bad                                    = n / 2;
         x[(int64_t) source_of(s, bad) * s->k + s->k / 3] = NAN;
         for (int layout = 0; layout <= LAYOUTS; ++layout) {
@@ -323,7 +327,8 @@ int main(void) {
         { 768, 512, 21, 6, 3, 1, 1, true },   { 1024, 48, 1, 8, 4, 1, 1, true },
         { 256, 16, 70, 3, 3, 1, 1, false },
     };
-    static const int types[] = { ITQ3_S, GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
+#define TYPE(NAME, ...) GGML_TYPE_##NAME,
+    static const int types[] = { ITQ_TYPES(TYPE) GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
     ggml_cpu_init();
     for (size_t t = 0; t < sizeof(types) / sizeof(types[0]); ++t) {
         for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i) {

@@ -1,9 +1,9 @@
-// itq3s-share.h: whatever the graph, activations that are said to lie in the buffer are those of the product.
+// itq-share.h: whatever the graph, activations that are said to lie in the buffer are those of the product.
 //
 // Graphs are made at random, with operations in place, views and memory that the allocator uses again, and run on the
 // CPU backend, one node at a time. The buffer is a copy of the activations of the product that claimed it.
 
-#include "itq3s-share.h"
+#include "itq-share.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -102,7 +102,7 @@ static counts run(graph_under_test & g, ggml_backend_t backend, std::mt19937 & r
     }
 
     counts            n;
-    itq3_s_share      share(g.graph, ours, ggml_nbytes);
+    itq_share         share(g.graph, ours, ggml_nbytes);
     std::vector<char> buffer(share.size());
     for (int i = 0; i < ggml_graph_n_nodes(g.graph); ++i) {
         ggml_tensor * node = ggml_graph_node(g.graph, i);

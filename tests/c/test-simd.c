@@ -1,12 +1,12 @@
-// The SIMD kernels of ITQ3_S, TQ1_0 and TQ2_0 against the portable C, on random and adversarial blocks, and against the
+// The SIMD kernels of the trellis types, TQ1_0 and TQ2_0 against the portable C, on random and adversarial blocks, and against the
 // reference vectors. Compiled with the flags of the variant under test (tests/native/test_simd.py, scripts/check/arm.py).
 //
 //   test-simd [VECTORS]    VECTORS: per block 100 bytes and 256 doubles, the rotated values
 //
 // Prints a line per check; the exit status is 1 when one fails.
 
-#include "itq3s/itq3s-gemm.h"
-#include "itq3s/itq3s-quants.h"
+#include "itq3s/itq-gemm.h"
+#include "itq3s/itq-quants.h"
 #if defined(__x86_64__) || defined(__i386__)
 #    include "itq3s/arch/x86/tq-quants.h"
 #endif
@@ -224,159 +224,221 @@ static ggml_half half(float x) {
     return GGML_COMPUTE_FP32_TO_FP16(x);
 }
 
-static void itq3_s_case(block_itq3_s * x, int nb, int kind) {
-    random_bytes(x, nb * sizeof(*x));
-    for (int i = 0; i < nb; ++i) {
-        x[i].d = half(0.01f + 0.1f * fabsf(random_uniform()));
-        x[i].z = 0;
-        switch (kind) {
-            case 1:
-                memset(x[i].sel, 0xFF, sizeof(x[i].sel));
-                break;
-            case 2:
-                memset(x[i].qs, 0xFF, sizeof(x[i].qs));
-                break;
-            case 3:
-                memset(x[i].qs, 0xFF, sizeof(x[i].qs));
-                memset(x[i].sel, 0xFF, sizeof(x[i].sel));
-                break;
-            case 4:  // the highest level everywhere: c1 = c0 = 1 after the first weights
-                memset(x[i].qs, 0xFF, sizeof(x[i].qs));
-                memset(x[i].sel, 0x33, sizeof(x[i].sel));
-                break;
-            case 5:
-                memset(x[i].qs, 0, sizeof(x[i].qs));
-                memset(x[i].sel, 0, sizeof(x[i].sel));
-                break;
-            case 6:
-                x[i].d ^= 0x8000;
-                break;
-            case 7:
-                x[i].d = (ggml_half) (random_u32() & 0x83FF);
-                break;
-            case 8:
-                x[i].d = i & 1 ? 0x7BFF : 0xFBFF;
-                break;
-            case 9:
-                x[i].z = half(4.0f * random_uniform());
-                break;
-            case 10:  // the literal ternary code
-                memset(x[i].sel, 0, sizeof(x[i].sel));
-                x[i].z = half(2.0f);
-                break;
-            case 11:
-                x[i].d = 0;
-                x[i].z = 0x8000;
-                break;
-        }
+typedef void repack_t(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
+typedef void gemm_t(int64_t nb, const void * panel, const struct itq_columns * y, int nc, float out[][ITQ_PANEL_ROWS]);
+typedef void gemv_t(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y,
+                    float * out);
+typedef void vec_dot_t(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
+typedef void decode_t(const uint8_t * qs, const uint8_t * sel, int8_t * levels);
+
+#ifdef ITQ_HAS_GEMV
+#    define GEMV_OF(name) itq_gemv_##name
+#else
+#    define GEMV_OF(name) NULL
+#endif
+
+// A type; of a trellis type, where the parts of a block are. Symbols are at its begin.
+struct type {
+    const char * name;
+    size_t       block_size;
+    int          rotated;  // a trellis type: activations are in the order of Q8_K_H
+    repack_t *   repack;
+    repack_t *   repack_generic;
+    gemm_t *     gemm;
+    gemm_t *     gemm_generic;
+    gemv_t *     gemv;
+    vec_dot_t *  vec_dot_generic;
+    vec_dot_t *  vec_dot;
+    decode_t *   decode;
+    size_t       sel;
+    size_t       d;
+    int          has_z;
+};
+
+#define KERNELS(name) itq_repack_##name, itq_repack_##name##_generic, itq_gemm_##name, itq_gemm_##name##_generic
+#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    { #name,                                                            \
+      sizeof(block_##name),                                             \
+      1,                                                                \
+      KERNELS(name),                                                    \
+      GEMV_OF(name),                                                    \
+      ggml_vec_dot_##name##_q8_K_h_generic,                             \
+      ggml_vec_dot_##name##_q8_K_h,                                     \
+      name##_decode_levels,                                             \
+      offsetof(block_##name, sel),                                      \
+      offsetof(block_##name, d),                                        \
+      has_z },
+
+static const struct type types[] = {
+    ITQ_TYPES(TRELLIS_TYPE){ "tq2_0", sizeof(block_tq2_0), 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
+                             ggml_vec_dot_tq2_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
+    { "tq1_0", sizeof(block_tq1_0), 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
+};
+
+#define EACH_TYPE(t)    for (const struct type * t = types; t < types + sizeof(types) / sizeof(*types); ++t)
+#define EACH_TRELLIS(t) EACH_TYPE(t) if (t->rotated)
+
+#define MAX_BLOCK_BYTES sizeof(block_itq3_s)
+
+static ggml_half scale_of(const struct type * t, const char * block) {
+    ggml_half d;
+    memcpy(&d, block + t->d, sizeof(d));
+    return d;
+}
+
+static ggml_half zero_point_of(const struct type * t, const char * block) {
+    ggml_half z = 0;
+    if (t->has_z) {
+        memcpy(&z, block + t->d + sizeof(z), sizeof(z));
+    }
+    return z;
+}
+
+static void set_scales(const struct type * t, char * block, ggml_half d, ggml_half z) {
+    memcpy(block + t->d, &d, sizeof(d));
+    if (t->has_z) {
+        memcpy(block + t->d + sizeof(d), &z, sizeof(z));
     }
 }
 
-#define ITQ3_S_CASES 12
+static void trellis_case(const struct type * t, char * blocks, int nb, int kind) {
+    random_bytes(blocks, nb * t->block_size);
+    for (int i = 0; i < nb; ++i) {
+        char *       x   = blocks + i * t->block_size;
+        char *       sel = x + t->sel;
+        const size_t n   = t->d - t->sel;
+        ggml_half    d   = half(0.01f + 0.1f * fabsf(random_uniform()));
+        ggml_half    z   = 0;
+        switch (kind) {
+            case 1:
+                memset(sel, 0xFF, n);
+                break;
+            case 2:
+                memset(x, 0xFF, t->sel);
+                break;
+            case 3:
+                memset(x, 0xFF, t->sel);
+                memset(sel, 0xFF, n);
+                break;
+            case 4:  // the highest level everywhere: c1 = c0 = 1 after the first weights
+                memset(x, 0xFF, t->sel);
+                memset(sel, 0x33, n);
+                break;
+            case 5:
+                memset(x, 0, t->sel);
+                memset(sel, 0, n);
+                break;
+            case 6:
+                d ^= 0x8000;
+                break;
+            case 7:
+                d = (ggml_half) (random_u32() & 0x83FF);
+                break;
+            case 8:
+                d = i & 1 ? 0x7BFF : 0xFBFF;
+                break;
+            case 9:
+                z = half(4.0f * random_uniform());
+                break;
+            case 10:  // the literal ternary code
+                memset(sel, 0, n);
+                z = half(2.0f);
+                break;
+            case 11:
+                d = 0;
+                z = 0x8000;
+                break;
+        }
+        set_scales(t, x, d, z);
+    }
+}
 
-static const char * const itq3_s_names[ITQ3_S_CASES] = {
-    "random",    "selectors 1", "symbols 3",  "selectors 1, symbols 3",
+#define TRELLIS_CASES 12
+
+static const char * const case_names[TRELLIS_CASES] = {
+    "random",    "selectors 1", "symbols 1",  "selectors 1, symbols 1",
     "level 63",  "level -63",   "d negative", "d subnormal",
     "d maximal", "z not zero",  "ternary",    "d zero, z -0"
 };
 
-static void test_itq3_s(void) {
+static void test_dot(const struct type * t) {
     static const char * activations[] = { "random", "127", "-127", "+-127" };
-    static block_itq3_s x[MAX_BLOCKS];
+    static char         x[MAX_BLOCKS * MAX_BLOCK_BYTES];
     static block_q8_K   y[MAX_BLOCKS];
-    for (int kind = 0; kind < ITQ3_S_CASES; ++kind) {
+    for (int kind = 0; kind < TRELLIS_CASES; ++kind) {
         for (int act = 0; act < 4; ++act) {
             double worst = 0.0;
             for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
-                itq3_s_case(x, nb, kind);
+                trellis_case(t, x, nb, kind);
                 random_q8_K(y, nb, act);
                 float portable, simd;
-                ggml_vec_dot_itq3_s_q8_K_h_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
-                ggml_vec_dot_itq3_s_q8_K_h(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
+                t->vec_dot_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
+                t->vec_dot(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
 
                 double scale = FLT_MIN;  // what the terms amount to
                 for (int i = 0; i < nb; ++i) {
-                    const double d = fabs((double) ggml_fp16_to_fp32(x[i].d) * y[i].d / 32);
+                    const char * block = x + i * t->block_size;
+                    const double d     = fabs((double) ggml_fp16_to_fp32(scale_of(t, block)) * y[i].d / 32);
+                    const double z     = ggml_fp16_to_fp32(zero_point_of(t, block));
                     int8_t       levels[QK_K];
-                    itq3_s_decode_levels(x[i].qs, x[i].sel, levels);
+                    t->decode((const uint8_t *) block, (const uint8_t *) block + t->sel, levels);
                     for (int j = 0; j < QK_K; ++j) {
-                        scale += d * (fabs((double) levels[j] * y[i].qs[j]) + 64.0 * abs(y[i].qs[j]) +
-                                      fabs((double) ggml_fp16_to_fp32(x[i].z) * y[i].qs[j]));
+                        scale +=
+                            d * (fabs((double) levels[j] * y[i].qs[j]) + 64.0 * abs(y[i].qs[j]) + fabs(z * y[i].qs[j]));
                     }
                 }
                 worst = fmax(worst, isfinite(simd) ? fabs((double) simd - portable) / scale : INFINITY);
             }
             char line[80];
-            snprintf(line, sizeof(line), "itq3_s dot: %s, activations %s: %.1e", itq3_s_names[kind], activations[act],
-                     worst);
+            snprintf(line, sizeof(line), "%s dot: %s, activations %s: %.1e", t->name, case_names[kind],
+                     activations[act], worst);
             report(line, worst < 1e-6);
         }
     }
 }
 
 // Activations with a NaN give NaN, whatever they meet.
-static void test_nan(void) {
-    static block_itq3_s x[MAX_BLOCKS];
-    static block_q8_K   y[MAX_BLOCKS];
-    static float        act[MAX_BLOCKS * QK_K];
-    int                 ok = 1;
-    for (int kind = 0; kind < ITQ3_S_CASES; ++kind) {
+static void test_nan(const struct type * t) {
+    static char       x[MAX_BLOCKS * MAX_BLOCK_BYTES];
+    static block_q8_K y[MAX_BLOCKS];
+    static float      act[MAX_BLOCKS * QK_K];
+    int               ok = 1;
+    for (int kind = 0; kind < TRELLIS_CASES; ++kind) {
         for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
-            itq3_s_case(x, nb, kind);
+            trellis_case(t, x, nb, kind);
             activation_case(0, act, nb * QK_K);
             act[random_u32() % (uint32_t) (nb * QK_K)] = NAN;
             quantize_row_q8_K_h(act, y, nb * QK_K);
             float portable, simd;
-            ggml_vec_dot_itq3_s_q8_K_h_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
-            ggml_vec_dot_itq3_s_q8_K_h(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
+            t->vec_dot_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
+            t->vec_dot(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
             ok &= isnan(portable) && isnan(simd);
         }
     }
-    report("itq3_s dot: NaN in the activations is NaN", ok);
+    char line[80];
+    snprintf(line, sizeof(line), "%s dot: NaN in the activations is NaN", t->name);
+    report(line, ok);
 }
 
 //
 // panels
 //
 
-typedef void repack_t(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel);
-typedef void gemm_t(int64_t nb, const void * panel, const struct itq3s_columns * y, int nc,
-                    float out[][ITQ3S_PANEL_ROWS]);
-typedef void vec_dot_t(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
-
 #define MAX_PANEL_BLOCKS 5
 
-struct panel_type {
-    const char * name;
-    size_t       block_size;
-    int          rotated;  // activations in the order of ITQ3_S
-    repack_t *   repack;
-    repack_t *   repack_generic;
-    gemm_t *     gemm;
-    gemm_t *     gemm_generic;
-    vec_dot_t *  vec_dot_generic;
-};
-
-static const struct panel_type panel_types[] = {
-    { "itq3_s", sizeof(block_itq3_s), 1, itq3s_repack_itq3_s, itq3s_repack_itq3_s_generic, itq3s_gemm_itq3_s,
-      itq3s_gemm_itq3_s_generic, ggml_vec_dot_itq3_s_q8_K_h_generic },
-    { "tq2_0", sizeof(block_tq2_0), 0, itq3s_repack_tq2_0, itq3s_repack_tq2_0_generic, itq3s_gemm_tq2_0,
-      itq3s_gemm_tq2_0_generic, ggml_vec_dot_tq2_0_q8_K_generic },
-    { "tq1_0", sizeof(block_tq1_0), 0, itq3s_repack_tq1_0, itq3s_repack_tq1_0_generic, itq3s_gemm_tq1_0,
-      itq3s_gemm_tq1_0_generic, ggml_vec_dot_tq1_0_q8_K_generic },
-};
-
 // Rows of nb blocks, and the scale of the weights of every block of every row, times the largest of them.
-static void panel_case(const struct panel_type * t, int kind, char * rows, int n_rows, int nb, double * largest) {
+static void panel_case(const struct type * t, int kind, char * rows, int n_rows, int nb, double * largest) {
     for (int i = 0; i < n_rows * nb; ++i) {
         char * block = rows + (size_t) i * t->block_size;
         if (t->rotated) {
-            block_itq3_s * x = (block_itq3_s *) block;
-            itq3_s_case(x, 1, kind);
+            trellis_case(t, block, 1, kind);
+            const ggml_half z = zero_point_of(t, block);
+            ggml_half       d = scale_of(t, block);
             if (kind == 8 && random_u32() & 1) {
-                x->d ^= 0x8000;
+                d ^= 0x8000;
+                set_scales(t, block, d, z);
             }
-            largest[i] = fabs((double) ggml_fp16_to_fp32(x->d) / 32) * (64 + fabs((double) ggml_fp16_to_fp32(x->z)));
+            largest[i] = fabs((double) ggml_fp16_to_fp32(d) / 32) * (64 + fabs((double) ggml_fp16_to_fp32(z)));
             continue;
         }
         random_bytes(block, t->block_size);
@@ -390,14 +452,14 @@ static void panel_case(const struct panel_type * t, int kind, char * rows, int n
 }
 
 // Columns first .. first + nc - 1 of nb blocks of activations each, in the order of a product.
-static void panel_columns(const struct panel_type * t, const block_q8_K * y, int nb, int first, int nc, int8_t * q,
-                          float * d, int32_t * sums) {
+static void panel_columns(const struct type * t, const block_q8_K * y, int nb, int first, int nc, int8_t * q, float * d,
+                          int32_t * sums) {
     for (int b = 0; b < nb; ++b) {
         for (int c = 0; c < nc; ++c) {
             const block_q8_K * block = &y[(first + c) * nb + b];
             const int          at    = b * nc + c;
             if (t->rotated) {
-                itq3s_reorder_q8_K_h_generic(block->qs, q + at * QK_K);
+                itq_reorder_q8_K_h_generic(block->qs, q + at * QK_K);
             } else {
                 memcpy(q + at * QK_K, block->qs, QK_K);
             }
@@ -417,21 +479,21 @@ static void test_reorder(void) {
         _Alignas(64) int8_t a[QK_K];
         _Alignas(64) int8_t b[QK_K];
         random_bytes(q, sizeof(q));
-        itq3s_reorder_q8_K_h_generic(q, a);
-        itq3s_reorder_q8_K_h(q, b);
+        itq_reorder_q8_K_h_generic(q, a);
+        itq_reorder_q8_K_h(q, b);
         ok &= memcmp(a, b, sizeof(a)) == 0;
     }
     report("reorder_q8_K_h, same bytes", ok);
 }
 
-static void test_repack(const struct panel_type * t) {
-    static char              rows[ITQ3S_PANEL_ROWS * (MAX_PANEL_BLOCKS * sizeof(block_itq3_s) + 6)];
-    static _Alignas(64) char a[(ITQ3S_PANEL_ROWS + 1) * MAX_PANEL_BLOCKS * sizeof(block_itq3_s)];
+static void test_repack(const struct type * t) {
+    static char              rows[ITQ_PANEL_ROWS * (MAX_PANEL_BLOCKS * MAX_BLOCK_BYTES + 6)];
+    static _Alignas(64) char a[(ITQ_PANEL_ROWS + 1) * MAX_PANEL_BLOCKS * MAX_BLOCK_BYTES];
     static _Alignas(64) char b[sizeof(a)];
 
     int ok = 1;
     for (int nb = 1; nb <= MAX_PANEL_BLOCKS; ++nb) {
-        for (int n_rows = 1; n_rows <= ITQ3S_PANEL_ROWS; ++n_rows) {
+        for (int n_rows = 1; n_rows <= ITQ_PANEL_ROWS; ++n_rows) {
             const size_t row_size = (size_t) nb * t->block_size + 2 * (size_t) (n_rows % 4);
             random_bytes(rows, sizeof(rows));
             memset(a, 0x55, sizeof(a));
@@ -446,15 +508,8 @@ static void test_repack(const struct panel_type * t) {
     report(line, ok);
 }
 
-#ifdef ITQ3S_HAS_GEMV
+#ifdef ITQ_HAS_GEMV
 // Rows as a file has them times column c: the bits of the panel's product, and nothing behind n_rows.
-typedef void gemv_t(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq3s_columns * y,
-                    float * out);
-
-static gemv_t * gemv_of(const struct panel_type * t) {
-    return t->rotated ? itq3s_gemv_itq3_s : t->block_size == sizeof(block_tq2_0) ? itq3s_gemv_tq2_0 : NULL;
-}
-
 #    define MAX_ROW_BLOCKS 19  // two groups of 8, the longest of a kernel, and a part of one
 
 static int same_as_rows(gemv_t * gemv, const char * rows, size_t row_size, int n_rows, int nb, const block_q8_K * y,
@@ -470,8 +525,8 @@ static int same_as_rows(gemv_t * gemv, const char * rows, size_t row_size, int n
             sums[b] += y[b].qs[i];
         }
     }
-    const struct itq3s_columns columns = { q, d, sums };
-    float                      out[ITQ3S_PANEL_ROWS + 1];
+    const struct itq_columns columns = { q, d, sums };
+    float                    out[ITQ_PANEL_ROWS + 1];
     memset(out, 0x55, sizeof(out));
     gemv(nb, rows, row_size, n_rows, &columns, out);
     uint32_t after;
@@ -480,33 +535,33 @@ static int same_as_rows(gemv_t * gemv, const char * rows, size_t row_size, int n
 }
 #endif
 
-static void test_gemm(const struct panel_type * t, const char * name, int kind, int act) {
-    static char                rows[ITQ3S_PANEL_ROWS * MAX_PANEL_BLOCKS * sizeof(block_itq3_s)];
-    static double              largest[ITQ3S_PANEL_ROWS * MAX_PANEL_BLOCKS];
+static void test_gemm(const struct type * t, const char * name, int kind, int act) {
+    static char                rows[ITQ_PANEL_ROWS * MAX_PANEL_BLOCKS * MAX_BLOCK_BYTES];
+    static double              largest[ITQ_PANEL_ROWS * MAX_PANEL_BLOCKS];
     static _Alignas(64) char   panel[sizeof(rows)];
-    static block_q8_K          y[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
-    static _Alignas(64) int8_t q[ITQ3S_GROUP * MAX_PANEL_BLOCKS * QK_K];
-    static float               d[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
-    static int32_t             sums[ITQ3S_GROUP * MAX_PANEL_BLOCKS];
-    const struct itq3s_columns columns = { q, d, sums };
+    static block_q8_K          y[ITQ_GROUP * MAX_PANEL_BLOCKS];
+    static _Alignas(64) int8_t q[ITQ_GROUP * MAX_PANEL_BLOCKS * QK_K];
+    static float               d[ITQ_GROUP * MAX_PANEL_BLOCKS];
+    static int32_t             sums[ITQ_GROUP * MAX_PANEL_BLOCKS];
+    const struct itq_columns   columns = { q, d, sums };
 
     double           worst     = 0.0;
     int              same_bits = 1;
     static const int lengths[] = { 1, 4, MAX_PANEL_BLOCKS };
     for (size_t i = 0; i < sizeof(lengths) / sizeof(*lengths); ++i) {
         const int nb = lengths[i];
-        panel_case(t, kind, rows, ITQ3S_PANEL_ROWS, nb, largest);
-        t->repack_generic(rows, nb * t->block_size, ITQ3S_PANEL_ROWS, nb, panel);
-        random_q8_K(y, ITQ3S_GROUP * nb, act);
+        panel_case(t, kind, rows, ITQ_PANEL_ROWS, nb, largest);
+        t->repack_generic(rows, nb * t->block_size, ITQ_PANEL_ROWS, nb, panel);
+        random_q8_K(y, ITQ_GROUP * nb, act);
 
-        float want[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
-        float got[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
-        panel_columns(t, y, nb, 0, ITQ3S_GROUP, q, d, sums);
-        t->gemm_generic(nb, panel, &columns, ITQ3S_GROUP, want);
+        float want[ITQ_GROUP][ITQ_PANEL_ROWS];
+        float got[ITQ_GROUP][ITQ_PANEL_ROWS];
+        panel_columns(t, y, nb, 0, ITQ_GROUP, q, d, sums);
+        t->gemm_generic(nb, panel, &columns, ITQ_GROUP, want);
         memset(got, 0x55, sizeof(got));
-        t->gemm(nb, panel, &columns, ITQ3S_GROUP, got);
-        for (int c = 0; c < ITQ3S_GROUP; ++c) {
-            for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+        t->gemm(nb, panel, &columns, ITQ_GROUP, got);
+        for (int c = 0; c < ITQ_GROUP; ++c) {
+            for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
                 double scale = FLT_MIN;  // what the terms amount to
                 for (int b = 0; b < nb; ++b) {
                     for (int j = 0; j < QK_K; ++j) {
@@ -524,19 +579,18 @@ static void test_gemm(const struct panel_type * t, const char * name, int kind, 
             }
         }
 
-#ifdef ITQ3S_HAS_GEMV
-        gemv_t * gemv = gemv_of(t);
-        for (int c = 0; gemv && c < 8; ++c) {
-            const int n_rows = ITQ3S_PANEL_ROWS - c;
-            same_bits &= same_as_rows(gemv, rows, nb * t->block_size, n_rows, nb, y + c * nb, got[c]);
+#ifdef ITQ_HAS_GEMV
+        for (int c = 0; t->gemv && c < 8; ++c) {
+            const int n_rows = ITQ_PANEL_ROWS - c;
+            same_bits &= same_as_rows(t->gemv, rows, nb * t->block_size, n_rows, nb, y + c * nb, got[c]);
         }
 #endif
 
         static const int groups[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 33, 63 };
         for (size_t g = 0; g < sizeof(groups) / sizeof(*groups); ++g) {
             const int nc = groups[g];
-            for (int first = 0; first + nc <= ITQ3S_GROUP; first += ITQ3S_GROUP - nc) {
-                float some[ITQ3S_GROUP + 1][ITQ3S_PANEL_ROWS];
+            for (int first = 0; first + nc <= ITQ_GROUP; first += ITQ_GROUP - nc) {
+                float some[ITQ_GROUP + 1][ITQ_PANEL_ROWS];
                 panel_columns(t, y, nb, first, nc, q, d, sums);
                 memset(some, 0x55, sizeof(some));
                 t->gemm(nb, panel, &columns, nc, some);
@@ -555,27 +609,27 @@ static void test_gemm(const struct panel_type * t, const char * name, int kind, 
 }
 
 // A column whose activations have a NaN is NaN, and no other column changes.
-static void test_panel_nan(const struct panel_type * t) {
+static void test_panel_nan(const struct type * t) {
     enum { nb = 3, nan_block = 1 };
 
-    static char                rows[ITQ3S_PANEL_ROWS * nb * sizeof(block_itq3_s)];
-    static double              largest[ITQ3S_PANEL_ROWS * nb];
+    static char                rows[ITQ_PANEL_ROWS * nb * MAX_BLOCK_BYTES];
+    static double              largest[ITQ_PANEL_ROWS * nb];
     static _Alignas(64) char   panel[sizeof(rows)];
-    static block_q8_K          y[ITQ3S_GROUP * nb];
-    static _Alignas(64) int8_t q[ITQ3S_GROUP * nb * QK_K];
-    static float               d[ITQ3S_GROUP * nb];
-    static int32_t             sums[ITQ3S_GROUP * nb];
-    const struct itq3s_columns columns = { q, d, sums };
+    static block_q8_K          y[ITQ_GROUP * nb];
+    static _Alignas(64) int8_t q[ITQ_GROUP * nb * QK_K];
+    static float               d[ITQ_GROUP * nb];
+    static int32_t             sums[ITQ_GROUP * nb];
+    const struct itq_columns   columns = { q, d, sums };
 
-    panel_case(t, 0, rows, ITQ3S_PANEL_ROWS, nb, largest);
-    t->repack_generic(rows, nb * t->block_size, ITQ3S_PANEL_ROWS, nb, panel);
+    panel_case(t, 0, rows, ITQ_PANEL_ROWS, nb, largest);
+    t->repack_generic(rows, nb * t->block_size, ITQ_PANEL_ROWS, nb, panel);
     int              ok       = 1;
-    static const int groups[] = { 1, 2, 3, 4, 5, 8, 9, 16, 17, ITQ3S_GROUP };
+    static const int groups[] = { 1, 2, 3, 4, 5, 8, 9, 16, 17, ITQ_GROUP };
     for (size_t g = 0; g < sizeof(groups) / sizeof(*groups); ++g) {
         const int nc     = groups[g];
         const int column = (int) (random_u32() % (uint32_t) nc);
-        float     without[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
-        float     with[ITQ3S_GROUP][ITQ3S_PANEL_ROWS];
+        float     without[ITQ_GROUP][ITQ_PANEL_ROWS];
+        float     with[ITQ_GROUP][ITQ_PANEL_ROWS];
         random_q8_K(y, nc * nb, 0);
         panel_columns(t, y, nb, 0, nc, q, d, sums);
         t->gemm(nb, panel, &columns, nc, without);
@@ -584,7 +638,7 @@ static void test_panel_nan(const struct panel_type * t) {
         panel_columns(t, y, nb, 0, nc, q, d, sums);
         t->gemm(nb, panel, &columns, nc, with);
         for (int c = 0; c < nc; ++c) {
-            for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+            for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
                 ok &= c == column ? isnan(with[c][r]) != 0 : memcmp(&with[c][r], &without[c][r], sizeof(float)) == 0;
             }
         }
@@ -594,37 +648,37 @@ static void test_panel_nan(const struct panel_type * t) {
     report(line, ok);
 }
 
-#ifdef ITQ3S_HAS_GEMV
+#ifdef ITQ_HAS_GEMV
 // Rows as a file has them: of any number of blocks, further apart than they are long, and with a zero-point in some rows
 // of a panel and none in others.
-static void test_rows(const struct panel_type * t) {
-    enum { max_size = MAX_ROW_BLOCKS * sizeof(block_itq3_s) + 4 };
+static void test_rows(const struct type * t) {
+    enum { max_size = MAX_ROW_BLOCKS * MAX_BLOCK_BYTES + 4 };
 
-    static char                row[MAX_ROW_BLOCKS * sizeof(block_itq3_s)];
-    static char                rows[ITQ3S_PANEL_ROWS * max_size];
+    static char                row[MAX_ROW_BLOCKS * MAX_BLOCK_BYTES];
+    static char                rows[ITQ_PANEL_ROWS * max_size];
     static double              largest[MAX_ROW_BLOCKS];
-    static _Alignas(64) char   panel[ITQ3S_PANEL_ROWS * sizeof(row)];
+    static _Alignas(64) char   panel[ITQ_PANEL_ROWS * sizeof(row)];
     static block_q8_K          y[MAX_ROW_BLOCKS];
     static _Alignas(64) int8_t q[MAX_ROW_BLOCKS * QK_K];
     static float               d[MAX_ROW_BLOCKS];
     static int32_t             sums[MAX_ROW_BLOCKS];
-    const struct itq3s_columns columns = { q, d, sums };
+    const struct itq_columns   columns = { q, d, sums };
 
     int ok = 1;
     for (int nb = 1; nb <= MAX_ROW_BLOCKS; ++nb) {
         const size_t row_size = (size_t) nb * t->block_size + 2 * (size_t) (nb % 3);
         random_bytes(rows, sizeof(rows));
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
             panel_case(t, r % 3 == 1 ? 9 : 0, row, 1, nb, largest);
             memcpy(rows + r * row_size, row, (size_t) nb * t->block_size);
         }
-        t->repack_generic(rows, row_size, ITQ3S_PANEL_ROWS, nb, panel);
+        t->repack_generic(rows, row_size, ITQ_PANEL_ROWS, nb, panel);
         random_q8_K(y, nb, 0);
         panel_columns(t, y, nb, 0, 1, q, d, sums);
-        float want[1][ITQ3S_PANEL_ROWS];
+        float want[1][ITQ_PANEL_ROWS];
         t->gemm(nb, panel, &columns, 1, want);
-        for (int n_rows = 1; n_rows <= ITQ3S_PANEL_ROWS; ++n_rows) {
-            ok &= same_as_rows(gemv_of(t), rows, row_size, n_rows, nb, y, want[0]);
+        for (int n_rows = 1; n_rows <= ITQ_PANEL_ROWS; ++n_rows) {
+            ok &= same_as_rows(t->gemv, rows, row_size, n_rows, nb, y, want[0]);
         }
     }
     char line[80];
@@ -633,59 +687,53 @@ static void test_rows(const struct panel_type * t) {
 }
 #endif
 
-static void test_panels(void) {
-    test_reorder();
-    for (size_t i = 0; i < sizeof(panel_types) / sizeof(*panel_types); ++i) {
-        const struct panel_type * t = &panel_types[i];
-        test_repack(t);
-        test_panel_nan(t);
-#ifdef ITQ3S_HAS_GEMV
-        if (gemv_of(t)) {
-            test_rows(t);
-        }
+static void test_panels(const struct type * t) {
+    test_repack(t);
+    test_panel_nan(t);
+#ifdef ITQ_HAS_GEMV
+    if (t->gemv) {
+        test_rows(t);
+    }
 #endif
-        for (int kind = 0; kind < (t->rotated ? ITQ3_S_CASES : 2); ++kind) {
-            for (int act = 0; act < 4; ++act) {
-                test_gemm(t, t->rotated ? itq3_s_names[kind] : kind == 1 ? "bytes 255" : "any bytes", kind, act);
-            }
+    for (int kind = 0; kind < (t->rotated ? TRELLIS_CASES : 2); ++kind) {
+        for (int act = 0; act < 4; ++act) {
+            test_gemm(t, t->rotated ? case_names[kind] : kind == 1 ? "bytes 255" : "any bytes", kind, act);
         }
     }
 }
 
-static void test_vectors(const char * path) {
+// Records of a block and its 256 rotated weights (double).
+static void test_vectors(const struct type * t, const char * path) {
     FILE * file = fopen(path, "rb");
     if (!file) {
         fprintf(stderr, "error: %s cannot be read\n", path);
         exit(1);
     }
-    struct {
-        block_itq3_s block;
-        uint8_t      rotated[QK_K * sizeof(double)];
-    } v;
-
+    char   block[MAX_BLOCK_BYTES];
+    double rotated[QK_K];
     int    blocks = 0;
     double worst  = 0.0;
-    while (fread(&v, sizeof(v), 1, file) == 1) {
+    while (fread(block, t->block_size, 1, file) == 1 && fread(rotated, sizeof(rotated), 1, file) == 1) {
         for (int j = 0; j < QK_K; ++j) {
-            double want;
-            memcpy(&want, v.rotated + j * sizeof(double), sizeof(want));
             // a row of two blocks, to have the block in both places
-            block_itq3_s x[2] = { v.block, v.block };
-            block_q8_K   y[2];
+            char x[2 * MAX_BLOCK_BYTES];
+            memcpy(x, block, t->block_size);
+            memcpy(x + t->block_size, block, t->block_size);
+            block_q8_K y[2];
             memset(y, 0, sizeof(y));
             y[j & 1].d             = 1.0f;
             y[j & 1].qs[j]         = 127;
             y[j & 1].bsums[j / 16] = 127;
             float got;
-            ggml_vec_dot_itq3_s_q8_K_h(2 * QK_K, &got, 0, x, 0, y, 0, 1);
-            const double unit = fabs((double) ggml_fp16_to_fp32(v.block.d)) * 2 + FLT_MIN;  // 64 levels
-            worst             = fmax(worst, fabs(got - 127 * want) / (127 * unit));
+            t->vec_dot(2 * QK_K, &got, 0, x, 0, y, 0, 1);
+            const double unit = fabs((double) ggml_fp16_to_fp32(scale_of(t, block))) * 2 + FLT_MIN;  // 64 levels
+            worst             = fmax(worst, fabs(got - 127 * rotated[j]) / (127 * unit));
         }
         ++blocks;
     }
     fclose(file);
     char line[80];
-    snprintf(line, sizeof(line), "itq3_s dot: %d reference blocks: %.1e", blocks, worst);
+    snprintf(line, sizeof(line), "%s dot: %d reference blocks: %.1e", t->name, blocks, worst);
     report(line, blocks > 0 && worst < 1e-6);
 }
 
@@ -730,14 +778,23 @@ int main(int argc, char ** argv) {
         ggml_table_f32_f16[i] = GGML_COMPUTE_FP16_TO_FP32((ggml_fp16_t) i);
     }
     test_activations();
-    test_itq3_s();
-    test_nan();
-    test_panels();
+    test_reorder();
+    EACH_TRELLIS(t) {
+        test_dot(t);
+        test_nan(t);
+    }
+    EACH_TYPE(t) {
+        test_panels(t);
+    }
 #if defined(GGML_TQ_AVX512)
     test_ternary();
 #endif
-    if (argc > 1) {
-        test_vectors(argv[1]);
+    // a file of records for each trellis type, in the order of the registry
+    int file = 1;
+    EACH_TRELLIS(t) {
+        if (file < argc) {
+            test_vectors(t, argv[file++]);
+        }
     }
     printf("%d failed\n", failures);
     return failures != 0;

@@ -27,17 +27,17 @@ FAULTS = (
     # Our tiles: a wrong stride; no barrier between the raw blocks and the weights that are written over them; the scale
     # of the neighbour.
     (
-        "itq3s-mmq.cuh",
-        "(kbx0 + i_src * stride) * ITQ3_S_WORDS",
-        "(kbx0 + i_src * (stride + (emulate::fault == 4))) * ITQ3_S_WORDS",
+        "itq-mmq.cuh",
+        "(kbx0 + i_src * stride) * ITQ_WORDS",
+        "(kbx0 + i_src * (stride + (emulate::fault == 4))) * ITQ_WORDS",
     ),
     (
-        "itq3s-mmq.cuh",
+        "itq-mmq.cuh",
         "ggml_cuda_syncwarp();  // both lanes of a row have read it",
         "if (emulate::fault != 5) { ggml_cuda_syncwarp(); }",
     ),
     (
-        "itq3s-mmq.cuh",
+        "itq-mmq.cuh",
         "dA[n][l] = x_f[tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l))];",
         "dA[n][l] = x_f[tile_x::scale((i0 + n * tile_A::I + tile_C::get_i(2 * l)) ^ (emulate::fault == 6))];",
     ),
@@ -54,8 +54,8 @@ FAULTS = (
     ),
     # Our functions for MMVQ: the selector word before the first chunk is not 0.
     (
-        "itq3s-vecdot.cuh",
-        "k == 0 ? 0 : x[ITQ3_S_WORD_SEL + k - 1]",
-        "k == 0 && emulate::fault != 9 ? 0 : x[ITQ3_S_WORD_SEL + k - 1]",
+        "itq-vecdot.cuh",
+        "k == 0 ? 0 : x[ITQ_WORD_SEL + k - 1]",
+        "k == 0 && emulate::fault != 9 ? 0 : x[ITQ_WORD_SEL + k - 1]",
     ),
 )

@@ -11,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import TYPES, VOLTA, Device
+from emulated_cuda import DECODED, VOLTA, Device
 from gguf_itq3s.codec.blocks import decode_blocks, unpack
+from gguf_itq3s.codec.family import FAMILY, TrellisType
+from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
-VECTORS = ROOT / "tests" / "data" / "itq3_s_decode.npz"
+DATA = ROOT / "tests" / "data"
+VECTORS = DATA / "itq3_s_decode.npz"
+#: By their names in the C interfaces.
+TRELLIS = {row.identifier: row for row in FAMILY.values()}
 
 BLOCK = 256
 SEEDS = (0, 1, 2, 3)  # orders of threads: of their numbers, any, by priorities, any
@@ -35,14 +39,15 @@ def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np
 
 
 def random_blocks(name: str, count: int, seed: int = 1) -> ByteArray:
-    """Blocks of every kind of content, ITQ3_S with zero-points 0, 2 and others."""
+    """Blocks of every kind of content, zero-points 0, 2 and others where there are."""
     rng = np.random.default_rng(seed)
-    if name == "itq3_s":
-        blocks = rng.integers(0, 256, (count, 100), dtype=np.uint8)
+    if name in TRELLIS:
+        fmt = TRELLIS[name].format
+        blocks = rng.integers(0, 256, (count, fmt.block_bytes), dtype=np.uint8)
         d = rng.uniform(-0.2, 0.2, count).astype("<f2")
         z = rng.choice(np.array([0, 0, 0, 2, -1, 0.375, -70.25], "<f2"), count)
-        blocks[:, 96:98] = d.view(np.uint8).reshape(-1, 2)
-        blocks[:, 98:100] = z.view(np.uint8).reshape(-1, 2)
+        scales = np.stack([d, z][: 1 + fmt.zero_point], axis=1)
+        blocks[:, fmt.scale_offset :] = scales.view(np.uint8)
         return blocks
     weights = rng.integers(-1, 2, (count, BLOCK)).astype(np.float32) * rng.uniform(0.5, 2, (count, 1)).astype(
         np.float32
@@ -52,8 +57,8 @@ def random_blocks(name: str, count: int, seed: int = 1) -> ByteArray:
 
 def weights_of(name: str, blocks: ByteArray) -> FloatArray:
     """float32 (count, 256) by the numpy codecs."""
-    if name == "itq3_s":
-        return decode_blocks(blocks).reshape(-1, BLOCK)
+    if name in TRELLIS:
+        return decode_blocks(blocks, TRELLIS[name].format).reshape(-1, BLOCK)
     return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name.upper()]).reshape(-1, BLOCK)
 
 
@@ -62,7 +67,7 @@ def rotated(x: FloatArray) -> FloatArray:
 
 
 def decoded_offset(t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where weight t of a block is in decoded order, stated in words of the layout (itq3s-decode.cuh)."""
+    """Where weight t of a block is in decoded order, stated in words of the layout (itq-decode.cuh)."""
     chunk, within = t // 32, t % 32
     half, group = chunk % 2, chunk // 2
     word, byte = within // 4, within % 4
@@ -125,17 +130,19 @@ def test_every_index_has_its_level(device: Device) -> None:
     assert seen == set(range(16))
 
 
-def test_dequantize_of_the_shared_vectors(device: Device) -> None:
-    vectors = np.load(VECTORS)
+@pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
+def test_dequantize_of_the_shared_vectors(device: Device, row: TrellisType) -> None:
+    vectors = np.load(DATA / f"{row.identifier}_decode.npz")
     blocks = aligned(vectors["blocks"].shape, np.uint8)
     blocks[:] = vectors["blocks"]
     out = aligned((64, BLOCK), np.float32)
-    device("dequantize", 0, 0, blocks, out, np.array([64 * BLOCK, 1, 1, 1]), np.array([0, 0, 0]))
+    shape = np.array([64 * BLOCK, 1, 1, 1])
+    device("dequantize", DECODED.index(row.identifier), 0, blocks, out, shape, np.array([0, 0, 0]))
     np.testing.assert_allclose(out, vectors["weights"], rtol=1e-6)
-    np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"]).reshape(64, BLOCK))
+    np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"], row.format).reshape(64, BLOCK))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("max_grid,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
 def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid: int, offset: int) -> None:
@@ -147,7 +154,7 @@ def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid:
     codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
     out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
     device.configure(max_grid=max_grid, seed=1)
-    device("dequantize", TYPES.index(name), codes[dtype][1], stored, out, ne, strides)
+    device("dequantize", DECODED.index(name), codes[dtype][1], stored, out, ne, strides)
 
     first = (
         strides[2] * np.arange(2)[:, None, None, None]
@@ -246,7 +253,7 @@ def test_quantize_and_scatter_for_mmq(device: Device) -> None:
             np.testing.assert_array_equal(scales[row], np.repeat(d[token][..., None], 4, axis=-1))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", DECODED)
 def test_vec_dot(device: Device, name: str) -> None:
     nblocks = 6
     blocks = random_blocks(name, 4 * nblocks, seed=3)
@@ -254,7 +261,7 @@ def test_vec_dot(device: Device, name: str) -> None:
     stored[:] = blocks
     x = activations((1, nblocks * BLOCK), seed=4)
     y = aligned((nblocks * 288,), np.uint8)
-    rotate = int(name == "itq3_s")
+    rotate = int(name in TRELLIS)
     device.configure(cc=VOLTA)
     device("quantize_mmvq", rotate, x, y, nblocks * BLOCK, 0, 0, 0, nblocks * BLOCK, 1, 1, 1)
 
@@ -267,7 +274,7 @@ def test_vec_dot(device: Device, name: str) -> None:
         if rotate:
             weights = rotated(weights.astype(np.float32)).astype(np.float64)
         products = weights * rounded.reshape(nblocks, BLOCK)
-        result = device("vec_dot", TYPES.index(name), stored, y, nblocks, row * nblocks)
+        result = device("vec_dot", DECODED.index(name), stored, y, nblocks, row * nblocks)
         assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
 
 

@@ -1,4 +1,4 @@
-"""The paper's kernel on the CPU: weights rotated back while they are loaded, F16 product (itq3s-fused.cuh)."""
+"""The paper's kernel on the CPU: weights rotated back while they are loaded, F16 product (itq-fused.cuh)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-// Decoding of any bytes as blocks of ITQ3_S, TQ1_0 and TQ2_0, against what the format's text says weight by weight.
+// Decoding of any bytes as blocks of the trellis types, TQ1_0 and TQ2_0, against what the format's text says weight by
+// weight.
 //
 // A case is one block.
 
 #include "cases.h"
 #include "ggml-cpu.h"
-#include "ggml-itq3s.h"
+#include "ggml-itq.h"
 #include "ggml.h"
 
 #include <cmath>
@@ -17,13 +18,14 @@ static float half(const uint8_t * bytes) {
     return ggml_fp16_to_fp32(value);
 }
 
-static void itq3_s(const uint8_t * block, float * w) {
-    static const int levels[16] = { -63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63 };
-    const uint8_t *  sel        = block + 64;
-    const auto       s          = [&](int t) { return t < 0 ? 0 : sel[t / 8] >> t % 8 & 1; };
-    const float      z          = half(block + 98);
+// A trellis type of 256 weights with 2- or 1-bit symbols.
+static void trellis(int bits, bool has_z, const int8_t * levels, const uint8_t * block, float * w) {
+    const uint8_t * sel = block + 32 * bits;
+    const uint8_t * end = sel + 32;
+    const auto      s   = [&](int t) { return t < 0 ? 0 : sel[t / 8] >> t % 8 & 1; };
+    const float     z   = has_z ? half(end + 2) : 0.0f;
     for (int t = 0; t < 256; ++t) {
-        const int q  = block[t % 64] >> 2 * (t / 64) & 3;
+        const int q  = bits == 2 ? block[t % 64] >> 2 * (t / 64) & 3 : block[t / 8] >> t % 8 & 1;
         const int c1 = s(t) ^ s(t - 1) ^ s(t - 6);
         const int c0 = s(t - 2) ^ s(t - 4);
         w[t]         = (float) levels[4 * q + 2 * c1 + c0] - z;
@@ -38,11 +40,19 @@ static void itq3_s(const uint8_t * block, float * w) {
             }
         }
     }
-    const float scale = half(block + 96) * 0x1p-9f;
+    const float scale = half(end) * 0x1p-9f;
     for (int t = 0; t < 256; ++t) {
         w[t] *= scale;
     }
 }
+
+#define DECODE(NAME, name, bits, n_levels, length, has_z, number)      \
+    static void name(const uint8_t * block, float * w) {               \
+        static_assert((length) == 256 && (bits) <= 2, "another text"); \
+        static const int8_t levels[n_levels] = NAME##_LEVELS;          \
+        trellis(bits, has_z, levels, block, w);                        \
+    }
+ITQ_TYPES(DECODE)
 
 static void tq1_0(const uint8_t * block, float * w) {
     static const int pow3[] = { 1, 3, 9, 27, 81 };
@@ -67,8 +77,8 @@ static const struct {
     void (*decode)(const uint8_t *, float *);
     int scales;  // where they begin; they end the block
 } kinds[] = {
-    { GGML_TYPE_ITQ3_S, itq3_s, 96 },
-    { GGML_TYPE_TQ1_0, tq1_0, 52 },
+#define KIND(NAME, name, bits, n_levels, length, has_z, number) { GGML_TYPE_##NAME, name, 32 * ((bits) + 1) },
+    ITQ_TYPES(KIND){ GGML_TYPE_TQ1_0, tq1_0, 52 },
     { GGML_TYPE_TQ2_0, tq2_0, 64 },
 };
 
@@ -79,7 +89,7 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     Input        in(data, size);
-    const auto & kind   = kinds[in.below(3)];
+    const auto & kind   = kinds[in.below(sizeof(kinds) / sizeof(*kinds))];
     const int    blocks = 1 + (int) in.below(256);
     const auto * traits = ggml_get_type_traits(kind.type);
 

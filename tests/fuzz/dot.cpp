@@ -1,4 +1,4 @@
-// Dot products of ITQ3_S, TQ1_0 and TQ2_0 by this processor's kernels, against the portable C, which is held against
+// Dot products of the trellis types, TQ1_0 and TQ2_0 by this processor's kernels, against the portable C, which is held against
 // integers and float64. Rows of any length, blocks of any bytes, activations that a quantizer made and others.
 //
 // A case is one block of a row.
@@ -6,10 +6,12 @@
 #include "cases.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
-#include "itq3s/itq3s-quants.h"
+#include "itq3s/itq-quants.h"
 #include "quants.h"
 
 #include <cmath>
+#include <cstddef>
+#include <iterator>
 
 static uint64_t & cases = (Counts<1>::all[0].name = "blocks", Counts<1>::all[0].n);
 
@@ -19,8 +21,8 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
 }
 
 // Activations in 8 bits: of the quantizer that the type has (0), or any that it might make.
-static void activations(Input & in, ggml_type type, block_q8_K * y, int blocks) {
-    if (type == GGML_TYPE_ITQ3_S && in.below(2)) {
+static void activations(Input & in, bool rotated, block_q8_K * y, int blocks) {
+    if (rotated && in.below(2)) {
         const auto x    = exactly<float>((size_t) blocks * 256);
         const auto also = exactly<block_q8_K>((size_t) blocks);
         for (int b = 0; b < blocks; ++b) {
@@ -52,22 +54,28 @@ static void activations(Input & in, ggml_type type, block_q8_K * y, int blocks) 
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
+    // where a block has its scale, and of a trellis type its selectors and whether a zero-point follows the scale
     static const struct {
         ggml_type      type;
         ggml_vec_dot_t portable;
-        int            scale;  // where the block's scale is
+        size_t         scale;
+        void (*decode)(const uint8_t *, const uint8_t *, int8_t *);
+        size_t sel;
+        bool   has_z;
     } kinds[] = {
-        { GGML_TYPE_ITQ3_S, ggml_vec_dot_itq3_s_q8_K_h_generic, 96 },
-        { GGML_TYPE_TQ1_0, ggml_vec_dot_tq1_0_q8_K_generic, 52 },
-        { GGML_TYPE_TQ2_0, ggml_vec_dot_tq2_0_q8_K_generic, 64 },
+#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number)                      \
+    { GGML_TYPE_##NAME,     ggml_vec_dot_##name##_q8_K_h_generic, offsetof(block_##name, d), \
+      name##_decode_levels, offsetof(block_##name, sel),          has_z != 0 },
+        ITQ_TYPES(TRELLIS_TYPE){ GGML_TYPE_TQ1_0, ggml_vec_dot_tq1_0_q8_K_generic, 52, nullptr, 0, false },
+        { GGML_TYPE_TQ2_0, ggml_vec_dot_tq2_0_q8_K_generic, 64, nullptr, 0, false },
     };
     Input        in(data, size);
-    const auto & kind   = kinds[in.below(3)];
+    const auto & kind   = kinds[in.below((uint32_t) std::size(kinds))];
     const int    blocks = 1 + (int) in.below(24);
     const size_t bytes  = ggml_type_size(kind.type);
     const auto   y      = exactly<block_q8_K>((size_t) blocks);
     const auto   x      = exactly<uint8_t>((size_t) blocks * bytes);
-    activations(in, kind.type, y.get(), blocks);
+    activations(in, kind.decode != nullptr, y.get(), blocks);
     const bool any_scale = in.below(4) == 0;
     in.fill(x.get(), (size_t) blocks * bytes);
 
@@ -77,21 +85,24 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     double within = 0.0;
     double tiny   = 0.0;  // what a product of scales that is denormal may be multiplied by
     for (int b = 0; b < blocks; ++b) {
-        uint8_t *     block = x.get() + (size_t) b * bytes;
-        ggml_fp16_t * d     = reinterpret_cast<ggml_fp16_t *>(block + kind.scale);
+        uint8_t *    block   = x.get() + (size_t) b * bytes;
+        const size_t n_halfs = kind.has_z ? 2 : 1;
+        ggml_fp16_t  d[2]    = { 0, 0 };
+        memcpy(d, block + kind.scale, n_halfs * sizeof(*d));
         if (!any_scale) {
             d[0] = ggml_fp32_to_fp16(0.01f + 0.01f * in.uniform());
         }
-        if (kind.type == GGML_TYPE_ITQ3_S && !any_scale) {
+        if (kind.has_z && !any_scale) {
             d[1] = ggml_fp32_to_fp16(in.below(4) ? 0.0f : 2.0f);
         }
+        memcpy(block + kind.scale, d, n_halfs * sizeof(*d));
         double dot   = 0.0;
         double total = 0.0;
         double lanes = 0.0;
         float  weights[256];
-        if (kind.type == GGML_TYPE_ITQ3_S) {
+        if (kind.decode) {
             int8_t levels[256];
-            itq3_s_decode_levels(block, block + 64, levels);
+            kind.decode(block, block + kind.sel, levels);
             for (int t = 0; t < 256; ++t) {
                 dot += levels[t] * y[b].qs[t];
                 lanes += 128.0 * std::abs(y[b].qs[t]);

@@ -1,4 +1,4 @@
-// Encoding of any weights as ITQ3_S, TQ1_0 and TQ2_0: alone, with an importance matrix, and with the feedback of a
+// Encoding of any weights as a trellis type, TQ1_0 and TQ2_0: alone, with an importance matrix, and with the feedback of a
 // calibration. What comes out is a block that decodes to finite weights, or one that ggml_validate_row_data refuses;
 // only weights that no block can hold are refused.
 //
@@ -6,14 +6,44 @@
 
 #include "cases.h"
 #include "ggml-cpu.h"
-#include "ggml-itq3s.h"
+#include "ggml-itq.h"
 #include "ggml.h"
-#include "itq3s-ldlq.h"
+#include "itq-ldlq.h"
 
 #include <cmath>
 #include <vector>
 
 static Count (&counts)[4] = Counts<4>::all;
+
+// The encoders of a trellis type, and how large the squared error of blocks may be that are as most are.
+struct Trellis {
+    ggml_type                            type;
+    bool                                 has_z;
+    double                               error;
+    decltype(&quantize_itq3_s)           quantize;
+    decltype(&quantize_itq3_s_effort)    with_effort;
+    decltype(&quantize_itq3_s_ldlq_flat) with_feedback;
+};
+
+#define TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                                  \
+    { GGML_TYPE_##NAME,           (has_z) != 0, (bits) == 1 ? 0.3 : 0.1, quantize_##name, quantize_##name##_effort, \
+      quantize_##name##_ldlq_flat },
+static const Trellis trellises[] = { ITQ_TYPES(TRELLIS) };
+
+static const Trellis * trellis_of(ggml_type type) {
+    for (const Trellis & trellis : trellises) {
+        if (trellis.type == type) {
+            return &trellis;
+        }
+    }
+    return nullptr;
+}
+
+// Where the scale of a block is: the float16 fields end the block.
+static size_t scale_of(ggml_type type) {
+    const Trellis * trellis = trellis_of(type);
+    return ggml_type_size(type) - (trellis && trellis->has_z ? 4 : 2);
+}
 
 extern "C" int LLVMFuzzerInitialize(int *, char ***) {
     static const char * const names[4] = { "blocks", "blocks-with-importance", "blocks-with-feedback", "refused" };
@@ -63,8 +93,9 @@ static bool even(const float * x) {
 }
 
 static void check(ggml_type type, const float * x, const uint8_t * block, bool plain, int at) {
-    const auto * traits = ggml_get_type_traits(type);
-    bool         finite, encodable;
+    const auto *    traits  = ggml_get_type_traits(type);
+    const Trellis * trellis = trellis_of(type);
+    bool            finite, encodable;
     look(x, &finite, &encodable);
     float amax = 0.0f;
     for (int t = 0; t < 256; ++t) {
@@ -72,11 +103,11 @@ static void check(ggml_type type, const float * x, const uint8_t * block, bool p
     }
     // ggml_validate_row_data prints a line for every block that it refuses: it is asked about the others
     ggml_fp16_t d;
-    memcpy(&d, block + (type == GGML_TYPE_ITQ3_S ? 96 : type == GGML_TYPE_TQ1_0 ? 52 : 64), sizeof(d));
+    memcpy(&d, block + scale_of(type), sizeof(d));
     if (!std::isfinite(ggml_fp16_to_fp32(d))) {
         ++counts[3].n;
         // the scale of TQ is the largest magnitude, in float16
-        if (type == GGML_TYPE_ITQ3_S ? encodable && plain : finite && amax < 65504.0f) {
+        if (trellis ? encodable && plain : finite && amax < 65504.0f) {
             wrong("a block", traits->type_name, at, NAN, amax);
         }
         return;
@@ -85,7 +116,7 @@ static void check(ggml_type type, const float * x, const uint8_t * block, bool p
         wrong("a block with a finite scale", traits->type_name, at, 0, 1);
     }
     // upstream's encoders of TQ look past what is no number, as a maximum does
-    if (type == GGML_TYPE_ITQ3_S && !finite) {
+    if (trellis && !finite) {
         wrong("a block of weights that are not finite", traits->type_name, at, 1, 0);
     }
     float y[256];
@@ -99,11 +130,11 @@ static void check(ggml_type type, const float * x, const uint8_t * block, bool p
         error += ((double) x[t] - y[t]) * ((double) x[t] - y[t]);
         size += (double) x[t] * x[t];
     }
-    if (type == GGML_TYPE_ITQ3_S && plain && even(x) && !(error <= 0.1 * size)) {
+    if (trellis && plain && even(x) && !(error <= trellis->error * size)) {
         wrong("the squared error of an even block", traits->type_name, at, error, size);
     }
     // the scale is fitted to the levels, so nothing is worse than a block of zeros
-    if (type == GGML_TYPE_ITQ3_S && plain && !(error <= size * (1 + 1e-4))) {
+    if (trellis && plain && !(error <= size * (1 + 1e-4))) {
         wrong("the squared error", traits->type_name, at, error, size);
     }
 }
@@ -142,10 +173,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     const int      blocks  = rows * columns / 256;
     const auto     x       = weights(in, rows, columns);
 
-    ggml_type type   = GGML_TYPE_ITQ3_S;
-    bool      plain  = true;
-    int       effort = ITQ3_S_EFFORT_DEFAULT;
-    Count *   count  = &counts[0];
+    const Trellis & trellis = trellises[in.below(sizeof(trellises) / sizeof(*trellises))];
+    ggml_type       type    = trellis.type;
+    bool            plain   = true;
+    int             effort  = ITQ_EFFORT_DEFAULT;
+    Count *         count   = &counts[0];
     if (way == 3 || way == 4) {
         type = way == 3 ? GGML_TYPE_TQ1_0 : GGML_TYPE_TQ2_0;
     }
@@ -155,7 +187,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     if (way < 2) {
         plain = false;
         count = &counts[1];
-        wrote = quantize_itq3_s(x.get(), y.get(), rows, columns, importance(in, columns));
+        wrote = trellis.quantize(x.get(), y.get(), rows, columns, importance(in, columns));
     } else if (way == 15) {
         plain                 = false;
         count                 = &counts[2];
@@ -175,14 +207,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
                     j > row ? magnitude * in.uniform() : (j == row ? 1.0f : 0.0f);
             }
         }
-        wrote = quantize_itq3_s_ldlq_flat(x.get(), y.get(), rows, columns, feedback.get(), weight.get(), full, segment,
-                                          lookahead, (int) in.below(2));
-    } else if (way == 5) {
+        wrote = trellis.with_feedback(x.get(), y.get(), rows, columns, feedback.get(), weight.get(), full, segment,
+                                      lookahead, (int) in.below(2));
+    } else if (way == 5 && trellis.has_z) {
         plain = false;  // its scale is a share of the magnitude, not fitted
-        wrote = quantize_itq3_s_effort(x.get(), y.get(), rows, columns, ITQ3_S_CODEC_TERNARY, effort);
+        wrote = trellis.with_effort(x.get(), y.get(), rows, columns, ITQ_CODEC_TERNARY, effort);
     } else if (way < 9 && way > 4) {
-        effort = ITQ3_S_EFFORT_FAST;
-        wrote  = quantize_itq3_s_effort(x.get(), y.get(), rows, columns, ITQ3_S_CODEC_TRELLIS, effort);
+        effort = ITQ_EFFORT_FAST;
+        wrote  = trellis.with_effort(x.get(), y.get(), rows, columns, ITQ_CODEC_TRELLIS, effort);
     } else {
         wrote = ggml_quantize_chunk(type, x.get(), y.get(), 0, rows, columns, nullptr);
     }
@@ -195,12 +227,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         check(type, block, coded, plain, b);
     }
     // sixteen blocks are encoded side by side and know nothing of each other
-    if (plain && type == GGML_TYPE_ITQ3_S && in.below(4) == 0) {
-        const uint32_t b = in.random() % (uint32_t) blocks;
-        uint8_t        alone[100];
-        quantize_itq3_s_effort(x.get() + (size_t) b * 256, alone, 1, 256, ITQ3_S_CODEC_TRELLIS, effort);
-        if (memcmp(alone, y.get() + (size_t) b * 100, sizeof(alone)) != 0) {
-            wrong("a block encoded with others", "itq3_s", (int) b, 0, 0);
+    if (plain && type == trellis.type && in.below(4) == 0) {
+        const uint32_t b     = in.random() % (uint32_t) blocks;
+        const size_t   size  = ggml_type_size(type);
+        const auto     alone = exactly<uint8_t>(size);
+        trellis.with_effort(x.get() + (size_t) b * 256, alone.get(), 1, 256, ITQ_CODEC_TRELLIS, effort);
+        if (memcmp(alone.get(), y.get() + (size_t) b * size, size) != 0) {
+            wrong("a block encoded with others", ggml_type_name(type), (int) b, 0, 0);
         }
     }
     count->n += (uint64_t) blocks;

@@ -1,5 +1,5 @@
-// Matrix products (mul_mat, mul_mat_id) of ITQ3_S, TQ1_0 and TQ2_0, any numbers of rows and columns, one and two threads,
-// in the layout of the file and in panels, against vec_dot. Before that, what they are made of: this processor's kernels
+// Matrix products (mul_mat, mul_mat_id) of the trellis types, TQ1_0 and TQ2_0, any numbers of rows and columns, one and
+// two threads, in the layout of the file and in panels, against vec_dot. Before that, what they are made of: this processor's kernels
 // on a panel of any bytes against the portable C.
 //
 // A case is one element of a product: a row times a column.
@@ -8,11 +8,12 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
-#include "itq3s/itq3s-gemm.h"
-#include "itq3s/itq3s-mul-mat.h"
+#include "itq3s/itq-gemm.h"
+#include "itq3s/itq-mul-mat.h"
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <vector>
 
 static uint64_t & cases = (Counts<1>::all[0].name = "elements", Counts<1>::all[0].n);
@@ -27,25 +28,37 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
 
 struct kernels {
     ggml_type type;
+    bool      rotated;  // a trellis type
+    bool      has_z;
+    // of a block of a panel: scales of its rows, and zero-points or NULL
+    ggml_half * (*scales)(const void *, int64_t);
+    ggml_half * (*zero_points)(const void *, int64_t);
     void (*repack)(const void *, size_t, int, int64_t, void *);
     void (*repack_generic)(const void *, size_t, int, int64_t, void *);
     void (*unpack)(const void *, int64_t, void *, size_t);
-    void (*gemm)(int64_t, const void *, const itq3s_columns *, int, float (*)[ITQ3S_PANEL_ROWS]);
-    void (*gemm_generic)(int64_t, const void *, const itq3s_columns *, int, float (*)[ITQ3S_PANEL_ROWS]);
+    void (*gemm)(int64_t, const void *, const itq_columns *, int, float (*)[ITQ_PANEL_ROWS]);
+    void (*gemm_generic)(int64_t, const void *, const itq_columns *, int, float (*)[ITQ_PANEL_ROWS]);
 };
 
-#define KERNELS(type, name)          \
-    { type,                          \
-      itq3s_repack_##name,           \
-      itq3s_repack_##name##_generic, \
-      itq3s_unpack_##name,           \
-      itq3s_gemm_##name,             \
-      itq3s_gemm_##name##_generic }
+#define ZERO_POINTS_1(name) [](const void * panel, int64_t b) { return itq_scales_of_##name(panel, b)->z; }
+#define ZERO_POINTS_0(name) nullptr
+
+#define KERNELS(NAME, name, rotated, has_z)                                            \
+    { GGML_TYPE_##NAME,                                                                \
+      rotated,                                                                         \
+      has_z != 0,                                                                      \
+      [](const void * panel, int64_t b) { return itq_scales_of_##name(panel, b)->d; }, \
+      ZERO_POINTS_##has_z(name),                                                       \
+      itq_repack_##name,                                                               \
+      itq_repack_##name##_generic,                                                     \
+      itq_unpack_##name,                                                               \
+      itq_gemm_##name,                                                                 \
+      itq_gemm_##name##_generic }
 
 static const kernels all_kernels[] = {
-    KERNELS(GGML_TYPE_ITQ3_S, itq3_s),
-    KERNELS(GGML_TYPE_TQ1_0, tq1_0),
-    KERNELS(GGML_TYPE_TQ2_0, tq2_0),
+#define KERNELS_OF_TYPE(NAME, name, bits, n_levels, length, has_z, number) KERNELS(NAME, name, true, has_z),
+    ITQ_TYPES(KERNELS_OF_TYPE) KERNELS(TQ1_0, tq1_0, false, 0),
+    KERNELS(TQ2_0, tq2_0, false, 0),
 };
 
 // n bytes on a cache line, which end where they end.
@@ -66,8 +79,8 @@ struct aligned {
 
 // A panel of 1 to 16 rows, times 1 to 16 columns of any 8-bit activations.
 static void panel(Input & in, const kernels & k) {
-    const int    rows   = in.below(2) ? ITQ3S_PANEL_ROWS : 1 + (int) in.below(ITQ3S_PANEL_ROWS);
-    const int    nc     = 1 + (int) in.below(ITQ3S_GROUP);
+    const int    rows   = in.below(2) ? ITQ_PANEL_ROWS : 1 + (int) in.below(ITQ_PANEL_ROWS);
+    const int    nc     = 1 + (int) in.below(ITQ_GROUP);
     const int    nb     = 1 + (int) in.below(9);
     const size_t row    = ggml_row_size(k.type, 256 * (int64_t) nb);
     const size_t gap    = in.below(4) ? 0 : row;
@@ -75,13 +88,13 @@ static void panel(Input & in, const kernels & k) {
     const auto   x      = exactly<uint8_t>((size_t) rows * stride - gap);
     in.fill(x.get(), (size_t) rows * stride - gap);
 
-    aligned packed(ITQ3S_PANEL_ROWS * row), portable(ITQ3S_PANEL_ROWS * row);
+    aligned packed(ITQ_PANEL_ROWS * row), portable(ITQ_PANEL_ROWS * row);
     k.repack(x.get(), stride, rows, nb, packed.data);
     k.repack_generic(x.get(), stride, rows, nb, portable.data);
     if (memcmp(packed.data, portable.data, packed.n) != 0) {
         wrong("the panel", ggml_type_name(k.type), rows, nb, 0);
     }
-    aligned back(ITQ3S_PANEL_ROWS * row);
+    aligned back(ITQ_PANEL_ROWS * row);
     k.unpack(packed.data, nb, back.data, row);
     for (int r = 0; r < rows; ++r) {
         if (memcmp(back.data + (size_t) r * row, x.get() + (size_t) r * stride, row) != 0) {
@@ -90,15 +103,13 @@ static void panel(Input & in, const kernels & k) {
     }
 
     // ordinary scales, but for some of their signs
-    const bool itq3_s = k.type == GGML_TYPE_ITQ3_S;
     for (int b = 0; b < nb; ++b) {
-        ggml_half * d = itq3_s                      ? itq3s_scales_of_itq3_s(packed.data, b)->d
-                        : k.type == GGML_TYPE_TQ2_0 ? itq3s_scales_of_tq2_0(packed.data, b)->d
-                                                    : itq3s_scales_of_tq1_0(packed.data, b)->d;
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+        ggml_half * d = k.scales(packed.data, b);
+        ggml_half * z = k.has_z ? k.zero_points(packed.data, b) : nullptr;
+        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
             d[r] = ggml_fp32_to_fp16(0.02f * in.uniform());
-            if (itq3_s) {
-                itq3s_scales_of_itq3_s(packed.data, b)->z[r] = ggml_fp32_to_fp16(in.random() % 4 ? 0.0f : 2.0f);
+            if (z) {
+                z[r] = ggml_fp32_to_fp16(in.random() % 4 ? 0.0f : 2.0f);
             }
         }
     }
@@ -117,19 +128,19 @@ static void panel(Input & in, const kernels & k) {
         sums[b] = sum;
         d[b]    = in.normal();
     }
-    if (itq3_s) {
+    if (k.rotated) {
         int8_t ordered[256], also[256];
-        itq3s_reorder_q8_K_h(codes, ordered);
-        itq3s_reorder_q8_K_h_generic(codes, also);
+        itq_reorder_q8_K_h(codes, ordered);
+        itq_reorder_q8_K_h_generic(codes, also);
         if (memcmp(ordered, also, sizeof(also)) != 0) {
             wrong("the order of the activations", ggml_type_name(k.type), 0, 1, 0);
         }
     }
-    const itq3s_columns y = { codes, d.get(), sums.get() };
+    const itq_columns y = { codes, d.get(), sums.get() };
 
     aligned got((size_t) nc * 64), want((size_t) nc * 64);
-    auto *  got_out  = reinterpret_cast<float (*)[ITQ3S_PANEL_ROWS]>(got.data);
-    auto *  want_out = reinterpret_cast<float (*)[ITQ3S_PANEL_ROWS]>(want.data);
+    auto *  got_out  = reinterpret_cast<float (*)[ITQ_PANEL_ROWS]>(got.data);
+    auto *  want_out = reinterpret_cast<float (*)[ITQ_PANEL_ROWS]>(want.data);
     k.gemm(nb, packed.data, &y, nc, got_out);
     k.gemm_generic(nb, packed.data, &y, nc, want_out);
     for (int c = 0; c < nc; ++c) {
@@ -139,9 +150,9 @@ static void panel(Input & in, const kernels & k) {
             for (int i = 0; i < 256; ++i) {
                 total += std::abs(codes[(b * nc + c) * 256 + i]);
             }
-            size += 0.02 * (itq3_s ? 65.0 / 32 : 1.0) * total * std::fabs(d[b * nc + c]);
+            size += 0.02 * (k.rotated ? 65.0 / 32 : 1.0) * total * std::fabs(d[b * nc + c]);
         }
-        for (int r = 0; r < ITQ3S_PANEL_ROWS; ++r) {
+        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
             if (!(std::fabs((double) got_out[c][r] - want_out[c][r]) <= 1e-6 * size)) {
                 wrong("the product of a panel", ggml_type_name(k.type), r, got_out[c][r], want_out[c][r]);
             }
@@ -155,24 +166,24 @@ static void panel(Input & in, const kernels & k) {
             one_d[b]    = d[b * nc + c];
             one_sums[b] = sums[b * nc + c];
         }
-        const itq3s_columns one = { reinterpret_cast<int8_t *>(one_q.data), one_d.get(), one_sums.get() };
-        alignas(64) float   alone[1][ITQ3S_PANEL_ROWS];
+        const itq_columns one = { reinterpret_cast<int8_t *>(one_q.data), one_d.get(), one_sums.get() };
+        alignas(64) float alone[1][ITQ_PANEL_ROWS];
         k.gemm(nb, packed.data, &one, 1, alone);
         if (memcmp(alone, got_out[c], sizeof(alone)) != 0) {
             wrong("a column alone", ggml_type_name(k.type), c, alone[0][0], got_out[c][0]);
         }
     }
-    cases += (uint64_t) nc * ITQ3S_PANEL_ROWS;
+    cases += (uint64_t) nc * ITQ_PANEL_ROWS;
 }
 
 // Random bytes are blocks of every type but for their scales. Returns whether the scales are ordinary ones.
-static bool blocks(Input & in, ggml_type type, uint8_t * data, size_t size) {
+static bool blocks(Input & in, const kernels & parts, uint8_t * data, size_t size) {
     const bool   any_scale = in.below(8) == 0;
-    const size_t block     = ggml_type_size(type);
+    const size_t block     = ggml_type_size(parts.type);
     in.fill(data, size);
     for (size_t at = block; at <= size && !any_scale; at += block) {
         ggml_fp16_t d = ggml_fp32_to_fp16(0.01f + 0.01f * in.uniform());
-        if (type == GGML_TYPE_ITQ3_S) {
+        if (parts.has_z) {
             memcpy(data + at - 4, &d, 2);
             d = ggml_fp32_to_fp16(in.random() % 4 ? 0.0f : 2.0f);
         }
@@ -183,7 +194,7 @@ static bool blocks(Input & in, ggml_type type, uint8_t * data, size_t size) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     Input           in(data, size);
-    const kernels & parts   = all_kernels[in.below(3)];
+    const kernels & parts   = all_kernels[in.below((uint32_t) std::size(all_kernels))];
     const ggml_type type    = parts.type;
     const int       experts = in.below(4) ? 0 : 1 + (int) in.below(4);
     const int       used    = experts ? 1 + (int) in.below((uint32_t) experts) : 1;
@@ -199,7 +210,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     }
     const bool panels = in.below(2) != 0;
     if (panels) {
-        rows = (rows + ITQ3S_PANEL_ROWS - 1) / ITQ3S_PANEL_ROWS * ITQ3S_PANEL_ROWS;
+        rows = (rows + ITQ_PANEL_ROWS - 1) / ITQ_PANEL_ROWS * ITQ_PANEL_ROWS;
     }
     ggml_backend_cpu_set_n_threads(backend, in.below(16) ? 1 : 2);
 
@@ -220,10 +231,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         tensor->data = memory.back().get();
     }
     const uint8_t *       bytes    = memory.front().get();
-    const bool            ordinary = blocks(in, type, memory.front().get(), ggml_nbytes(w));
+    const bool            ordinary = blocks(in, parts, memory.front().get(), ggml_nbytes(w));
     ggml_backend_buffer_t buffer   = nullptr;
     if (panels) {
-        ggml_backend_buffer_type_t buft = ggml_backend_cpu_itq3s_buffer_type();
+        ggml_backend_buffer_type_t buft = ggml_backend_cpu_itq_buffer_type();
         buffer  = ggml_backend_buft_alloc_buffer(buft, ggml_backend_buft_get_alloc_size(buft, w));
         w->data = nullptr;
         ggml_backend_tensor_alloc(buffer, w, ggml_backend_buffer_get_base(buffer));
@@ -231,7 +242,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     }
     float *    xd    = static_cast<float *>(x->data);
     int32_t *  chose = static_cast<int32_t *>(ids->data);
-    const bool odd   = type == GGML_TYPE_ITQ3_S && in.below(8) == 0;  // upstream's 8-bit code asserts what it takes
+    const bool odd   = parts.rotated && in.below(8) == 0;  // upstream's 8-bit code asserts what it takes
     for (int64_t i = 0; i < ggml_nelements(x); ++i) {
         xd[i] = odd && in.random() % 64 == 0 ? special(in) : in.uniform();
     }
@@ -271,7 +282,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         for (int i = 0; i < k; ++i) {
             norm += (double) xd[c * k + i] * xd[c * k + i];
         }
-        const double weight = type == GGML_TYPE_ITQ3_S ? 0.02 / 32 * 65 : 0.02 * 2;
+        const double weight = parts.rotated ? 0.02 / 32 * 65 : 0.02 * 2;
         if (finite && std::isfinite(norm) && norm < 0x1p200 &&
             error > 1e-6 * std::fmax(most, weight * std::sqrt(norm * k))) {
             wrong("the product", ggml_type_name(type), (int) c, error, most);

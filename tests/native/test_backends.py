@@ -220,7 +220,7 @@ def answers(backend: Backend, source: Path, patched: Path, folder: Path) -> dict
         "stdio.h",
         "stdlib.h",
         "string.h",
-        *re.findall(r'"(itq3s-op\.h)"', text),
+        *re.findall(r'"(itq-op\.h)"', text),
     ]
     includes = "".join(f"#include <{name}>\n" for name in headers)
     ask = f"static bool ask(const struct ggml_tensor * op) {{ {backend.ask} }}\n"

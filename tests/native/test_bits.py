@@ -22,7 +22,7 @@ from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.calibration.text import windows
 from gguf_itq3s.cli import convert_main
-from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 from gguf_itq3s.layerwise import budget, scores
@@ -55,7 +55,7 @@ def made(calibrated: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
 # ------------------------------------------------------------------------------------------------------------ budgets
 
 
-@pytest.mark.parametrize("bpw", [3.3, 4.0, 5.5, 7.9])
+@pytest.mark.parametrize("bpw", [2.3, 2.7, 3.3, 4.0, 5.5, 7.9])
 def test_the_file_has_the_bits_that_are_asked_for(bpw: float, made: tuple[Path, Path], tmp_path: Path) -> None:
     """At most these, and less by no more than the smallest step of a tensor would take."""
     out = tmp_path / "x.gguf"
@@ -129,7 +129,7 @@ def test_ternary_matrices_stay_ternary(
 @pytest.mark.parametrize(
     "options,said",
     [
-        (["--target-bpw", "2"], r"with 2 bits per weight: the least is 3\.\d+, the most 8\.\d+ bits per weight"),
+        (["--target-bpw", "2"], r"with 2 bits per weight: the least is 2\.\d+, the most 8\.\d+ bits per weight"),
         (["--target-bpw", "9"], "the most 8"),
         (["--target-size", "10KiB"], r"with 10240 bytes: the least is \d+ bytes, the most \d+ bytes"),
         (["--target-bpw", "4", "--pure"], "--pure has one type"),
@@ -157,10 +157,33 @@ def test_the_least_that_is_said_can_be_had(made: tuple[Path, Path], tmp_path: Pa
         quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=1)
     found = re.search(r"least is ([\d.]+), the most ([\d.]+)", str(problem.value))
     assert found
-    for word, only in zip(found.groups(), (ITQ3_S, Type.Q8_0), strict=True):
+    for word, only in zip(found.groups(), (budget.TYPES[0], budget.TYPES[-1]), strict=True):
         done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=float(word), dry_run=True)
         # The bits that are said have three decimals, which may be one matrix's step below the most.
         assert sum(row.type not in (only.name, "F32") for row in done.rows) <= 1
+
+
+@pytest.mark.parametrize("outtype", ["itq2_s", "itq3_s"])
+def test_a_trellis_type_that_is_named_changes_nothing(outtype: str, made: tuple[Path, Path], tmp_path: Path) -> None:
+    """All types are chosen among; what is not to be chosen is as in either mix."""
+    for name, asked in (("named", {"outtype": outtype}), ("not", {})):
+        quietly(made[0], tmp_path / f"{name}.gguf", calibration=made[1], target_bpw=2.8, **asked)
+    found = types(tmp_path / "named.gguf")
+    assert found == types(tmp_path / "not.gguf")
+    assert {row.type for row in FAMILY.values()} <= set(found.values())
+
+
+def test_the_experts_of_a_layer_have_one_type(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    model, statistics = calibrated("mixtral")
+    kinds: dict[str, set[Type]] = {}
+    for bpw in (2.4, 3.5, 5.0):
+        quietly(model, tmp_path / "x.gguf", calibration=statistics, target_bpw=bpw)
+        for name, qtype in types(tmp_path / "x.gguf").items():
+            if "_exps" in name:
+                kinds.setdefault(f"{bpw} {name.rpartition('.ffn')[0]}", set()).add(qtype)
+        assert bits_of(tmp_path / "x.gguf") <= bpw
+    assert len(kinds) == 6 and all(len(found) == 1 for found in kinds.values())
+    assert len(set.union(*kinds.values())) > 1
 
 
 # ------------------------------------------------------------------------------------------------------------- scores

@@ -182,7 +182,7 @@ def test_a_change_in_the_users_checkout_reaches_the_patched_source(tmp_path: Pat
         assert done.returncode == 0, done.stderr
         assert f"upstream {tmp_path / 'llama.cpp'}" in done.stdout
         assert (tree / "ggml" / "src" / "ggml.c").read_text() == text
-        assert (tree / "ggml" / "src" / "ggml-itq3s.h").exists()
+        assert (tree / "ggml" / "src" / "ggml-itq.h").exists()
 
 
 @pytest.fixture
@@ -221,9 +221,9 @@ def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None
     assert "GGML_TYPE_ITQ3_S" in (folder / "tree" / "ggml" / "include" / "ggml.h").read_text()
     assert changed() == set()
 
-    with (ours / "src" / "format" / "itq3s-decode.c").open("a") as file:
+    with (ours / "src" / "format" / "itq-decode.c").open("a") as file:
         file.write("// changed\n")
-    assert changed() == {"ggml/src/itq3s-decode.c"}
+    assert changed() == {"ggml/src/itq-decode.c"}
 
     (ours / "src" / "cpu" / "arch" / "x86").mkdir(parents=True, exist_ok=True)
     (ours / "src" / "cpu" / "arch" / "x86" / "new.c").write_text("int x;\n")
@@ -273,7 +273,7 @@ def test_a_patch_that_needs_one_left_out_is_left_out_with_its_files(prepare: tup
         return [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]]
 
     assert prepared() == []
-    assert (cuda / "itq3s-mma.cu").exists() and "GGML_CUDA_ITQ3S_FUSED" in (cuda / "CMakeLists.txt").read_text()
+    assert (cuda / "itq-mma.cu").exists() and "GGML_CUDA_ITQ3S_FUSED" in (cuda / "CMakeLists.txt").read_text()
     # The second file of the folder fails: what the first one did is undone as well.
     broken = patches / "0010-cuda" / "0011-mmvq.patch"
     broken.write_text(broken.read_text().replace('#include "quantize.cuh"', '#include "other.cuh"', 1))

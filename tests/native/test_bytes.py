@@ -38,7 +38,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "calibrated, not folded": {"calibration": "plain", "damping": 1.0, "equalize": False, "segment": 12},
     "importance matrix": {"imatrix": "importance.gguf", "equalize": False},
     "equalized": {"imatrix": "importance.gguf"},
-}
+    "ITQ2_S": {"outtype": "itq2_s"},
+    "ITQ2_S, fast": {"outtype": "itq2_s", "pure": True, "effort": "fast", "fold_norms": True},
+    "ITQ2_S, calibrated": {
+        "outtype": "itq2_s", "pure": True, "calibration": "hessians", "damping": 1.0, "fold_norms": True,
+    },
+    "ITQ2_S, importance matrix": {"outtype": "itq2_s", "imatrix": "importance.gguf", "equalize": False},
+}  # fmt: skip
 
 
 def exact_hessian(n: int, seed: int) -> np.ndarray:

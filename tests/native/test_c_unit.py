@@ -18,61 +18,74 @@ import sanitizers
 from checkpoints import DATA
 from distributions import all_rows, smooth
 from gguf_itq3s import upstream
-from gguf_itq3s.codec.blocks import CODECS, decode_blocks, quantize, unpack
+from gguf_itq3s.codec.blocks import decode_blocks, quantize, unpack
+from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import LEVELS
 
-VECTORS = DATA / "itq3_s_decode.npz"
+of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 SOURCES = llama.ROOT / "ggml-patch" / "src"
-PROGRAM = llama.ROOT / "tests" / "c" / "test-itq3s.c"
+PROGRAM = llama.ROOT / "tests" / "c" / "test-itq.c"
+#: Relative squared error of Gaussian weights at default effort.
+ERROR = {"itq3_s": 0.0219, "itq2_s": 0.0809}
 
 # block_q8_K of ggml-common.h
 Q8_K = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
 
 
-def test_shared_vectors_decode() -> None:
-    vectors = np.load(VECTORS)
-    weights = ggml.dequantize(ggml.ITQ3_S, vectors["blocks"], 256)
-    np.testing.assert_allclose(weights, vectors["weights"], rtol=1e-5)
-    np.testing.assert_array_equal(weights, decode_blocks(vectors["blocks"]))
+@of_types
+def test_shared_vectors_decode(row: TrellisType) -> None:
+    vectors = np.load(DATA / f"{row.identifier}_decode.npz")
+    weights = ggml.dequantize(row.type, vectors["blocks"], 256)
+    assert len(weights) == 64
+    np.testing.assert_allclose(weights, vectors["weights"], rtol=1e-5, atol=1e-7 * np.abs(weights).max())
+    np.testing.assert_array_equal(weights, decode_blocks(vectors["blocks"], row.format))
 
 
-def test_type_tables() -> None:
-    itq3_s, activation = ggml.traits(ggml.ITQ3_S), ggml.traits(ggml.Q8_K_H)
-    assert (itq3_s.type_name, itq3_s.blck_size, itq3_s.type_size) == (b"itq3_s", 256, 100)
+@of_types
+def test_type_tables(row: TrellisType) -> None:
+    ours, activation = ggml.traits(row.type), ggml.traits(ggml.Q8_K_H)
+    assert (ours.type_name, ours.blck_size, ours.type_size) == (
+        row.identifier.encode(), row.format.block, row.format.block_bytes,
+    )  # fmt: skip
     assert (activation.type_name, activation.blck_size, activation.type_size) == (b"q8_K_h", 256, Q8_K.itemsize)
-    assert itq3_s.is_quantized and itq3_s.to_float and itq3_s.from_float_ref
-    cpu = ggml.cpu_traits(ggml.ITQ3_S)
+    assert ours.is_quantized and ours.to_float and ours.from_float_ref
+    cpu = ggml.cpu_traits(row.type)
     assert cpu.from_float and cpu.vec_dot and cpu.vec_dot_type == ggml.Q8_K_H
     assert ggml.cpu_traits(ggml.Q8_K_H).from_float
-    # the numbers between upstream's types and ours belong to nobody
-    for kind in range(43, ggml.ITQ3_S):
+
+
+def test_numbers_that_belong_to_nobody() -> None:
+    """Those between upstream's types and ours."""
+    for kind in range(43, min(FAMILY)):
         assert ggml.traits(kind).type_name is None and ggml.traits(kind).blck_size == 0
 
 
-def test_every_way_to_quantize_gives_the_same_bytes() -> None:
+@of_types
+def test_every_way_to_quantize_gives_the_same_bytes(row: TrellisType) -> None:
     rows = all_rows()["gaussian"]
-    expected = quantize(rows)
-    np.testing.assert_array_equal(ggml.quantize_chunk(ggml.ITQ3_S, rows), expected)
-    np.testing.assert_array_equal(ggml.from_float(ggml.ITQ3_S, rows), expected)
+    expected = quantize(rows, row.format)
+    np.testing.assert_array_equal(ggml.quantize_chunk(row.type, rows), expected)
+    np.testing.assert_array_equal(ggml.from_float(row.type, rows), expected)
 
 
-def test_validate_row_data(capfd: pytest.CaptureFixture[str]) -> None:
-    good = quantize(all_rows()["gaussian"]).reshape(-1, 100)
+@of_types
+def test_validate_row_data(row: TrellisType, capfd: pytest.CaptureFixture[str]) -> None:
+    size = row.format.block_bytes
+    good = quantize(all_rows()["gaussian"], row.format).reshape(-1, size)
     validate = ggml.base().ggml_validate_row_data
-    assert validate(ggml.ITQ3_S, good.ctypes.data, good.size)
-    assert not validate(ggml.ITQ3_S, good.ctypes.data, good.size - 1)
-    for offset in (96, 98):  # d, z
+    assert validate(row.type, good.ctypes.data, good.size)
+    assert not validate(row.type, good.ctypes.data, good.size - 1)
+    for offset in range(row.format.scale_offset, size, 2):  # d, and z where there is one
         for value in (np.nan, np.inf, -np.inf):
             bad = good.copy()
             bad[5, offset : offset + 2] = np.array([value], "<f2").view(np.uint8)
-            assert not validate(ggml.ITQ3_S, bad.ctypes.data, bad.size)
+            assert not validate(row.type, bad.ctypes.data, bad.size)
     assert "at block 5" in capfd.readouterr().err
     # what cannot be encoded
     rows = np.ones((2, 256), dtype=np.float32)
     rows[1, 7] = np.nan
-    bad = ggml.quantize_chunk(ggml.ITQ3_S, rows)
-    assert validate(ggml.ITQ3_S, bad.ctypes.data, 100) and not validate(ggml.ITQ3_S, bad.ctypes.data, 200)
+    bad = ggml.quantize_chunk(row.type, rows)
+    assert validate(row.type, bad.ctypes.data, size) and not validate(row.type, bad.ctypes.data, 2 * size)
 
 
 def activations(name: str, rows: int, n: int, seed: int = 11) -> np.ndarray:
@@ -99,20 +112,23 @@ def test_rotated_activations(name: str) -> None:
     np.testing.assert_array_equal(blocks["bsums"], blocks["qs"].astype(int).reshape(8, 8, 16, 16).sum(-1))
 
 
-@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize(
+    "row,kind", [(row, codec) for row in FAMILY.values() for codec in row.format.codecs],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["gaussian", "outliers", "zero-blocks"])
-def test_vec_dot_is_the_product_of_what_is_stored(kind: str, name: str) -> None:
+def test_vec_dot_is_the_product_of_what_is_stored(row: TrellisType, kind: str, name: str) -> None:
     """Against float64 over the stored levels and the stored 8-bit activations only float32 rounding remains."""
     n = 4096
-    weights = quantize(smooth(64 * n)["laplace"], codec=kind)
+    weights = quantize(smooth(64 * n)["laplace"], row.format, codec=kind)
     rows = ggml.from_float(ggml.Q8_K_H, activations(name, 8, n))
     blocks = rows.reshape(-1).view(Q8_K).reshape(8, n // 256)
     stored = (blocks["d"][..., None].astype(np.float64) * blocks["qs"]).reshape(8, n)
-    indices, _, d, z = unpack(weights.reshape(-1, 100))
-    rotated = ((LEVELS[indices] - z.astype(np.float64)) * (d.astype(np.float64) / 32)).T.reshape(64, n)
+    indices, _, d, z = unpack(weights.reshape(-1, row.format.block_bytes), row.format)
+    rotated = ((row.format.levels[indices] - z.astype(np.float64)) * (d.astype(np.float64) / 32)).T.reshape(64, n)
     exact = rotated @ stored.T
     scale = np.linalg.norm(rotated, axis=1)[:, None] * np.linalg.norm(stored, axis=1)
-    assert np.abs(ggml.vec_dot(ggml.ITQ3_S, weights, rows, n) - exact).max() <= 1e-6 * scale.max()
+    assert np.abs(ggml.vec_dot(row.type, weights, rows, n) - exact).max() <= 1e-6 * scale.max()
 
 
 def dot_error(kind: int, weights: np.ndarray, x: np.ndarray) -> float:
@@ -124,23 +140,25 @@ def dot_error(kind: int, weights: np.ndarray, x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(((got - decoded @ x.astype(np.float64).T) / scale) ** 2)))
 
 
+@of_types
 @pytest.mark.parametrize("name", ["gaussian", "outliers"])
-def test_vec_dot_error_is_that_of_8_bit_activations(name: str) -> None:
+def test_vec_dot_error_is_that_of_8_bit_activations(name: str, row: TrellisType) -> None:
     """As exact as upstream's Q3_K, whose activations have 8 bits too; more so where the rotation spreads outliers."""
     n = 4096
     w = smooth(96 * n)["gaussian"]
     x = activations(name, 16, n)
-    itq3_s = dot_error(ggml.ITQ3_S, ggml.quantize_chunk(ggml.ITQ3_S, w), x)
+    ours = dot_error(row.type, ggml.quantize_chunk(row.type, w), x)
     q3_k = dot_error(ggml.Q3_K, ggml.quantize_chunk(ggml.Q3_K, w), x)
-    print(f"{name}: ITQ3_S {itq3_s:.2e}, Q3_K {q3_k:.2e}")
-    assert itq3_s <= 1.15 * q3_k
+    print(f"{name}: {row.name} {ours:.2e}, Q3_K {q3_k:.2e}")
+    assert ours <= 1.15 * q3_k
 
 
 def test_quantize_fns() -> None:
-    """Upstream's own test, with the new type in it."""
+    """Upstream's own test, with the new types in it."""
     done = llama.run("test-quantize-fns", "-v")
-    lines = [line for line in done.stdout.splitlines() if line.lstrip().startswith("itq3_s")]
-    assert len(lines) == 3 and all("ok" in line for line in lines), done.stdout
+    for row in FAMILY.values():
+        lines = [line for line in done.stdout.splitlines() if line.lstrip().startswith(row.identifier)]
+        assert len(lines) == 3 and all("ok" in line for line in lines), done.stdout
     assert re.search(r"^0 tests failed", done.stdout, re.MULTILINE)
 
 
@@ -172,7 +190,7 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
         ([("a", 500, 512, 0)], 100, "failed to read"),
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
         ([("a", 499, 256, 0)], 128, "'a' has invalid ggml type 499"),
-        ([("a", 502, 256, 0)], 128, "'a' has invalid ggml type 502"),
+        ([("a", 503, 256, 0)], 128, "'a' has invalid ggml type 503"),
         ([("a", 9, 256, 0)], 512, "'a' has type q8_1, which is never in a file"),
         ([("a", 15, 256, 0)], 512, "'a' has type q8_K, which is never in a file"),
         ([("a", 501, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),
@@ -187,12 +205,13 @@ def test_the_reader_refuses(
     assert message in capfd.readouterr().err
 
 
-def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
+@of_types
+def test_sources_under_the_sanitizers(row: TrellisType, tmp_path: Path) -> None:
     """Our C files, compiled with all warnings as errors, run under the address and undefined-behaviour sanitizers."""
     compiler = os.environ.get("CC", "cc")
     sanitizers.require(compiler, tmp_path)
 
-    vectors = np.load(VECTORS)
+    vectors = np.load(DATA / f"{row.identifier}_decode.npz")
     blob = tmp_path / "vectors.bin"
     blob.write_bytes(
         b"".join(b.tobytes() + w.tobytes() for b, w in zip(vectors["blocks"], vectors["weights"], strict=True))
@@ -201,15 +220,16 @@ def test_sources_under_the_sanitizers(tmp_path: Path) -> None:
     source = upstream.fetch_source()
     includes = [ggml.headers(), SOURCES / "format", SOURCES / "cpu"]
     system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
-    files = [PROGRAM, *sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq3s-quants.c"]
+    files = [PROGRAM, *sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq-quants.c"]
     library: list[str | Path] = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
     command: list[str | Path] = [
         compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
         *sanitizers.FLAGS,
-        "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
-        *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq3s",
+        "-DGGML_CPU_GENERIC", f"-DTYPE={row.identifier}", f"-DCODECS={len(row.format.codecs)}",
+        f"-DERROR={ERROR[row.identifier]}", *(f"-I{path}" for path in includes),
+        *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq",
     ]  # fmt: skip
     subprocess.run(command, check=True, stderr=sys.stderr)
-    done = subprocess.run([tmp_path / "test-itq3s", blob], capture_output=True, text=True)
+    done = subprocess.run([tmp_path / "test-itq", blob], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all passed" in done.stdout

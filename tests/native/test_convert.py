@@ -12,7 +12,7 @@ import llama
 from checkpoints import ARCHITECTURES
 from gguf_files import types
 from gguf_itq3s.codec import native
-from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.options import TRELLIS_OUTTYPES, ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from selection import crossed
 
@@ -20,7 +20,7 @@ Make = Callable[[str], Path]
 
 
 @pytest.mark.parametrize(
-    ("name", "pure", "outtype"), crossed(ARCHITECTURES, [False, True], ["itq3_s", "tq1_0", "tq2_0"])
+    ("name", "pure", "outtype"), crossed(ARCHITECTURES, [False, True], [*TRELLIS_OUTTYPES, "tq1_0", "tq2_0"])
 )
 def test_types_are_those_of_llama_quantize(
     name: str, pure: bool, outtype: str, checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
@@ -29,13 +29,13 @@ def test_types_are_those_of_llama_quantize(
     flags = ["--pure"] if pure else []
     llama.run("llama-quantize", *flags, f16(name), tmp_path / "theirs.gguf", outtype.upper(), "2")
     theirs = types(tmp_path / "theirs.gguf")
-    if outtype != "itq3_s":
+    if outtype not in TRELLIS_OUTTYPES:
         # The one rule that differs: Q4_0 cannot hold {-a, 0, a}.
         theirs = {key: Type.Q8_0 if value == Type.Q4_0 else value for key, value in theirs.items()}
     assert types(tmp_path / "ours.gguf") == theirs
 
 
-@pytest.mark.parametrize("outtype", ["itq3_s", "tq1_0", "tq2_0"])
+@pytest.mark.parametrize("outtype", [*TRELLIS_OUTTYPES, "tq1_0", "tq2_0"])
 def test_native_and_numpy_write_the_same_file(
     outtype: str, checkpoint: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:

@@ -8,11 +8,11 @@ from gguf import GGMLQuantizationType as Type
 
 from encoding import encoded, weights
 from gguf_itq3s.codec import native
-from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.rounding import encode
 
 
-@pytest.mark.parametrize("qtype", [ITQ3_S, Type.Q6_K, Type.IQ4_NL, Type.TQ1_0])
+@pytest.mark.parametrize("qtype", [*FAMILY, Type.Q6_K, Type.IQ4_NL, Type.TQ1_0])
 def test_library_and_pieces(qtype: Type, library: native.NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_PIECE", 3000)
     array = weights(23, 512)

@@ -35,7 +35,7 @@ def compile_replay(part: str, folder: Path) -> Path:
     source = upstream.fetch_source()
     tree = folder / "include"
     shutil.copytree(SOURCES / "cpu", tree / "itq3s", dirs_exist_ok=True)  # as in the patched tree: ggml-cpu/itq3s
-    for name in ("itq3s-ldlq.h", "grid-ldlq.h"):
+    for name in ("itq-ldlq.h", "grid-ldlq.h"):
         shutil.copyfile(SOURCES / "format" / name, tree / name)
     program = folder / f"replay-{part}"
     libraries = ["-lllama", "-lggml"] if part == "header" else []

@@ -12,7 +12,7 @@ import ggml_library
 import llama
 from gguf_itq3s import upstream
 
-HEADER = llama.ROOT / "ggml-patch" / "src" / "cuda" / "itq3s-share.h"
+HEADER = llama.ROOT / "ggml-patch" / "src" / "cuda" / "itq-share.h"
 
 #: Mistakes that the program has to find.
 FAULTS = {

@@ -34,6 +34,8 @@ SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
 #: Our types; their places are their numbers in the C interfaces.
 TYPES = ("itq3_s", "tq1_0", "tq2_0")
+#: And those that are only converted and multiplied by upstream's MMVQ.
+DECODED = (*TYPES, "itq2_s")
 #: Architectures: asynchronous copies and dependent launches; the first tensor cores for int8; tiles of 128 rows without
 #: tensor cores; those of 64 rows.
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610
@@ -53,8 +55,8 @@ def widths(architecture: int, name: str, fallback: bool) -> tuple[int, ...]:
 UPSTREAM = ("mmq.cu", "mmvq.cu", "mmid.cu", "quantize.cu")
 #: What is compiled together: our files and the C interfaces; upstream's with our functions inside; upstream's of which
 #: only what is called on the host runs, for the kernels are ours.
-OURS = [("device.cpp", "itq3s-quantize.cu", "drivers.cpp")]
-OURS_NEWEST = [("itq3s-mma.cu", "products.cpp"), ("kernels.cpp", "faults.cpp", "fused.cpp")]
+OURS = [("device.cpp", "itq-quantize.cu", "drivers.cpp")]
+OURS_NEWEST = [("itq-mma.cu", "products.cpp"), ("kernels.cpp", "faults.cpp", "fused.cpp")]
 INSTANCES = [f"template-instances/mmq-instance-{name}.cu" for name in TYPES]
 
 #: The PTX instructions of emulate/ptx.h.

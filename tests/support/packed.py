@@ -7,10 +7,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from gguf_itq3s.codec import packing
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
-from gguf_itq3s.codec.types import ITQ3_S
 
-TYPES = (ITQ3_S, TQ1_0, TQ2_0)
+TYPES = (*FAMILY, TQ1_0, TQ2_0)
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -19,13 +19,14 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Valid random blocks: every byte pattern of codes, scales that are numbers, for ITQ3_S zero-points."""
+    """Valid random blocks: every byte pattern of codes, scales that are numbers, zero-points where there are."""
     rng = np.random.default_rng(seed)
     count = rows * columns // 256
-    if qtype == ITQ3_S:
-        data = rng.integers(0, 256, (count, 100), dtype=np.uint8)
+    if (row := FAMILY.get(qtype)) is not None:
+        fmt = row.format
+        data = rng.integers(0, 256, (count, fmt.block_bytes), dtype=np.uint8)
         scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
-        data[:, 96:] = scales.astype("<f2").view(np.uint8)
+        data[:, fmt.scale_offset :] = scales[:, : 1 + fmt.zero_point].astype("<f2").view(np.uint8)
     else:
         pack = packing.tq1_0_blocks if qtype == TQ1_0 else packing.tq2_0_blocks
         data = pack(rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, count))

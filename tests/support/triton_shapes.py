@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gguf import GGMLQuantizationType as Type
 
-from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.codec.family import is_trellis
 from packed import TYPES
 
 
@@ -27,5 +27,5 @@ FORWARD = [
     for qtype in TYPES
     for columns, outputs in ((256, 33), (768, 7), (4096, 5))
     for rows in (1, 3, 16, 17, 128)
-    if qtype == ITQ3_S or rows in (1, 17)
+    if is_trellis(qtype) or rows in (1, 17)
 ]

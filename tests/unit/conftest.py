@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gguf_itq3s.codec import native, scale
-from gguf_itq3s.codec.formats import ITQ3_S_FORMAT, Format
+from gguf_itq3s.codec.formats import Format
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 
@@ -34,7 +34,7 @@ def searched_once() -> Iterator[None]:
     own = scale.solve
     known: dict[object, tuple[np.ndarray, ...]] = {}
 
-    def solve(x: np.ndarray, effort: str = "default", fmt: Format = ITQ3_S_FORMAT) -> tuple[np.ndarray, ...]:
+    def solve(x: np.ndarray, effort: str, fmt: Format) -> tuple[np.ndarray, ...]:
         if x.size > 1 << 18:
             return own(x, effort, fmt)
         key = hashlib.sha256(x.tobytes()).digest(), x.shape, effort, fmt

@@ -28,9 +28,9 @@ def _results(rows: Any, scale: float) -> dict[str, dict[str, Any]]:
 def test_tables_of_models_with_different_rows() -> None:
     """Twins have no stock types: their cells are empty."""
     models = {
-        "model": _results((*calibration.ROWS, *calibration.STOCK_ROWS), 0.1),
+        "model": _results(calibration.EVERY_ROW, 0.1),
         **{twin: _results(calibration.TWIN_ROWS, 0.1) for twin in TWINS},
-        "held-out model": _results((*calibration.ROWS, *calibration.STOCK_ROWS), 0.002),
+        "held-out model": _results(calibration.EVERY_ROW, 0.002),
     }
     lines = calibration.tables({"wikitext": models}).splitlines()
     rows = {
@@ -46,7 +46,7 @@ def test_tables_of_models_with_different_rows() -> None:
 
 
 def test_rows_are_distinct() -> None:
-    rows = (*calibration.ROWS, *calibration.STOCK_ROWS)
+    rows = calibration.EVERY_ROW
     keys = [row.key for row in rows]
     assert len(set(keys)) == len(keys)
     assert {name for _, above, below in calibration.RATIOS for name in (above, *below)} <= set(keys)

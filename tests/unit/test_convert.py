@@ -33,7 +33,7 @@ from gguf_itq3s.checkpoint import patches, policy, reading
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
-from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.codec.types import ITQ2_S, ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
@@ -232,6 +232,7 @@ def small_model(**changes: object) -> policy.Model:
     "columns,target,expected",
     [
         (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, Type.IQ4_NL), (300, ITQ3_S, Type.F16),
+        (256, ITQ2_S, ITQ2_S), (320, ITQ2_S, Type.IQ4_NL), (300, ITQ2_S, Type.F16),
         (320, Type.TQ2_0, Type.Q8_0), (300, Type.TQ1_0, Type.F16),
     ],
 )  # fmt: skip
@@ -246,6 +247,38 @@ def test_models_of_70b_get_more_bits_for_attn_v() -> None:
     assert policy.choose(name, shape, Type.F16, ITQ3_S, big).type == Type.Q5_K
     assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(heads=64, kv_heads=8)).type == Type.Q4_K
     assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model()).type == ITQ3_S
+
+
+@pytest.mark.parametrize(
+    "name,changes,expected",
+    [
+        ("blk.0.attn_q.weight", {}, ITQ2_S), ("blk.9.ffn_up.weight", {}, ITQ2_S),
+        ("output.weight", {}, Type.Q5_K), ("token_embd.weight", {"tied": True}, Type.Q5_K),
+        ("output.weight", {"arch": "falcon"}, Type.Q8_0),
+        ("token_embd.weight", {}, ITQ3_S), ("blk.3.attn_v.weight", {}, ITQ3_S),
+        ("blk.3.attn_v.weight", {"kv_heads": 8}, Type.Q4_K), ("blk.3.attn_qkv.weight", {"experts": 4}, Type.Q4_K),
+        ("blk.3.attn_k.weight", {}, ITQ2_S), ("blk.3.attn_k.weight", {"experts": 8}, Type.Q4_K),
+        ("blk.3.attn_output.weight", {}, ITQ2_S), ("blk.3.attn_output.weight", {"experts": 8}, Type.Q5_K),
+        ("blk.3.ffn_down.weight", {}, ITQ3_S), ("blk.4.ffn_down.weight", {}, ITQ2_S),
+    ],
+)  # fmt: skip
+def test_the_mix_of_two_bits(name: str, changes: dict[str, object], expected: Type) -> None:
+    """llama-quantize's rules for IQ2_XXS, with ITQ3_S where those say Q2_K."""
+    downs = policy.first_downs({f"blk.{i}.ffn_down.weight": (64, 256) for i in reversed(range(32))}, "llama", 32)
+    model = small_model(**changes, first_downs=downs)
+    assert policy.choose(name, (64, 256), Type.F16, ITQ2_S, model).type == expected
+
+
+def test_matrices_out_of_the_network_are_counted_as_llama_quantize_counts_them() -> None:
+    """By the order of layers and names, whether a layer has one of them or two."""
+    shapes: dict[str, tuple[int, ...]] = {"blk.0.ffn_down_exps.bias": (8, 256), "blk.0.ffn_norm.weight": (256,)}
+    for layer in (10, 2, 0):
+        shapes[f"blk.{layer}.ffn_down_shexp.weight"] = (256, 256)
+        shapes[f"blk.{layer}.ffn_down_exps.weight"] = (8, 256, 256)
+    assert policy.first_downs(shapes, "llama", 24) == {
+        "blk.0.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight", "blk.2.ffn_down_exps.weight",
+    }  # fmt: skip
+    assert policy.first_downs(shapes, "llama", 7) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from gguf_itq3s.distill.codes import Coded, CodedMatrix, encoder
 from gguf_itq3s.distill.losses import confidence_of, divergence
 from gguf_itq3s.distill.model import Student
 from gguf_itq3s.distill.optimizer import BETAS, Adam, Group, decode_moment, encode_moment
-from gguf_itq3s.distill.options import DistillOptions
+from gguf_itq3s.distill.options import TYPES, DistillOptions
 from gguf_itq3s.distill.pipeline import Run, distill, rate
 from selection import some
 
@@ -132,7 +132,7 @@ def test_forward_has_the_code_and_the_gradient_passes_it_by() -> None:
         layer.weight.copy_(torch.randn(8, 512, generator=generator))
     weight = layer.weight.detach().clone()
     matrix = CodedMatrix("blk.0.x.weight", layer)
-    encode = encoder("itq3_s", "fast", 1)
+    encode = encoder(ITQ3_S, "fast", 1)
     matrix.encode(encode)
     code = blocks.dequantize(blocks.quantize(weight.numpy(), effort="fast"), (8, 512))
     np.testing.assert_allclose(matrix.weights().numpy(), code, rtol=0, atol=1e-6)
@@ -152,11 +152,11 @@ def test_forward_has_the_code_and_the_gradient_passes_it_by() -> None:
     torch.testing.assert_close(matrix.coded.factor.grad, expected, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("qtype", ["itq3_s", "tq2_0"])
+@pytest.mark.parametrize("qtype", TYPES)
 def test_codes_are_codes_of_themselves(qtype: str) -> None:
     """What is trained from a file begins with its codes, and what is written converts to them."""
     weights = np.random.default_rng(0).laplace(size=(16, 512)).astype(np.float32)
-    encode = encoder(qtype, "fast", 1)
+    encode = encoder(TYPES[qtype], "fast", 1)
     code = encode(weights)
     assert not np.array_equal(code, weights)
     factor = np.float32(1.07)

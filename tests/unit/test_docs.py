@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_itq3s.codec.trellis import LEVELS
+from gguf_itq3s.codec.family import FAMILY
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,11 +18,28 @@ def script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, ROOT / "scripts" / name, *arguments], capture_output=True, text=True)
 
 
-def test_levels_in_the_format_description() -> None:
-    rows = re.findall(r"^\| ([0-3]) \| (-[0-9 -]+) \|$", (ROOT / "docs" / "format.md").read_text(), re.MULTILINE)
-    assert {int(grid): [int(n) for n in levels.split()] for grid, levels in rows} == {
-        grid: LEVELS[grid::4].tolist() for grid in range(4)
-    }
+def test_the_format_description() -> None:
+    """Levels and offsets of every type, in the order of the table."""
+    page = (ROOT / "docs" / "format.md").read_text()
+    grids = [
+        (grid, fmt.levels[grid::4].tolist()) for row in FAMILY.values() for fmt in [row.format] for grid in range(4)
+    ]  # fmt: skip
+    found = re.findall(r"^\| ([0-3]) \| (-[0-9 -]+) \|$", page, re.MULTILINE)
+    assert [(int(grid), [int(n) for n in levels.split()]) for grid, levels in found] == grids
+    offsets = [
+        (offset, field)
+        for row in FAMILY.values() for fmt in [row.format]
+        for offset, field in [
+            (0, f"uint8 qs[{fmt.symbol_bytes}]"), (fmt.symbol_bytes, f"uint8 sel[{fmt.block // 8}]"),
+            (fmt.scale_offset, "fp16 d"), *[(fmt.scale_offset + 2, "fp16 z")] * fmt.zero_point,
+        ]
+    ]  # fmt: skip
+    assert [
+        (int(at), field) for at, field in re.findall(r"^\| (\d+) \| `(\w+ [^`]+)` \|", page, re.MULTILINE)
+    ] == offsets
+    for row in FAMILY.values():
+        assert f"| tensor type `{row.name}` | {int(row.type)} |" in page
+        assert f"| file type `MOSTLY_{row.name}` in `general.file_type` | {int(row.file_type)} |" in page
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import llama
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import main
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.evaluate import command, plots, ratio, runner, tools, wikitext
 from gguf_itq3s.evaluate.rows import Row, kv_rows, weight_rows
 
@@ -121,7 +122,9 @@ def test_rows_are_distinct_and_complete() -> None:
         "Q3_K_M",
         "IQ3_S",
         "IQ3_XXS",
-        "ITQ3_S",
+        "Q2_K",
+        "IQ2_XXS",
+        *(row.name for row in FAMILY.values()),
         "TQ1_0",
         "TQ2_0",
     }
@@ -130,6 +133,9 @@ def test_rows_are_distinct_and_complete() -> None:
     keys = {row.key for row in weights}
     assert {"iq3_s-pure", "iq3_xxs-imatrix", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
     assert {"convert", "convert-pure-fast", "convert-pure-ternary", "convert-calibrated"} <= keys
+    assert {"iq2_xxs-imatrix", "iq2_xxs-pure-imatrix", "q2_k", "q2_k-pure-imatrix"} <= keys
+    assert not {"iq2_xxs", "iq2_xxs-pure"} & keys  # nobody makes it without
+    assert {"itq2_s", "itq2_s-pure-imatrix", "convert-itq2_s-pure-fisher", "convert-bpw-2.7-fisher"} <= keys
     assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
 
 

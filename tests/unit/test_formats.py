@@ -1,61 +1,104 @@
-"""Search, scale solver and block layout with another number of symbol bits: a format is an instance, not a copy."""
+"""Formats of other widths and lengths: search, scale solver and block layout take a format, they are no copies."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distributions import smooth
 from gguf_itq3s.codec import scale
-from gguf_itq3s.codec.blocks import decode_blocks, encode_trellis, unpack
-from gguf_itq3s.codec.formats import ITQ3_S_FORMAT, Format
+from gguf_itq3s.codec.blocks import decode_blocks, dequantize, encode_blocks, pack, quantize, unpack
+from gguf_itq3s.codec.family import FAMILY, TrellisType
+from gguf_itq3s.codec.formats import Format
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS, search
+from gguf_itq3s.codec.trellis import search
 from gguf_itq3s.rounding import ldlq
+from other_formats import FOUR_BITS, SHORT
 
-#: One symbol bit, eight levels, no zero-point: 66 bytes for 256 weights.
-TWO_BITS = Format(
-    name="two bits",
-    symbol_bits=1,
-    levels=np.array([-63, -36, -20, -6, 6, 20, 36, 63], dtype=np.int8),
-    trellis=ITQ3_S_TRELLIS,
-    rms_in_levels=33.5,
-    starts={"fast": (1.0,), "default": (1.0, 0.94, 1.06)},
-    zero_point=False,
-)
+SOURCES = Path(__file__).parents[2] / "ggml-patch" / "src" / "format"
 
-
-def test_sizes() -> None:
-    assert (ITQ3_S_FORMAT.block_bytes, ITQ3_S_FORMAT.bits_per_weight) == (100, 3.125)
-    assert (TWO_BITS.block_bytes, TWO_BITS.bits_per_weight) == (66, 2.0625)
+#: And the range of the relative squared error of Gaussian weights: 0.0211 and 0.0815 simulated for blocks of 64.
+FORMATS = [
+    (FOUR_BITS, 130, 4.0625, (0.0055, 0.0075)),
+    (SHORT[0], 26, 3.25, (0.0195, 0.0225)),
+    (SHORT[1], 18, 2.25, (0.07, 0.084)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "laplace", "student-t4"])
-def test_two_bits(kind: str) -> None:
-    """Blocks come back as they were coded, with the error that a rate of two bits has with this code."""
-    weights = smooth(1 << 17)[kind].reshape(-1, 256)
-    x = np.ascontiguousarray(fwht(weights).T)
-    indices, selectors, d = scale.solve(x, "default", TWO_BITS)
-    blocks = encode_trellis(x, "default", TWO_BITS)
-    assert blocks.shape == (weights.shape[0], 66)
-    again = unpack(blocks, TWO_BITS)
-    np.testing.assert_array_equal(again[0], indices)
-    np.testing.assert_array_equal(again[1], selectors)
-    np.testing.assert_array_equal(again[2], d)
+@pytest.mark.parametrize("fmt,size,bits,limits", FORMATS, ids=lambda value: getattr(value, "name", None))
+def test_another_format(fmt: Format, size: int, bits: float, limits: tuple[float, float]) -> None:
+    """Blocks come back as they were coded, with the error that such a rate has with this code."""
+    assert (fmt.block_bytes, fmt.bits_per_weight) == (size, bits)
+    weights = smooth(1 << 16)["gaussian"].reshape(-1, fmt.block)
+    x = np.ascontiguousarray(fwht(weights, fmt.block).T)
+    indices, selectors, d = scale.solve(x, "default", fmt)
+    blocks = encode_blocks(weights, "default", fmt=fmt)
+    assert blocks.shape == (len(weights), size)
+    again = unpack(blocks, fmt)
+    for got, expected in zip(again[:3], (indices, selectors, d), strict=True):
+        np.testing.assert_array_equal(got, expected)
     assert not again[3].any()
-    error = np.square(decode_blocks(blocks, TWO_BITS) - weights).sum() / np.square(weights).sum()
-    assert 0.07 < error < 0.084  # Gaussian, simulated: 0.081
+    assert set(np.unique(indices)) == set(range(fmt.levels.size))
+    np.testing.assert_array_equal(pack(*again, fmt), blocks)
+    decoded = decode_blocks(blocks, fmt)
+    rotated = fmt.level_values[indices] * d.astype(np.float32) / 32
+    np.testing.assert_allclose(decoded, fwht(rotated.T, fmt.block), atol=1e-5)
+    error = np.square(decoded - weights).sum() / np.square(weights).sum()
+    assert limits[0] < error < limits[1]
+    rows = quantize(weights.reshape(4, -1), fmt, effort="fast")
+    assert rows.shape == (4, weights.size // 4 // fmt.block * size)
+    assert dequantize(rows, fmt=fmt).shape == (4, weights.size // 4)
 
 
-def test_feedback_of_another_format() -> None:
+@pytest.mark.parametrize("fmt", [row[0] for row in FORMATS], ids=lambda fmt: fmt.name)
+def test_feedback_of_another_format(fmt: Format) -> None:
     """Without feedback the calibrated search is the plain one, for any format."""
-    target = np.random.default_rng(0).standard_normal((256, 5)).astype(np.float32) * 33.5
-    found = ldlq.search(target, np.eye(256, dtype=np.float32), np.ones(256, np.float32), ldlq.Search(4, 4), TWO_BITS)
-    plain = search(target, TWO_BITS.trellis, TWO_BITS.levels)
+    n = fmt.block
+    target = np.random.default_rng(0).standard_normal((n, 5)).astype(np.float32) * np.float32(fmt.rms_in_levels)
+    found = ldlq.search(target, np.eye(n, dtype=np.float32), np.ones(n, np.float32), ldlq.Search(4, 4), fmt)
+    plain = search(target, fmt.trellis, fmt.levels)
     for got, expected in zip(found, plain, strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_level_table_has_to_fit_the_symbols() -> None:
-    with pytest.raises(ValueError, match="8 levels are not four subsets of 4"):
-        Format("wrong", 2, TWO_BITS.levels, ITQ3_S_TRELLIS, 25.5, {"fast": (1.0,)}, True)
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 levels are not four subsets of 4"):
+        replace(FOUR_BITS, symbol_bits=2)
+    with pytest.raises(ValueError, match="start scales are of the efforts fast, default, not of fast"):
+        replace(FOUR_BITS, starts={"fast": (1.0,)})
+    for block in (128, 8, 96):
+        with pytest.raises(ValueError, match="an even power of two"):
+            replace(FOUR_BITS, block=block)
+    with pytest.raises(ValueError, match="a ternary code without a zero-point"):
+        replace(next(iter(FAMILY.values())).format, zero_point=False)
+
+
+def test_c_has_the_same_types() -> None:
+    """The list of types stands once in C, in ggml-itq-types.h, in the order of the table."""
+    listed = re.findall(r"^ +X\((\w+(?:, \w+){6})\)", (SOURCES / "ggml-itq-types.h").read_text(), re.MULTILINE)
+    expected = [
+        (row.name, row.identifier, fmt.symbol_bits, fmt.levels.size, fmt.block, int(fmt.zero_point), int(row.type))
+        for row in FAMILY.values() for fmt in [row.format]
+    ]  # fmt: skip
+    assert listed == [", ".join(map(str, row)) for row in expected]
+
+
+@pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
+def test_c_has_the_same_levels_and_start_scales(row: TrellisType) -> None:
+    """They stand once in C, in ggml-itq.h and itq-lanes.h."""
+
+    header, lanes = ((SOURCES / name).read_text() for name in ("ggml-itq.h", "itq-lanes.h"))
+    levels = re.search(rf"^#define {row.name}_LEVELS {{ (.*) }}$", header, re.MULTILINE)
+    assert levels and list(map(int, levels[1].split(", "))) == row.format.levels.tolist()
+    # How many each effort tries, and the RMS in level units at each.
+    defined = re.search(rf"^#define {row.name}_STARTS[\\\s]+{{ (.*?) }}, {{(.*?)}}", lanes, re.MULTILINE | re.DOTALL)
+    assert defined
+    assert list(map(int, defined[1].split(", "))) == [len(starts) for starts in row.format.starts.values()]
+    quotients = re.findall(r"\(float\) \(([\d.]+) / ([\d.]+)\)", defined[2])
+    rms = [np.float32(float(above) / float(below)) for above, below in quotients]
+    assert rms == list(row.format.start_rms("default"))
+    assert rms[:1] == list(row.format.start_rms("fast"))

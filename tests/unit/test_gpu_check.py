@@ -120,6 +120,7 @@ static const char * names[] = { "f32", "f16", "itq3_s", "tq2_0", "tq1_0", "q4_K"
 const char * ggml_type_name(int type) { return type < 9 ? names[type] : NULL; }
 const char * ggml_op_name(int op) { return op == 7 ? "MUL_MAT" : op == 9 ? "CONT" : "OTHER"; }
 size_t ggml_row_size(int type, int64_t n) { return type == 0 ? 4 * n : type == 1 ? 2 * n : 100 * n / 256; }
+_Bool ggml_quantize_requires_imatrix(int type) { return type < 0; }
 size_t ggml_quantize_chunk(int type, const float * x, void * y, int64_t start, int64_t rows, int64_t n, void * m) {
     memset(y, type, rows * ggml_row_size(type, n));
     return x && !start && !m ? rows * ggml_row_size(type, n) : 0;
@@ -156,7 +157,7 @@ class Machine:
         for name in BUILT:
             self.script(f"programs/{name}", text)
         (folder / "programs" / "libggml-cuda.so").write_bytes(b"\0libcublas.so.13\0")
-        self.pack("itq3s-quantize.cuh")
+        self.pack("itq-quantize.cuh")
         (self.packed / "demo-itq3_s.gguf").write_text("made up")
         (self.packed / "text.txt").write_text("made up")
 
@@ -377,7 +378,7 @@ def test_a_path_out_of_the_folder_is_refused(machine: Machine) -> None:
 @pytest.mark.slow
 def test_a_changed_source_compiles_only_what_changed(machine: Machine) -> None:
     machine.run("--only", "build")
-    file = machine.folder / "work/llama.cpp/ggml/src/ggml-cuda/itq3s-quantize.cuh"
+    file = machine.folder / "work/llama.cpp/ggml/src/ggml-cuda/itq-quantize.cuh"
     os.utime(file, (1, 1))
     machine.run("--only", "build")
     assert file.stat().st_mtime == 1

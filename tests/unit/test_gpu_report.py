@@ -212,13 +212,13 @@ def test_cuda_check_reads_ptxas() -> None:
 
 def test_cuda_check_finds_warnings_in_our_files_only() -> None:
     log = (
-        'itq3s-decode.cuh(10): warning #177-D: variable "x" was declared but never referenced\n'
+        'itq-decode.cuh(10): warning #177-D: variable "x" was declared but never referenced\n'
         "../ggml-impl.h:312:15: warning: defined but not used\n"
-        "itq3s-vecdot.cuh:7:1: warning: unused parameter\n"
+        "itq-vecdot.cuh:7:1: warning: unused parameter\n"
     )
-    assert len(cuda.warnings_of(log, {"itq3s-decode.cuh", "itq3s-vecdot.cuh"})) == 2
+    assert len(cuda.warnings_of(log, {"itq-decode.cuh", "itq-vecdot.cuh"})) == 2
 
 
 def test_cuda_check_compiles_what_is_touched() -> None:
     files = cuda.touched_files()
-    assert {"mmvq.cu", "convert.cu", "itq3s-quantize.cu", "template-instances/mmq-instance-itq3_s.cu"} <= set(files)
+    assert {"mmvq.cu", "convert.cu", "itq-quantize.cu", "template-instances/mmq-instance-itq3_s.cu"} <= set(files)

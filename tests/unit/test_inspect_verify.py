@@ -12,8 +12,9 @@ import pytest
 
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.trellis import LEVELS
-from gguf_itq3s.codec.types import ITQ3_S
+from gguf_itq3s.codec.family import FAMILY, TrellisType
+from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
+from gguf_itq3s.codec.types import ITQ2_S, ITQ3_S
 from gguf_itq3s.inspect import contents, verify
 from selection import some
 
@@ -58,6 +59,18 @@ def test_inspect_counts_levels(tmp_path: Path) -> None:
     assert ternary["levels"] == {"-1": 0.25, "0": 0.25, "1": 0.5}
     assert ternary["scales"] == [0.5, 0.5] and ternary["zero_blocks"] == 0
     assert zero["scales"] == [0, 0] and zero["zero_blocks"] == 2
+
+
+@pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
+def test_inspect_counts_the_levels_of_every_type(row: TrellisType, tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    data = blocks.quantize(weights, row.format, effort="fast")
+    (_, tensor) = contents.inspect_file(typed_file(tmp_path / "x.gguf", row.type, data))["tensors"]
+    indices, _, d, _ = blocks.unpack(data.reshape(-1, row.format.block_bytes), row.format)
+    counts = np.bincount(indices.ravel(), minlength=row.format.levels.size) / weights.size
+    assert tensor["levels"] == dict(zip(map(str, row.format.levels), counts, strict=True))
+    assert tensor["bits_per_weight"] == row.format.bits_per_weight
+    assert tensor["scales"] == [float(d.min()), float(d.max())]
 
 
 def test_inspect_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,9 +151,9 @@ Q = gguf.GGMLQuantizationType
 FLOATS = {
     Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82], Q.Q3_K: [108],
     Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0], Q.IQ3_S: [0], Q.TQ1_0: [52],
-    Q.TQ2_0: [64], ITQ3_S: [96, 98], Q.F16: [0, 2], Q.F32: [2, 6], Q.BF16: [0, 2],
+    Q.TQ2_0: [64], ITQ3_S: [96, 98], ITQ2_S: [64], Q.F16: [0, 2], Q.F32: [2, 6], Q.BF16: [0, 2],
 }  # fmt: skip
-SOME = (ITQ3_S, Q.TQ2_0, Q.Q8_0, Q.F16, Q.F32, Q.BF16)
+SOME = (ITQ3_S, ITQ2_S, Q.TQ2_0, Q.Q8_0, Q.F16, Q.F32, Q.BF16)
 
 
 def typed_file(path: Path, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -> Path:

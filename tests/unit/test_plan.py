@@ -48,6 +48,7 @@ def test_the_70b_case_of_the_paper(llama_70b: Path) -> None:
     pure = result["types"]["ITQ3_S"]["pure_bytes"]
     assert pure == pytest.approx(70.55e9 * 3.125 / 8, rel=1e-3)
     assert 25.6 < pure / GIB < 25.8
+    assert result["types"]["ITQ2_S"]["pure_bytes"] == pytest.approx(pure * 2.0625 / 3.125, rel=1e-3)
     # 80 layers of 8 heads of 128, K and V, two bytes each.
     assert result["cache"]["F16"] == 80 * 8 * 128 * 2 * 2 * 16384 == 5 * GIB
     assert result["cache"]["Q4_0"] == 5 * GIB * 4.5 / 16

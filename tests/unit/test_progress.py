@@ -11,7 +11,7 @@ import pytest
 PROGRESS = Path(__file__).resolve().parents[2] / "ggml-patch" / "cmake" / "progress.py"
 THEIRS = "/tree/ggml-cpu/ops.cpp:12:3: warning: enumeration value not handled [-Wswitch]"
 HEADER = "/usr/lib/avx512fintrin.h:206:11: warning: '__Y' is used uninitialized [-Wuninitialized]"
-OURS = "/tree/ggml-cpu/itq3s/itq3s-quants.c:7:9: warning: unused variable 'x' [-Wunused-variable]"
+OURS = "/tree/ggml-cpu/itq3s/itq-quants.c:7:9: warning: unused variable 'x' [-Wunused-variable]"
 STEPS = ["[1/3] Building C object a.c.o", "[2/3] Building CXX object b.cpp.o", "[3/3] Linking CXX executable c"]
 
 
@@ -25,7 +25,7 @@ def run(
         sys.executable,
         PROGRESS,
         log,
-        r"^(itq3s-quants\.c|itq3s-gemm\.c)$",
+        r"^(itq-quants\.c|itq-gemm\.c)$",
         sys.executable,
         "-c",
         program,
@@ -35,7 +35,7 @@ def run(
 
 
 def test_warnings_of_others_are_in_the_log_alone(tmp_path: Path) -> None:
-    lines = [STEPS[0], THEIRS, STEPS[1], "In file included from /tree/itq3s-quants.c:3,", HEADER, STEPS[2]]
+    lines = [STEPS[0], THEIRS, STEPS[1], "In file included from /tree/itq-quants.c:3,", HEADER, STEPS[2]]
     done, log = run(tmp_path, lines, ci="true")
     assert done.returncode == 0 and done.stderr == "" and log == lines
     assert done.stdout.startswith("-- compiled 2 objects in ") and len(done.stdout.splitlines()) == 1

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import gguf_itq3s
 from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.family import FAMILY, TrellisType, is_trellis
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.codec.types import ITQ3_S
@@ -25,6 +26,7 @@ from gguf_itq3s.torch import (
     PackedLinear,
     TernaryLinear,
     decode,
+    packing,
     products,
     quantize,
     replace_linears,
@@ -46,12 +48,13 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, toleran
 # ---------------------------------------------------------------------------------------------------------- decoding
 
 
-def test_reference_blocks_decode_to_the_rotated_values() -> None:
-    data = np.load(DATA / "itq3_s_decode.npz")
-    kind = decode.LAYOUTS[ITQ3_S]
+@pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
+def test_reference_blocks_decode_to_the_rotated_values(row: TrellisType) -> None:
+    data = np.load(DATA / f"{row.identifier}_decode.npz")
+    kind = decode.LAYOUTS[row.type]
     values = decode.weights(torch.from_numpy(data["blocks"]), kind)
     np.testing.assert_allclose(values.numpy(), data["rotated"], rtol=1e-6)
-    decoded = products.dequantize(torch.from_numpy(data["blocks"]), ITQ3_S)
+    decoded = products.dequantize(torch.from_numpy(data["blocks"]), row.type)
     np.testing.assert_allclose(decoded.numpy(), data["weights"], rtol=1e-5, atol=1e-6)
 
 
@@ -60,8 +63,8 @@ def test_dequantized_bits_are_those_of_the_codec(qtype: Type) -> None:
     data = packed_rows(qtype, 5, 1024)
     expected = gguf.quants.dequantize(data, qtype)
     decoded = products.dequantize(torch.from_numpy(data), qtype).numpy()
-    if qtype == ITQ3_S:
-        plain = blocks.unpack(data.reshape(-1, 100))[3] == 0
+    if is_trellis(qtype) and FAMILY[qtype].format.zero_point:
+        plain = blocks.unpack(data.reshape(-1, FAMILY[qtype].format.block_bytes), FAMILY[qtype].format)[3] == 0
         assert plain.any() and not plain.all()
         np.testing.assert_array_equal(decoded.reshape(-1, 256)[plain], expected.reshape(-1, 256)[plain])
         np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-5)
@@ -200,9 +203,11 @@ def test_autocast_casts_the_input_and_nothing_inside() -> None:
 def test_residual_pass_codes_the_error() -> None:
     weight = matrix(64, 1024)
     errors = {}
-    for name, residual in (("none", False), ("itq3_s", True), ("tq2_0", "tq2_0")):
+    for name, residual in (("none", False), ("itq3_s", True), ("tq2_0", "tq2_0"), ("itq2_s", "itq2_s")):
         packed = quantize(weight, residual=residual)
-        layer = PackedLinear.from_blocks(packed.weight, residual=packed.residual)
+        layer = PackedLinear.from_blocks(
+            packed.weight, residual=packed.residual, residual_type=packing.residual_qtype(residual)
+        )
         decoded = layer.dequantize()
         errors[name] = float((decoded - weight).square().sum() / weight.square().sum())
         x = matrix(5, 1024, 1)
@@ -210,6 +215,7 @@ def test_residual_pass_codes_the_error() -> None:
     assert errors["none"] < 0.0223
     assert errors["itq3_s"] < 0.00055
     assert errors["tq2_0"] < 0.0045
+    assert errors["itq2_s"] < 0.0019
     bits = {q: decode.LAYOUTS[q].block_bytes * 8 / 256 for q in (ITQ3_S, TQ2_0)}
     assert (2 * bits[ITQ3_S], bits[ITQ3_S] + bits[TQ2_0]) == (6.25, 5.1875)
 
@@ -217,7 +223,7 @@ def test_residual_pass_codes_the_error() -> None:
 def test_what_residuals_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown residual 'q8_0'"):
         quantize(matrix(1, 256), residual="q8_0")
-    with pytest.raises(ValueError, match="follows ITQ3_S, not TQ2_0"):
+    with pytest.raises(ValueError, match="follows ITQ3_S or ITQ2_S, not TQ2_0"):
         quantize(matrix(1, 256), TQ2_0, residual=True)
     with pytest.raises(ValueError, match="follows ITQ3_S"):
         PackedLinear(256, 1, qtype=TQ1_0, residual_type=TQ2_0)

@@ -389,9 +389,9 @@ def test_bytes_where_floats_belong(saved: tuple[Any, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"qtype": "q4_k"}, "qtype 'q4_k' is not one of itq3_s, tq2_0, tq1_0"),
+        ({"qtype": "q4_k"}, "qtype 'q4_k' is not one of itq3_s, itq2_s, tq2_0, tq1_0"),
         ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "residual"),
-        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows itq3_s, not tq2_0"),
+        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows itq3_s or itq2_s, not tq2_0"),
         ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": "no"}, "fold_norms 'no' is not true"),
         ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
         ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),

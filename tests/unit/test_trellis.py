@@ -7,65 +7,78 @@ import itertools
 import numpy as np
 import pytest
 
-from gguf_itq3s.codec.trellis import ITQ3_S_TRELLIS, LEVELS, UNGERBOECK, Trellis, nearest_symbols, search
+from gguf_itq3s.codec.family import FAMILY
+from gguf_itq3s.codec.formats import Format
+from gguf_itq3s.codec.trellis import TRELLIS, UNGERBOECK, Trellis, nearest_symbols, search
 from selection import some
+
+FORMATS = [row.format for row in FAMILY.values()]
+of_formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 
 
 def test_subsets_follow_the_format() -> None:
     """docs/format.md: c1 = s[t]^s[t-1]^s[t-6], c0 = s[t-2]^s[t-4], s = 0 before the block."""
     s = np.random.default_rng(0).integers(0, 2, (256, 5)).astype(np.uint8)
-    got = ITQ3_S_TRELLIS.subsets(s)
+    got = TRELLIS.subsets(s)
     padded = np.concatenate([np.zeros((6, 5), np.uint8), s])
     for t in range(256):
         now = padded[t : t + 7][::-1]  # now[i] = s[t-i]
         np.testing.assert_array_equal(got[t], 2 * (now[0] ^ now[1] ^ now[6]) + (now[2] ^ now[4]))
 
 
-def path_cost(y: np.ndarray, selectors: np.ndarray, trellis: Trellis) -> float:
+def path_cost(y: np.ndarray, selectors: np.ndarray, trellis: Trellis, fmt: Format) -> float:
     """Least squared error of one selector sequence, in float64."""
     subsets = trellis.subsets(selectors[:, None].astype(np.uint8))[:, 0]
     return float(
-        sum(np.min((value - LEVELS[c::4].astype(np.float64)) ** 2) for value, c in zip(y, subsets, strict=True))
+        sum(np.min((value - fmt.levels[c::4].astype(np.float64)) ** 2) for value, c in zip(y, subsets, strict=True))
     )
 
 
+@of_formats
 @pytest.mark.parametrize("states", some(sorted(UNGERBOECK), lambda states: states in (4, 64), pytest.mark.slow))
-def test_search_is_optimal(states: int) -> None:
+def test_search_is_optimal(states: int, fmt: Format) -> None:
     trellis = UNGERBOECK[states]
-    y = (np.random.default_rng(states).standard_normal((9, 6)) * 25.5).astype(np.float32)
-    indices, selectors = search(y, trellis)
+    y = (np.random.default_rng(states).standard_normal((9, 6)) * fmt.rms_in_levels).astype(np.float32)
+    indices, selectors = search(y, trellis, fmt.levels)
     np.testing.assert_array_equal(indices & 3, trellis.subsets(selectors))
     for column in range(y.shape[1]):
         values = y[:, column].astype(np.float64)
-        best = min(path_cost(values, np.array(bits), trellis) for bits in itertools.product((0, 1), repeat=9))
-        got = float(np.sum((values - LEVELS[indices[:, column]]) ** 2))
+        best = min(path_cost(values, np.array(bits), trellis, fmt) for bits in itertools.product((0, 1), repeat=9))
+        got = float(np.sum((values - fmt.levels[indices[:, column]]) ** 2))
         assert got == pytest.approx(best, rel=1e-5)
 
 
-def test_more_states_never_hurt_and_64_gain_what_the_format_expects() -> None:
-    y = (np.random.default_rng(3).standard_normal((256, 200)) * 25.5).astype(np.float32)
+#: Of the variance: what scalar quantization with as many bits leaves (Lloyd-Max), and what 64 states come below.
+GAINS = {2: (0.0345, 0.023), 1: (0.1175, 0.0835)}
+
+
+@of_formats
+def test_more_states_never_hurt_and_64_gain_what_the_format_expects(fmt: Format) -> None:
+    y = (np.random.default_rng(3).standard_normal((256, 200)) * fmt.rms_in_levels).astype(np.float32)
     errors = {}
     for states, trellis in UNGERBOECK.items():
-        indices, _ = search(y, trellis)
-        errors[states] = float(np.mean((y - LEVELS[indices]) ** 2))
+        indices, _ = search(y, trellis, fmt.levels)
+        errors[states] = float(np.mean((y - fmt.levels[indices]) ** 2)) / fmt.rms_in_levels**2
     ordered = [errors[s] for s in sorted(errors)]
     assert all(a > b for a, b in itertools.pairwise(ordered))
-    # Scalar quantization to 8 levels has 0.0345 of the variance; 64 states come below 0.023.
-    assert errors[64] / 25.5**2 < 0.023 < errors[4] / 25.5**2
+    scalar, expected = GAINS[fmt.symbol_bits]
+    assert errors[64] < expected < errors[4] < scalar
 
 
-def test_columns_do_not_depend_on_each_other() -> None:
-    y = (np.random.default_rng(4).standard_normal((256, 33)) * 25.5).astype(np.float32)
-    together = search(y)
-    alone = [search(np.ascontiguousarray(y[:, [i]])) for i in range(33)]
+@of_formats
+def test_columns_do_not_depend_on_each_other(fmt: Format) -> None:
+    y = (np.random.default_rng(4).standard_normal((256, 33)) * fmt.rms_in_levels).astype(np.float32)
+    together = search(y, fmt.trellis, fmt.levels)
+    alone = [search(np.ascontiguousarray(y[:, [i]]), fmt.trellis, fmt.levels) for i in range(33)]
     for part in (0, 1):
         np.testing.assert_array_equal(together[part], np.concatenate([a[part] for a in alone], axis=1))
 
 
-def test_nearest_symbols_breaks_ties_downwards() -> None:
-    levels = LEVELS.astype(np.float32)
+@of_formats
+def test_nearest_symbols_breaks_ties_downwards(fmt: Format) -> None:
+    levels = fmt.level_values
     middle = (levels[0] + levels[4]) / 2
-    metric, symbol = nearest_symbols(np.array([[middle, np.nextafter(middle, np.float32(0))]], np.float32))
+    metric, symbol = nearest_symbols(np.array([[middle, np.nextafter(middle, np.float32(64))]], np.float32), fmt.levels)
     assert symbol[0, 0].tolist() == [0, 1]
     np.testing.assert_array_equal(metric[0, 0, 0], (middle - levels[0]) ** 2)
 

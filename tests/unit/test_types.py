@@ -1,4 +1,4 @@
-"""ITQ3_S in gguf-py: enum members, codec class, writer and reader."""
+"""The family of trellis types, and its types in gguf-py: enum members, codec classes, writer and reader."""
 
 from __future__ import annotations
 
@@ -9,45 +9,83 @@ import gguf
 import numpy as np
 import pytest
 
+import gguf_itq3s
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.types import ITQ3_S, MOSTLY_ITQ3_S, _add_member
+from gguf_itq3s.codec.family import DEFAULT, FAMILY, TrellisType, is_rotated, is_trellis, trellis_type
+from gguf_itq3s.codec.members import add_member
+from gguf_itq3s.codec.types import NUMPY_TYPES, bits_per_weight
+
+of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 
 
-def test_members_are_found_by_name_and_number() -> None:
-    assert gguf.GGMLQuantizationType(500) is ITQ3_S is gguf.GGMLQuantizationType["ITQ3_S"]
-    assert gguf.LlamaFileType(500) is MOSTLY_ITQ3_S
-    assert ITQ3_S in list(gguf.GGMLQuantizationType) and ITQ3_S.name == "ITQ3_S"
-    assert gguf.GGML_QUANT_SIZES[ITQ3_S] == (256, 100)
+def test_the_table() -> None:
+    """docs/format.md: numbers, names and sizes; they stand in files."""
+    facts = {
+        row.name: (row.type.value, row.file_type.value, row.file_type_name, row.format.block, row.format.block_bytes)
+        for row in FAMILY.values()
+    }
+    assert facts == {
+        "ITQ3_S": (500, 500, "ITQ3_S - 3.125 bpw", 256, 100),
+        "ITQ2_S": (502, 502, "ITQ2_S - 2.0625 bpw", 256, 66),
+    }
+    assert DEFAULT.name == "ITQ3_S"
 
 
-def test_gguf_quants_uses_the_codec() -> None:
+@of_types
+def test_members_are_found_by_name_and_number(row: TrellisType) -> None:
+    assert gguf.GGMLQuantizationType(row.type.value) is row.type is gguf.GGMLQuantizationType[row.name]
+    assert gguf.LlamaFileType(row.file_type.value) is row.file_type is gguf.LlamaFileType[f"MOSTLY_{row.name}"]
+    assert row.type in list(gguf.GGMLQuantizationType) and row.type.name == row.name
+    assert gguf.GGML_QUANT_SIZES[row.type] == (row.format.block, row.format.block_bytes)
+    assert bits_per_weight(row.type) == row.format.bits_per_weight
+    assert row.type in NUMPY_TYPES
+    assert getattr(gguf_itq3s, row.name) is row.type
+
+
+@of_types
+def test_the_table_is_asked_by_type(row: TrellisType) -> None:
+    assert is_trellis(row.type) and is_rotated(row.type) and trellis_type(row.type) is row
+    other = gguf.GGMLQuantizationType.Q4_K
+    assert not is_trellis(other) and not is_rotated(other)
+    with pytest.raises(ValueError, match="Q4_K is not trellis-coded; use one of .*" + row.name):
+        trellis_type(other)
+
+
+@of_types
+def test_gguf_quants_uses_the_codec(row: TrellisType) -> None:
     x = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
-    data = gguf.quants.quantize(x, ITQ3_S)
-    np.testing.assert_array_equal(data, blocks.quantize(x))
-    np.testing.assert_array_equal(gguf.quants.dequantize(data, ITQ3_S), blocks.dequantize(data))
+    data = gguf.quants.quantize(x, row.type)
+    np.testing.assert_array_equal(data, blocks.quantize(x, row.format))
+    np.testing.assert_array_equal(data, gguf_itq3s.quantize(x, qtype=row.type))
+    decoded = blocks.dequantize(data, fmt=row.format)
+    np.testing.assert_array_equal(gguf.quants.dequantize(data, row.type), decoded)
+    np.testing.assert_array_equal(gguf_itq3s.dequantize(data, qtype=row.type), decoded)
 
 
-def test_lazy_tensors_are_quantized_on_demand() -> None:
+@of_types
+def test_lazy_tensors_are_quantized_on_demand(row: TrellisType) -> None:
     x = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
-    lazy = gguf.quants.quantize(gguf.LazyNumpyTensor.from_eager(x), ITQ3_S)
-    assert lazy.shape == (40, 200)
-    np.testing.assert_array_equal(gguf.LazyNumpyTensor.to_eager(lazy), blocks.quantize(x))
+    lazy = gguf.quants.quantize(gguf.LazyNumpyTensor.from_eager(x), row.type)
+    assert lazy.shape == (40, 2 * row.format.block_bytes)
+    np.testing.assert_array_equal(gguf.LazyNumpyTensor.to_eager(lazy), blocks.quantize(x, row.format))
 
 
-def test_writer_and_reader(tmp_path: Path) -> None:
+@of_types
+def test_writer_and_reader(row: TrellisType, tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((3, 5, 256)).astype(np.float32)
     path = tmp_path / "one.gguf"
+    data = blocks.quantize(x, row.format)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("blk.0.ffn_up_exps.weight", blocks.quantize(x), raw_dtype=ITQ3_S)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", data, raw_dtype=row.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     tensor = gguf.GGUFReader(path).tensors[0]
-    assert tensor.tensor_type is ITQ3_S
+    assert tensor.tensor_type is row.type
     assert tensor.shape.tolist() == [256, 5, 3]
     np.testing.assert_array_equal(
-        gguf.quants.dequantize(tensor.data, tensor.tensor_type), blocks.dequantize(blocks.quantize(x))
+        gguf.quants.dequantize(tensor.data, tensor.tensor_type), blocks.dequantize(data, fmt=row.format)
     )
 
 
@@ -56,4 +94,4 @@ def test_a_taken_number_is_an_error() -> None:
         OTHER = 500
 
     with pytest.raises(RuntimeError, match="500 is OTHER"):
-        _add_member(Taken, "ITQ3_S", 500)
+        add_member(Taken, "ITQ3_S", 500)

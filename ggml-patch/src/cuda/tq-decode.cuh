@@ -4,10 +4,10 @@
 
 #pragma once
 
-#include "itq3s-decode.cuh"
+#include "itq-decode.cuh"
 
 // TQ2_0: byte b of word m (0..15) of qs holds the weights 128*(m/8) + 32*g + 4*(m % 8) + b at bit 2*g, g = 0..3.
-ITQ3_S_FUNC uint32_t tq2_0_digits(const uint32_t qs, const int g) {
+ITQ_FUNC uint32_t tq2_0_digits(const uint32_t qs, const int g) {
     return qs >> 2 * g & 0x03030303;
 }
 
@@ -21,19 +21,19 @@ struct tq1_0_state {
     uint32_t odd;
 };
 
-ITQ3_S_FUNC tq1_0_state tq1_0_begin(const uint32_t qs) {
+ITQ_FUNC tq1_0_state tq1_0_begin(const uint32_t qs) {
     return { qs & 0x00FF00FF, qs >> 8 & 0x00FF00FF };
 }
 
 // The next digit of the four bytes.
-ITQ3_S_FUNC uint32_t tq1_0_next(tq1_0_state & state) {
+ITQ_FUNC uint32_t tq1_0_next(tq1_0_state & state) {
     const uint32_t even = 3 * state.even;
     const uint32_t odd  = 3 * state.odd;
     state               = { even & 0x00FF00FF, odd & 0x00FF00FF };
-    return itq3_s_prmt(even, odd, 0x7351);  // the upper bytes of the lanes
+    return itq_prmt(even, odd, 0x7351);  // the upper bytes of the lanes
 }
 
 // Digits 0, 1, 2 to the signed bytes -1, 0, 1.
-ITQ3_S_FUNC uint32_t tq_signed(const uint32_t digits) {
+ITQ_FUNC uint32_t tq_signed(const uint32_t digits) {
     return ((digits | 0x80808080) - 0x01010101) ^ 0x80808080;
 }

@@ -1,10 +1,10 @@
 // Rounding to the grid of a type with error feedback. See gguf_itq3s/rounding/grid.py for the method; the arithmetic is
-// the same, byte for byte: float32, one order of operations, no contraction (-ffp-contract=off, set by itq3s.cmake).
+// the same, byte for byte: float32, one order of operations, no contraction (-ffp-contract=off, set by itq.cmake).
 
 #include "grid-ldlq.h"
 
-#include "ggml-itq3s.h"
-#include "itq3s-exact.h"
+#include "ggml-itq.h"
+#include "itq-exact.h"
 
 #include <math.h>
 #include <string.h>

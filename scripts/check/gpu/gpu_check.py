@@ -214,7 +214,7 @@ def unpack(check: Check) -> None:
                     changed = True
     except (tarfile.TarError, EOFError, OSError) as error:
         raise CheckError(f"{archive}: cannot be unpacked: {error}") from error
-    if check.tree / "ggml/src/ggml-cuda/itq3s-quantize.cuh" not in members:
+    if check.tree / "ggml/src/ggml-cuda/itq-quantize.cuh" not in members:
         raise CheckError(f"{archive}: not the patched source; make it anew with scripts/check/gpu/pack.py")
     for old in [p for p in check.tree.rglob("*") if p.is_file() and p not in members]:
         old.unlink()

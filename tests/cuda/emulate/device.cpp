@@ -1,25 +1,25 @@
-// The emulated device, and the launchers of itq3s-quantize.cu behind a C interface: what every library of kernels has.
+// The emulated device, and the launchers of itq-quantize.cu behind a C interface: what every library of kernels has.
 
 #include "device.h"
 
 #include "ggml-backend.h"
-#include "itq3s-launch.cuh"
+#include "itq-launch.cuh"
 #include "mma.cuh"
 
 #include <cstdarg>
 
-// For architectures before Ampere, where itq3s-mma.cu says the same.
-__attribute__((weak)) int64_t ggml_cuda_itq3_s_mma_max_columns(ggml_type) {
+// For architectures before Ampere, where itq-mma.cu says the same.
+__attribute__((weak)) int64_t ggml_cuda_itq_mma_max_columns(ggml_type) {
     return 0;
 }
-__attribute__((weak)) bool ggml_cuda_itq3_s_mul_mat_vec_q(const void *, ggml_type, const void *, const int32_t *,
-                                                          const ggml_cuda_mm_fusion_args_device &, float *, int64_t,
-                                                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                                          int64_t, int64_t, int64_t, cudaStream_t) {
+__attribute__((weak)) bool ggml_cuda_itq_mul_mat_vec_q(const void *, ggml_type, const void *, const int32_t *,
+                                                       const ggml_cuda_mm_fusion_args_device &, float *, int64_t,
+                                                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                                       int64_t, int64_t, int64_t, cudaStream_t) {
     return false;
 }
-__attribute__((weak)) bool ggml_cuda_itq3_s_prefers_cublas(ggml_type, int64_t) {
+__attribute__((weak)) bool ggml_cuda_itq_prefers_cublas(ggml_type, int64_t) {
     return false;
 }
 
@@ -154,22 +154,22 @@ ggml_backend_cuda_context::~ggml_backend_cuda_context() {}
 extern "C" void emulate_quantize_mmvq(const int rotate, const float * x, void * y, const int64_t ne00,
                                       const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
                                       const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    GGML_ASSERT(ggml_cuda_itq3_s_quantize_row_q8_1(x, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01, s02,
-                                                   s03, ne0, ne1, ne2, ne3, nullptr));
+    GGML_ASSERT(ggml_cuda_itq_quantize_row_q8_1(x, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01, s02, s03,
+                                                ne0, ne1, ne2, ne3, nullptr));
 }
 
 extern "C" void emulate_quantize_mmq(const int rotate, const float * x, const int32_t * ids, void * y,
                                      const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
                                      const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    GGML_ASSERT(ggml_cuda_itq3_s_quantize_mmq_q8_1(x, ids, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01,
-                                                   s02, s03, ne0, ne1, ne2, ne3, nullptr));
+    GGML_ASSERT(ggml_cuda_itq_quantize_mmq_q8_1(x, ids, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01, s02,
+                                                s03, ne0, ne1, ne2, ne3, nullptr));
 }
 
 extern "C" void emulate_quantize_scatter_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,
                                              const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
                                              const int64_t nrows_dst, const int n_expert_used) {
-    GGML_ASSERT(ggml_cuda_itq3_s_quantize_scatter_mmq_q8_1(x, ids, y, GGML_TYPE_ITQ3_S, ne00, stride_token, ne0,
-                                                           n_tokens, nrows_dst, n_expert_used, nullptr));
+    GGML_ASSERT(ggml_cuda_itq_quantize_scatter_mmq_q8_1(x, ids, y, GGML_TYPE_ITQ3_S, ne00, stride_token, ne0, n_tokens,
+                                                        nrows_dst, n_expert_used, nullptr));
 }
 
 // One product of tiles: kind 0 int8, A 16 x 32 and B 8 x 32 bytes; 1 F16, A 16 x 16 and B 8 x 16. Added to C, 16 x 8.

@@ -1,7 +1,7 @@
 // Upstream's products behind a C interface: the functions that its backend calls, with tensors as they are.
 
 #include "device.h"
-#include "itq3s-share.cuh"
+#include "itq-share.cuh"
 #include "mmq.cuh"
 #include "mmvq.cuh"
 
@@ -101,7 +101,7 @@ extern "C" void emulate_mul_mat_shared(const int choice, const int type_0, const
     graph.nodes       = nodes;
 
     ggml_backend_cuda_context ctx(0);
-    ggml_cuda_itq3s_share     share(ctx, &graph);
+    ggml_cuda_itq_share       share(ctx, &graph);
     for (int i = 0; i < 2; ++i) {
         if (choice == 2) {
             ggml_cuda_mul_mat_q(ctx, nodes[i]->src[0], ty.get(), nullptr, nodes[i]);

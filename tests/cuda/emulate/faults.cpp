@@ -1,7 +1,7 @@
 // Kernels with mistakes that the emulated device must find, for tests/cuda/test_emulated.py.
 
 #include "common.cuh"
-#include "itq3s-copy.cuh"
+#include "itq-copy.cuh"
 
 // Two warps, 64 words of shared memory. out: 64 words.
 static __global__ void faulty(const int fault, const uint32_t * in, uint32_t * out) {
@@ -11,16 +11,16 @@ static __global__ void faulty(const int fault, const uint32_t * in, uint32_t * o
 
     const bool late = fault == 1;  // the wait
     const bool none = fault == 2;  // the barrier
-    itq3_s_copy_async<4>(words + i, in + i);
-    itq3_s_copy_commit();
+    itq_copy_async<4>(words + i, in + i);
+    itq_copy_commit();
     if (!late) {
-        itq3_s_copy_wait<0>();
+        itq_copy_wait<0>();
     }
     if (!none) {
         __syncthreads();
     }
     out[i] = words[63 - i];
-    itq3_s_copy_wait<0>();
+    itq_copy_wait<0>();
 
     switch (fault) {
         case 3:
@@ -30,10 +30,10 @@ static __global__ void faulty(const int fault, const uint32_t * in, uint32_t * o
             words[i - 1] = 0;
             break;
         case 5:
-            itq3_s_copy_async<16>(words + i, in + i);
+            itq_copy_async<16>(words + i, in + i);
             break;
         case 6:
-            itq3_s_copy_async<4>(out + i, in + i);
+            itq_copy_async<4>(out + i, in + i);
             break;
         case 7:
             if (lane == 0) {
@@ -61,8 +61,8 @@ static __global__ void faulty(const int fault, const uint32_t * in, uint32_t * o
             }
             break;
         case 10:
-            itq3_s_copy_async<4>(words + i, in + i);
-            itq3_s_copy_commit();
+            itq_copy_async<4>(words + i, in + i);
+            itq_copy_commit();
             break;
         default:
             break;

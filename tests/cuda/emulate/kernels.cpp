@@ -2,15 +2,16 @@
 
 #include "common.cuh"
 #include "convert.cuh"
-#include "itq3s-convert.cuh"
-#include "itq3s-vecdot.cuh"
+#include "itq-convert.cuh"
+#include "itq-vecdot.cuh"
 
-// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0. dst: 0 float, 1 half, 2 bfloat16.
+// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0, 3 ITQ2_S. dst: 0 float, 1 half, 2 bfloat16.
 template <typename dst_t>
 static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s) {
     const auto convert = type == 0   ? dequantize_itq3_s_nc_cuda<dst_t>
                          : type == 1 ? dequantize_tq1_0_nc_cuda<dst_t>
-                                     : dequantize_tq2_0_nc_cuda<dst_t>;
+                         : type == 2 ? dequantize_tq2_0_nc_cuda<dst_t>
+                                     : dequantize_itq2_s_nc_cuda<dst_t>;
     convert(x, (dst_t *) y, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
 }
 extern "C" void emulate_dequantize(const int type, const int dst, const void * x, void * y, const int64_t * ne,
@@ -32,7 +33,10 @@ extern "C" void emulate_dequantize(const int type, const int dst, const void * x
 
 // A row of weights times activations as MMVQ splits it over lanes: the lanes' sums are added.
 extern "C" float emulate_vec_dot(const int type, const void * x, const void * y, const int nblocks, const int kbx0) {
-    const auto vec_dot = type == 0 ? vec_dot_itq3_s_q8_1 : type == 1 ? vec_dot_tq1_0_q8_1 : vec_dot_tq2_0_q8_1;
+    const auto vec_dot = type == 0   ? vec_dot_itq3_s_q8_1
+                         : type == 1 ? vec_dot_tq1_0_q8_1
+                         : type == 2 ? vec_dot_tq2_0_q8_1
+                                     : vec_dot_itq2_s_q8_1;
     float      sum     = 0.0f;
     for (int kbx = 0; kbx < nblocks; ++kbx) {
         for (int iqs = 0; iqs < 16; iqs += VDR_ITQ3_S_Q8_1_MMVQ) {
@@ -42,28 +46,28 @@ extern "C" float emulate_vec_dot(const int type, const void * x, const void * y,
     return sum;
 }
 
-// Levels of a block, decoded by the two paths of itq3s-decode.cuh: halves (t from decoded order) and eights.
+// Levels of a block, decoded by the two paths of itq-decode.cuh: halves (t from decoded order) and eights.
 extern "C" void emulate_levels(const uint8_t * block, const int z, int8_t * by_half, int8_t * by_eight) {
-    uint32_t w[ITQ3_S_WORDS];
+    uint32_t w[ITQ_WORDS];
     memcpy(w, block, sizeof(w));
     int8_t decoded[256];
     for (int j = 0; j < 2; ++j) {
         uint32_t sym[2][4];
-        itq3_s_transpose_symbols(w + ITQ3_S_WORD_QS + 8 * j, sym);
+        itq_transpose_symbols(w + ITQ_WORD_QS + 8 * j, sym);
         for (int g = 0; g < 4; ++g) {
             const int k = 2 * g + j;
             uint32_t  c1, c0, even, odd;
-            itq3_s_subset_planes(w[ITQ3_S_WORD_SEL + k], k == 0 ? 0 : w[ITQ3_S_WORD_SEL + k - 1], c1, c0);
-            itq3_s_subset_pairs(c1, c0, even, odd);
+            itq_subset_planes(w[ITQ_WORD_SEL + k], k == 0 ? 0 : w[ITQ_WORD_SEL + k - 1], c1, c0);
+            itq_subset_pairs(c1, c0, even, odd);
             for (int i = 0; i < 4; ++i) {
-                const uint32_t index    = itq3_s_index_nibbles(sym, even, odd, g, i);
-                const uint32_t level[2] = { itq3_s_levels_minus(index, z), itq3_s_levels_minus(index >> 16, z) };
+                const uint32_t index    = itq_index_nibbles(sym, even, odd, g, i);
+                const uint32_t level[2] = { itq_levels_minus(index, z), itq_levels_minus(index >> 16, z) };
                 memcpy(decoded + 128 * j + 32 * g + 8 * i, level, 8);
                 // The split form must add up to the same.
                 for (int n = 0; n < 8; ++n) {
                     const uint32_t nibbles  = index >> 16 * (n / 4);
-                    const int8_t   negative = itq3_s_levels_negative(nibbles) >> 8 * (n % 4);
-                    const int8_t   positive = itq3_s_levels_positive(nibbles ^ 0x8888) >> 8 * (n % 4);
+                    const int8_t   negative = itq_levels_negative(nibbles) >> 8 * (n % 4);
+                    const int8_t   positive = itq_levels_positive(nibbles ^ 0x8888) >> 8 * (n % 4);
                     if (negative + positive - z != decoded[128 * j + 32 * g + 8 * i + n]) {
                         emulate::fail("the two look-ups differ");
                     }
@@ -72,15 +76,15 @@ extern "C" void emulate_levels(const uint8_t * block, const int z, int8_t * by_h
         }
     }
     for (int t = 0; t < 256; ++t) {
-        by_half[t] = decoded[itq3_s_decoded_offset(t)];
+        by_half[t] = decoded[itq_decoded_offset(t)];
     }
-    const uint8_t * sel = block + 4 * ITQ3_S_WORD_SEL;
+    const uint8_t * sel = block + 4 * ITQ_WORD_SEL;
     for (int m = 0; m < 32; ++m) {
-        const uint32_t index = itq3_s_index_nibbles_8(w[2 * (m % 8)], w[2 * (m % 8) + 1], m / 8,
-                                                      (uint32_t) sel[m] << 8 | (m == 0 ? 0 : sel[m - 1]));
+        const uint32_t index = itq_index_nibbles_8(w[2 * (m % 8)], w[2 * (m % 8) + 1], m / 8,
+                                                   (uint32_t) sel[m] << 8 | (m == 0 ? 0 : sel[m - 1]));
         for (int r = 0; r < 8; ++r) {
             const int nibble    = r < 4 ? 2 * r : 2 * r - 7;
-            by_eight[8 * m + r] = itq3_s_levels_minus(index >> 16 * (nibble / 4), z) >> 8 * (nibble % 4);
+            by_eight[8 * m + r] = itq_levels_minus(index >> 16 * (nibble / 4), z) >> 8 * (nibble % 4);
         }
     }
 }

@@ -1,7 +1,7 @@
-// itq3s-mma.cu and the activations for it behind a C interface.
+// itq-mma.cu and the activations for it behind a C interface.
 
 #include "device.h"
-#include "itq3s-launch.cuh"
+#include "itq-launch.cuh"
 
 // As upstream's ggml_cuda_mul_mat_vec_q calls them. dims: blocks of a row, rows, columns, channels of x, of y and of dst,
 // samples of x and of dst. strides: x by row, channel, sample (blocks); activations by column, channel, sample
@@ -21,10 +21,10 @@ extern "C" void emulate_product(const int type, const void * x, const float * ac
     // Activations as ggml has them: ne11 by ne12 by ne13.
     const int64_t ne11 = ids ? dims[4] : dims[2], ne12 = ids ? dims[2] : dims[4], ne13 = ids ? 1 : dims[7];
     const int64_t s11 = ids ? s[4] : s[3], s12 = ids ? s[3] : s[4];
-    GGML_ASSERT(ggml_cuda_itq3_s_quantize_row_q8_1(activations, y, emulate_types[type], ne00, s11, s12, s[5], padded,
-                                                   ne11, ne12, ne13, nullptr));
+    GGML_ASSERT(ggml_cuda_itq_quantize_row_q8_1(activations, y, emulate_types[type], ne00, s11, s12, s[5], padded, ne11,
+                                                ne12, ne13, nullptr));
     const int64_t row = padded / QK8_1, inner = row * ne11, outer = inner * ne12;
-    GGML_ASSERT(ggml_cuda_itq3_s_mul_mat_vec_q(
-        x, emulate_types[type], y, ids, fusion, dst, ne00, dims[1], dims[2], s[0], ids ? inner : row, s[6], dims[3],
-        dims[4], dims[5], s[1], ids ? row : inner, s[7], dims[6], dims[7], s[2], outer, s[8], ids_stride, nullptr));
+    GGML_ASSERT(ggml_cuda_itq_mul_mat_vec_q(x, emulate_types[type], y, ids, fusion, dst, ne00, dims[1], dims[2], s[0],
+                                            ids ? inner : row, s[6], dims[3], dims[4], dims[5], s[1], ids ? row : inner,
+                                            s[7], dims[6], dims[7], s[2], outer, s[8], ids_stride, nullptr));
 }

@@ -1,0 +1,161 @@
+// CPU kernels of the trellis types, NEON: with the dot product instructions where the target has them, without elsewhere.
+// docs/kernels.md explains them.
+
+#include "../../itq-quants.h"
+#include "itq-decode.h"
+
+#include "ggml-cpu-impl.h"
+#include "quants.h"
+#include "simd-mappings.h"
+
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+#if defined(__ARM_NEON) && defined(__aarch64__)
+
+static inline float32x4_t negate_lanes(float32x4_t v, uint32x4_t minus) {
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(v), minus));
+}
+
+// Stages h, 2h, 4h over eight vectors h apart.
+static inline void fwht_8(float32x4_t * v) {
+    for (int h = 1; h < 8; h *= 2) {
+        for (int j = 0; j < 8; ++j) {
+            if ((j & h) == 0) {
+                const float32x4_t a = v[j];
+                const float32x4_t b = v[j + h];
+                v[j]                = vaddq_f32(a, b);
+                v[j + h]            = vsubq_f32(a, b);
+            }
+        }
+    }
+}
+
+// The bytes are those of quantize_row_q8_K_h_generic: the same additions in the same order, the same rounding.
+void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy, int64_t k) {
+    assert(k % QK_ITQ3_S == 0);
+    const int64_t nb = k / QK_ITQ3_S;
+
+    block_q8_K * GGML_RESTRICT y = vy;
+
+    static const uint32_t signs_1[4] = { 0, 0x80000000, 0, 0x80000000 };
+    static const uint32_t signs_2[4] = { 0, 0, 0x80000000, 0x80000000 };
+    const uint32x4_t      minus_1    = vld1q_u32(signs_1);
+    const uint32x4_t      minus_2    = vld1q_u32(signs_2);
+
+    for (int64_t i = 0; i < nb; ++i, x += QK_ITQ3_S) {
+        float       buf[QK_ITQ3_S];
+        float32x4_t v[8];
+
+        // h = 1, 2 within a vector, 4, 8, 16 over eight
+        for (int g = 0; g < QK_ITQ3_S; g += 32) {
+            for (int j = 0; j < 8; ++j) {
+                float32x4_t a = vld1q_f32(x + g + 4 * j);
+                a             = vaddq_f32(vrev64q_f32(a), negate_lanes(a, minus_1));
+                v[j]          = vaddq_f32(vextq_f32(a, a, 2), negate_lanes(a, minus_2));
+            }
+            fwht_8(v);
+            for (int j = 0; j < 8; ++j) {
+                vst1q_f32(buf + g + 4 * j, v[j]);
+            }
+        }
+
+        // h = 32, 64, 128, and the scale
+        float32x4_t vmax = vdupq_n_f32(0.0f);
+        float32x4_t vmin = vdupq_n_f32(0.0f);
+        for (int g = 0; g < 32; g += 4) {
+            for (int j = 0; j < 8; ++j) {
+                v[j] = vld1q_f32(buf + g + 32 * j);
+            }
+            fwht_8(v);
+            for (int j = 0; j < 8; ++j) {
+                v[j] = vmulq_n_f32(v[j], 0.0625f);
+                vmax = vmaxq_f32(vmax, v[j]);  // NaN where either is
+                vmin = vminq_f32(vmin, v[j]);
+                vst1q_f32(buf + g + 32 * j, v[j]);
+            }
+        }
+
+        const float hi   = vmaxvq_f32(vmax);
+        const float lo   = vminvq_f32(vmin);
+        const float amax = hi > -lo ? hi : -lo;
+        if (!(amax >= ITQ3_S_ACT_MIN && amax < INFINITY)) {
+            memset(&y[i], 0, sizeof(y[i]));
+            y[i].d = amax < INFINITY ? 0.0f : NAN;
+            continue;
+        }
+        float max = hi > -lo ? hi : lo;
+        if (hi == -lo) {  // the sign of the first of them
+            for (int j = 0; j < QK_ITQ3_S; ++j) {
+                if (buf[j] == hi || buf[j] == lo) {
+                    max = buf[j];
+                    break;
+                }
+            }
+        }
+
+        const float iscale = -127.0f / max;
+        for (int j = 0; j < QK_ITQ3_S; j += 16) {
+            int16x8_t h[2];
+            for (int l = 0; l < 2; ++l) {
+                const float32x4_t a = vmulq_n_f32(vld1q_f32(buf + j + 8 * l), iscale);
+                const float32x4_t b = vmulq_n_f32(vld1q_f32(buf + j + 8 * l + 4), iscale);
+                h[l]                = vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
+            }
+            const int8x16_t q = vcombine_s8(vqmovn_s16(h[0]), vqmovn_s16(h[1]));  // saturates at 127
+            vst1q_s8(y[i].qs + j, q);
+            y[i].bsums[j / 16] = vaddlvq_s8(q);
+        }
+        y[i].d = 1 / iscale;
+    }
+}
+
+// d times what the zero-point of a block takes from the dot product.
+#    define ZERO_POINT_TERM_1(x, y, d) \
+        ((((x)->z & 0x7FFF) == 0) ? 0.0f : (d) * GGML_CPU_FP16_TO_FP32((x)->z) * total_of(y))
+#    define ZERO_POINT_TERM_0(x, y, d) 0.0f
+
+static inline float total_of(const block_q8_K * y) {
+    const int16x8_t sums = vaddq_s16(vld1q_s16(y->bsums), vld1q_s16(y->bsums + 8));
+    return (float) vaddlvq_s16(sums);
+}
+
+#    define VEC_DOT(NAME, name, bits, n_levels, length, has_z, number)                                              \
+        void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
+                                          size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
+            assert(n % QK_K == 0);                                                                                  \
+            assert(nrc == 1);                                                                                       \
+            GGML_UNUSED(bs);                                                                                        \
+            GGML_UNUSED(bx);                                                                                        \
+            GGML_UNUSED(by);                                                                                        \
+            GGML_UNUSED(nrc);                                                                                       \
+                                                                                                                    \
+            const block_##name * GGML_RESTRICT x    = vx;                                                           \
+            const block_q8_K * GGML_RESTRICT   y    = vy;                                                           \
+            float32x4_t                        sum  = vdupq_n_f32(0.0f);                                            \
+            float                              zsum = 0.0f;                                                         \
+            for (int i = 0; i < n / QK_K; ++i) {                                                                    \
+                const int32x4_t dot = multiply_block_##name(&x[i], y[i].qs);                                        \
+                const float     d   = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;                                       \
+                sum                 = vmlaq_n_f32(sum, vcvtq_f32_s32(dot), d);                                      \
+                zsum += ZERO_POINT_TERM_##has_z(&x[i], &y[i], d);                                                   \
+            }                                                                                                       \
+            *s = 0.03125f * (vaddvq_f32(sum) - zsum);                                                               \
+        }
+ITQ_TYPES(VEC_DOT)
+
+#else
+
+void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
+    quantize_row_q8_K_h_generic(x, y, k);
+}
+
+#    define VEC_DOT_GENERIC(NAME, name, ...)                                                                        \
+        void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
+                                          size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
+            ggml_vec_dot_##name##_q8_K_h_generic(n, s, bs, vx, bx, vy, by, nrc);                                    \
+        }
+ITQ_TYPES(VEC_DOT_GENERIC)
+
+#endif

@@ -1,0 +1,646 @@
+#pragma once
+
+// Panels of the trellis types, TQ1_0 and TQ2_0 and their products with AVX2: 8 of the 16 rows in a register, half a panel.
+// Included by itq-gemm.c after simd-mappings.h.
+
+#include "../../itq-gemm.h"
+#include "itq-repack-avx2.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+#define HALF_ROWS 8
+#define PLACES    64  // words of weights of a block of 256: place p meets bytes 4*p .. 4*p + 3 of the activations
+
+//
+// common parts
+//
+
+static inline __m256i load_words(const uint32_t * words, int half) {
+    return _mm256_load_si256((const __m256i *) (words + HALF_ROWS * half));
+}
+
+// The four activations of a place, for all rows.
+static inline __m256i load_place(const int8_t * q, int p) {
+    int32_t four;
+    memcpy(&four, q + 4 * p, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
+
+static inline __m256 load_scales(const ggml_half * halves, int half) {
+    halves += HALF_ROWS * half;
+#if defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_load_si128((const __m128i *) halves));
+#else
+    float f[HALF_ROWS];
+    for (int r = 0; r < HALF_ROWS; ++r) {
+        f[r] = GGML_CPU_FP16_TO_FP32(halves[r]);
+    }
+    return _mm256_loadu_ps(f);
+#endif
+}
+
+static inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) {
+#if defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return _mm256_add_ps(c, _mm256_mul_ps(a, b));
+#endif
+}
+
+static inline __m256 subtract_product(__m256 a, __m256 b, __m256 c) {
+#if defined(__FMA__)
+    return _mm256_fnmadd_ps(b, c, a);
+#else
+    return _mm256_sub_ps(a, _mm256_mul_ps(b, c));
+#endif
+}
+
+// Sums of 4 products each of levels up to 127 and activations: two of them fill 16 bits.
+static inline __m256i dot_levels(__m256i acc, __m256i levels, __m256i y) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, levels, y);
+#else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(levels, y), _mm256_set1_epi16(1)));
+#endif
+}
+
+static inline __m256i start_levels(int32_t sum) {
+    return _mm256_set1_epi32(-64 * sum);  // takes the offset of the levels back
+}
+
+// Operands of all places of a block, unsigned bytes.
+typedef struct {
+    _Alignas(64) uint8_t operands[PLACES][2][32];
+} decoded_block;
+
+static inline void store_place(decoded_block * decoded, int p, int half, __m256i operands) {
+    _mm256_store_si256((__m256i *) decoded->operands[p][half], operands);
+}
+
+static inline __m256i load_decoded(const decoded_block * decoded, int p, int half) {
+    return _mm256_load_si256((const __m256i *) decoded->operands[p][half]);
+}
+
+#define DIRECT_COLUMNS 3
+
+// TILE_COLUMNS columns share the loads of operands. CHAINS sums of a column take turns, because dpbusd has a latency;
+// the products of 16 bits have none in their chain but the addition, and their parts take the registers.
+#if defined(__AVXVNNI__)
+#    define TILE_COLUMNS 6
+#    define CHAINS       4
+#else
+#    define TILE_COLUMNS 4
+#    define CHAINS       1
+#endif
+
+#define TILE_CASE(n, columns, ...)         \
+    case n:                                \
+        columns(__VA_ARGS__, n, out + c_); \
+        break;
+#if TILE_COLUMNS == 6
+#    define TILE_CASES_5_6(columns, ...) TILE_CASE(5, columns, __VA_ARGS__) TILE_CASE(6, columns, __VA_ARGS__)
+#else
+#    define TILE_CASES_5_6(columns, ...)
+#endif
+
+// columns(decoded, scales, y, index of the first column, their number, out) for all nc columns of a block, in tiles of
+// about the same width.
+#define EACH_TILE(columns, decoded, scales, y, first, nc, out)                                \
+    for (int c_ = 0, n_, left_ = (nc + TILE_COLUMNS - 1) / TILE_COLUMNS; c_ < nc; c_ += n_) { \
+        n_ = (nc - c_ + left_ - 1) / left_;                                                   \
+        --left_;                                                                              \
+        switch (n_) {                                                                         \
+            TILE_CASE(1, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(2, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(3, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASE(4, columns, decoded, scales, y, (first) + c_)                           \
+            TILE_CASES_5_6(columns, decoded, scales, y, (first) + c_)                         \
+            default:                                                                          \
+                break;                                                                        \
+        }                                                                                     \
+    }
+
+static inline __m256i sum_chains(const __m256i acc[CHAINS]) {
+    __m256i sum = acc[0];
+    for (int i = 1; i < CHAINS; ++i) {
+        sum = _mm256_add_epi32(sum, acc[i]);
+    }
+    return sum;
+}
+
+//
+// trellis types: codes to indices, two in a byte, and indices to levels
+//
+
+// Levels plus 64 by an index, for the even [0] and the odd [1] bits of the selectors: of a pair of 1-bit symbols these
+// pick one.
+struct level_tables {
+    __m256i even[2];  // by 4*symbols + grid
+    __m256i odd[2];   // by 4*grid + symbols
+};
+
+ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
+    struct level_tables tables;
+    for (int h = 0; h < 2; ++h) {
+        uint8_t even[16], odd[16];
+        for (int upper = 0; upper < 4; ++upper) {
+            for (int lower = 0; lower < 4; ++lower) {
+                const int of_upper      = bits == 1 ? upper >> h & 1 : upper;
+                const int of_lower      = bits == 1 ? lower >> h & 1 : lower;
+                even[4 * upper + lower] = (uint8_t) (levels[4 * of_upper + lower] + 64);
+                odd[4 * upper + lower]  = (uint8_t) (levels[4 * of_lower + upper] + 64);
+            }
+        }
+        tables.even[h] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) even));
+        tables.odd[h]  = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) odd));
+    }
+    return tables;
+}
+
+// The selectors of t = -6 .. 7 beside each other. Those before t = 0 are those of t + 8, a bit lower; weight 0 has zeros
+// before it.
+#define SELECTORS_BEFORE 6
+
+struct selectors {
+    __m256i at[SELECTORS_BEFORE + 8];
+};
+
+static inline void load_selectors(const uint32_t sel[8][ITQ_PANEL_ROWS], int half, struct selectors * s) {
+    for (int t = 0; t < 8; ++t) {
+        s->at[SELECTORS_BEFORE + t] = load_words(sel[t], half);
+    }
+    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
+        s->at[i] = _mm256_add_epi32(s->at[i + 8], s->at[i + 8]);
+    }
+}
+
+// 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of fields[h].
+static inline void grids_of_step(const struct selectors * selectors, int t, __m256i fields[2]) {
+    const __m256i * s  = selectors->at + SELECTORS_BEFORE + t;
+    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-1]), s[-6]);
+    const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
+    const __m256i   u  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(c0, 1), c1), _mm256_set1_epi8(0x55));
+    fields[0]          = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
+    fields[1]          = _mm256_xor_si256(c1, u);
+}
+
+// Indices of the levels of half a block, two in a byte: even those of a = 0 and 2, odd those of a = 1 and 3.
+struct indices {
+    __m256i even[16];  // 4*symbols + grid, [2*t + h]
+    __m256i odd[16];   // 4*grid + symbols
+};
+
+ITQ_INLINE void make_indices(const int bits, const uint32_t (*sel)[ITQ_PANEL_ROWS],
+                             const uint32_t (*qs)[ITQ_PANEL_ROWS], int half, struct indices * indices) {
+    const __m256i mask = _mm256_set1_epi8(0x33);
+
+    struct selectors selectors;
+    load_selectors(sel, half, &selectors);
+    for (int t = 0; t < 8; ++t) {
+        __m256i fields[2];
+        grids_of_step(&selectors, t, fields);
+        for (int h = 0; h < 2; ++h) {
+            const __m256i symbols    = load_words(qs[bits == 1 ? t : 2 * t + h], half);
+            const __m256i u          = _mm256_and_si256(_mm256_xor_si256(fields[h], symbols), mask);
+            indices->even[2 * t + h] = _mm256_xor_si256(symbols, u);
+            indices->odd[2 * t + h]  = _mm256_xor_si256(fields[h], u);
+        }
+    }
+}
+
+// Levels plus 64 of the four places of index 2*t + h, 16 apart.
+static inline void levels_of_word(const struct level_tables * tables, const struct indices * indices, int word,
+                                  __m256i levels[4]) {
+    const __m256i low  = _mm256_set1_epi8(0x0F);
+    const __m256i even = indices->even[word];
+    const __m256i odd  = indices->odd[word];
+    const int     h    = word % 2;
+    levels[0]          = _mm256_shuffle_epi8(tables->even[h], _mm256_and_si256(even, low));
+    levels[1]          = _mm256_shuffle_epi8(tables->odd[h], _mm256_and_si256(odd, low));
+    levels[2]          = _mm256_shuffle_epi8(tables->even[h], _mm256_and_si256(_mm256_srli_epi16(even, 4), low));
+    levels[3]          = _mm256_shuffle_epi8(tables->odd[h], _mm256_and_si256(_mm256_srli_epi16(odd, 4), low));
+}
+
+// Scales of a block and, where there are zero-points, of what they take.
+struct block_scales {
+    __m256 d0;
+    __m256 dmin;
+};
+
+static inline struct block_scales scales_itq3_s(const itq_scales_itq3_s * scales, int half) {
+    struct block_scales s;
+    s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
+    s.dmin = _mm256_mul_ps(s.d0, load_scales(scales->z, half));
+    return s;
+}
+
+static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales, int half) {
+    struct block_scales s;
+    s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
+    s.dmin = _mm256_setzero_ps();
+    return s;
+}
+
+// A block's sums to its part of the result.
+ITQ_INLINE void add_block(float * out, __m256i acc, struct block_scales s, const int has_min, int32_t sum, float d1) {
+    __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(acc), s.d0);
+    if (has_min) {
+        v = subtract_product(v, s.dmin, _mm256_set1_ps((float) sum));
+    }
+    _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
+}
+
+// Columns c .. c + n - 1 of a block that is decoded.
+ITQ_INLINE void columns_levels(const decoded_block * decoded, const struct block_scales s[2], const int has_min,
+                               const struct itq_columns * y, int64_t at, const int n, float out[][ITQ_PANEL_ROWS]) {
+    const int8_t * q = y->q + at * QK_K;
+
+    __m256i acc[TILE_COLUMNS][2];
+    for (int c = 0; c < n; ++c) {
+        acc[c][0] = acc[c][1] = start_levels(y->sums[at + c]);
+    }
+    for (int p = 0; p < PLACES; ++p) {
+        const __m256i lo = load_decoded(decoded, p, 0);
+        const __m256i hi = load_decoded(decoded, p, 1);
+        for (int c = 0; c < n; ++c) {
+            const __m256i four = load_place(q + c * QK_K, p);
+            acc[c][0]          = dot_levels(acc[c][0], lo, four);
+            acc[c][1]          = dot_levels(acc[c][1], hi, four);
+        }
+    }
+    for (int c = 0; c < n; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            add_block(out[c] + HALF_ROWS * half, acc[c][half], s[half], has_min, y->sums[at + c], y->d[at + c]);
+        }
+    }
+}
+
+// Few columns: levels go from the table into the products. Many: a block is decoded to memory once.
+#define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                             \
+    ITQ_INLINE void gemm_direct_##name(int64_t nb, const void * panel, const struct itq_columns * y, const int nc,  \
+                                       float out[][ITQ_PANEL_ROWS]) {                                               \
+        static const int8_t       table[n_levels] = NAME##_LEVELS;                                                  \
+        const struct level_tables tables          = load_level_tables(bits, table);                                 \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                 \
+                                                                                                                    \
+        for (int64_t b = 0; b < nb; ++b) {                                                                          \
+            itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                                       \
+            const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                      \
+            const int8_t *            q      = y->q + b * nc * QK_K;                                                \
+            for (int half = 0; half < 2; ++half) {                                                                  \
+                struct indices indices;                                                                             \
+                make_indices(bits, (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->sel,                                 \
+                             (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->qs, half, &indices);                       \
+                                                                                                                    \
+                __m256i acc[DIRECT_COLUMNS][CHAINS];                                                                \
+                for (int c = 0; c < nc; ++c) {                                                                      \
+                    acc[c][0] = start_levels(y->sums[b * nc + c]);                                                  \
+                    for (int i = 1; i < CHAINS; ++i) {                                                              \
+                        acc[c][i] = _mm256_setzero_si256();                                                         \
+                    }                                                                                               \
+                }                                                                                                   \
+                for (int t = 0; t < 8; ++t) {                                                                       \
+                    for (int h = 0; h < 2; ++h) {                                                                   \
+                        __m256i levels[4];                                                                          \
+                        levels_of_word(&tables, &indices, 2 * t + h, levels);                                       \
+                        ITQ_PREFETCH(codes, 16 * half + 2 * t + h);                                                 \
+                        for (int a = 0; a < 4; ++a) {                                                               \
+                            for (int c = 0; c < nc; ++c) {                                                          \
+                                const __m256i four = load_place(q + c * QK_K, 16 * a + 8 * h + t);                  \
+                                acc[c][a % CHAINS] = dot_levels(acc[c][a % CHAINS], levels[a], four);               \
+                            }                                                                                       \
+                        }                                                                                           \
+                    }                                                                                               \
+                }                                                                                                   \
+                                                                                                                    \
+                const struct block_scales s = scales_##name(scales, half);                                          \
+                for (int c = 0; c < nc; ++c) {                                                                      \
+                    const int64_t at = b * nc + c;                                                                  \
+                    add_block(out[c] + HALF_ROWS * half, sum_chains(acc[c]), s, has_z, y->sums[at], y->d[at]);      \
+                }                                                                                                   \
+            }                                                                                                       \
+        }                                                                                                           \
+    }                                                                                                               \
+                                                                                                                    \
+    ITQ_INLINE void columns_##name(const decoded_block * decoded, const struct block_scales s[2],                   \
+                                   const struct itq_columns * y, int64_t at, const int n,                           \
+                                   float out[][ITQ_PANEL_ROWS]) {                                                   \
+        columns_levels(decoded, s, has_z, y, at, n, out);                                                           \
+    }                                                                                                               \
+                                                                                                                    \
+    static inline void gemm_decoded_##name(int64_t nb, const void * panel, const struct itq_columns * y, int nc,    \
+                                           float out[][ITQ_PANEL_ROWS]) {                                           \
+        static const int8_t       table[n_levels] = NAME##_LEVELS;                                                  \
+        const struct level_tables tables          = load_level_tables(bits, table);                                 \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                 \
+                                                                                                                    \
+        for (int64_t b = 0; b < nb; ++b) {                                                                          \
+            itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                                       \
+            const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                      \
+            decoded_block             decoded;                                                                      \
+            for (int half = 0; half < 2; ++half) {                                                                  \
+                struct indices indices;                                                                             \
+                make_indices(bits, (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->sel,                                 \
+                             (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->qs, half, &indices);                       \
+                for (int i = 0; i < 16; ++i) {                                                                      \
+                    __m256i levels[4];                                                                              \
+                    levels_of_word(&tables, &indices, i, levels);                                                   \
+                    for (int a = 0; a < 4; ++a) {                                                                   \
+                        store_place(&decoded, 16 * a + 8 * (i % 2) + i / 2, half, levels[a]);                       \
+                    }                                                                                               \
+                }                                                                                                   \
+            }                                                                                                       \
+            const struct block_scales s[2] = { scales_##name(scales, 0), scales_##name(scales, 1) };                \
+            EACH_TILE(columns_##name, &decoded, s, y, b * nc, nc, out)                                              \
+        }                                                                                                           \
+    }                                                                                                               \
+                                                                                                                    \
+    static inline void itq_gemm_##name##_avx2(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
+                                              float out[][ITQ_PANEL_ROWS]) {                                        \
+        switch (nc) {                                                                                               \
+            case 1:                                                                                                 \
+                gemm_direct_##name(nb, panel, y, 1, out);                                                           \
+                break;                                                                                              \
+            case 2:                                                                                                 \
+                gemm_direct_##name(nb, panel, y, 2, out);                                                           \
+                break;                                                                                              \
+            case 3:                                                                                                 \
+                gemm_direct_##name(nb, panel, y, 3, out);                                                           \
+                break;                                                                                              \
+            default:                                                                                                \
+                gemm_decoded_##name(nb, panel, y, nc, out);                                                         \
+        }                                                                                                           \
+    }
+ITQ_TYPES(GEMM_TRELLIS)
+
+//
+// TQ2_0 and TQ1_0
+//
+
+static inline void add_block_tq(float * out, __m256i acc, __m256 d0, float d1) {
+    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(acc), d0);
+    _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
+}
+
+// Sums of products of small operands. 16 bits hold those of 42 places with operands up to 3, of 10 with operands up to
+// 12: 42 * 3 * 2 * 127 < 2^15. With AVX-VNNI they have 32 bits.
+#if defined(__AVXVNNI__)
+#    define TRIT_RUN PLACES
+#else
+#    define TRIT_RUN (PLACES / 2)
+#endif
+
+static inline __m256i add_trits(__m256i acc, __m256i operands, __m256i y) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, operands, y);
+#else
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(operands, y));
+#endif
+}
+
+static inline __m256i widen_trits(__m256i acc) {
+#if defined(__AVXVNNI__)
+    return acc;
+#else
+    return _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
+#endif
+}
+
+// Columns at .. at + n - 1 of a block that is decoded, and what its operands exceed the weights by.
+ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], const struct itq_columns * y, int64_t at,
+                           const int offset, const int n, float out[][ITQ_PANEL_ROWS]) {
+    const int8_t * q      = y->q + at * QK_K;
+    const int      chains = CHAINS > 1 && n <= 2 ? 2 : 1;
+
+    __m256i acc[TILE_COLUMNS][2];
+    for (int c = 0; c < n; ++c) {
+        acc[c][0] = acc[c][1] = _mm256_setzero_si256();
+    }
+    for (int p = 0; p < PLACES;) {
+        __m256i sums[TILE_COLUMNS][2][2];
+        for (int c = 0; c < n; ++c) {
+            for (int i = 0; i < chains; ++i) {
+                sums[c][0][i] = sums[c][1][i] = _mm256_setzero_si256();
+            }
+        }
+        for (const int end = p + TRIT_RUN; p < end; p += 2) {
+            for (int i = 0; i < 2; ++i) {
+                const __m256i lo = load_decoded(decoded, p + i, 0);
+                const __m256i hi = load_decoded(decoded, p + i, 1);
+                for (int c = 0; c < n; ++c) {
+                    const __m256i four  = load_place(q + c * QK_K, p + i);
+                    __m256i *     to_lo = &sums[c][0][i % chains];
+                    __m256i *     to_hi = &sums[c][1][i % chains];
+                    *to_lo              = add_trits(*to_lo, lo, four);
+                    *to_hi              = add_trits(*to_hi, hi, four);
+                }
+            }
+        }
+        for (int c = 0; c < n; ++c) {
+            for (int i = 0; i < chains; ++i) {
+                acc[c][0] = _mm256_add_epi32(acc[c][0], widen_trits(sums[c][0][i]));
+                acc[c][1] = _mm256_add_epi32(acc[c][1], widen_trits(sums[c][1][i]));
+            }
+        }
+    }
+    for (int c = 0; c < n; ++c) {
+        const __m256i start = _mm256_set1_epi32(-offset * y->sums[at + c]);
+        for (int half = 0; half < 2; ++half) {
+            const __m256i sum = _mm256_add_epi32(acc[c][half], start);
+            add_block_tq(out[c] + HALF_ROWS * half, sum, d0[half], y->d[at + c]);
+        }
+    }
+}
+
+//
+// TQ2_0: trit f of the bytes of word w is at place 32*(w / 8) + 8*f + w % 8, stored plus one
+//
+
+// A product with levels that are stored plus `bias`: one column from registers, more from the decoded block.
+#define GEMM_TQ(type, bias)                                                                                         \
+    ITQ_INLINE void columns_##type(const decoded_block * decoded, const __m256 d0[2], const struct itq_columns * y, \
+                                   int64_t at, const int n, float out[][ITQ_PANEL_ROWS]) {                          \
+        columns_tq(decoded, d0, y, at, bias, n, out);                                                               \
+    }                                                                                                               \
+                                                                                                                    \
+    static inline void itq_gemm_##type##_avx2(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
+                                              float out[][ITQ_PANEL_ROWS]) {                                        \
+        if (nc == 1) {                                                                                              \
+            gemm_direct_##type(nb, panel, y, out);                                                                  \
+            return;                                                                                                 \
+        }                                                                                                           \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                 \
+                                                                                                                    \
+        for (int64_t b = 0; b < nb; ++b) {                                                                          \
+            decoded_block decoded;                                                                                  \
+            decode_##type(itq_codes_of_##type(panel, b), &decoded);                                                 \
+            const ggml_half * d     = itq_scales_of_##type(panel, b)->d;                                            \
+            const __m256      d0[2] = { load_scales(d, 0), load_scales(d, 1) };                                     \
+            EACH_TILE(columns_##type, &decoded, d0, y, b * nc, nc, out)                                             \
+        }                                                                                                           \
+    }
+
+static inline int place_tq2_0(int w, int f) {
+    return 32 * (w / 8) + 8 * f + w % 8;
+}
+
+static inline void gemm_direct_tq2_0(int64_t nb, const void * panel, const struct itq_columns * y,
+                                     float out[][ITQ_PANEL_ROWS]) {
+    memset(out, 0, sizeof(*out));
+
+    const __m256i ones  = _mm256_set1_epi8(0x03);
+    const __m256i fours = _mm256_set1_epi8(0x0C);  // 4 times a trit
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq_codes_tq2_0 * codes  = itq_codes_of_tq2_0(panel, b);
+        const itq_scales_tq *   scales = itq_scales_of_tq2_0(panel, b);
+        const int8_t *          q      = y->q + b * QK_K;
+        for (int half = 0; half < 2; ++half) {
+            __m256i sum[CHAINS];
+            __m256i acc_4 = _mm256_setzero_si256();
+            for (int i = 0; i < CHAINS; ++i) {
+                sum[i] = _mm256_setzero_si256();
+            }
+            for (int w = 0; w < 16; w += 4) {
+                const int8_t * v = q + 4 * place_tq2_0(w, 0);
+                __m256i        sum_4[CHAINS];
+                for (int i = 0; i < CHAINS; ++i) {
+                    sum_4[i] = _mm256_setzero_si256();
+                }
+                for (int i = 0; i < 4; ++i) {
+                    const __m256i x = load_words(codes->qs[w + i], half);
+                    const __m256i u = _mm256_srli_epi16(x, 4);
+                    ITQ_PREFETCH(codes, 16 * half + w + i);
+
+                    __m256i * s   = &sum[i % CHAINS];
+                    __m256i * s_4 = &sum_4[i % CHAINS];
+                    *s            = add_trits(*s, _mm256_and_si256(x, ones), load_place(v, i));
+                    *s_4          = add_trits(*s_4, _mm256_and_si256(x, fours), load_place(v, 8 + i));
+                    *s            = add_trits(*s, _mm256_and_si256(u, ones), load_place(v, 16 + i));
+                    *s_4          = add_trits(*s_4, _mm256_and_si256(u, fours), load_place(v, 24 + i));
+                }
+                acc_4 = _mm256_add_epi32(acc_4, widen_trits(sum_chains(sum_4)));
+            }
+            __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sum)), _mm256_srai_epi32(acc_4, 2));
+            acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(y->sums[b]));
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales->d, half), y->d[b]);
+        }
+    }
+}
+
+static inline void decode_tq2_0(const itq_codes_tq2_0 * codes, decoded_block * decoded) {
+    const __m256i mask = _mm256_set1_epi8(0x03);
+    for (int w = 0; w < 16; ++w) {
+        for (int half = 0; half < 2; ++half) {
+            const __m256i x = load_words(codes->qs[w], half);
+            store_place(decoded, place_tq2_0(w, 0), half, _mm256_and_si256(x, mask));
+            store_place(decoded, place_tq2_0(w, 1), half, _mm256_and_si256(_mm256_srli_epi16(x, 2), mask));
+            store_place(decoded, place_tq2_0(w, 2), half, _mm256_and_si256(_mm256_srli_epi16(x, 4), mask));
+            store_place(decoded, place_tq2_0(w, 3), half, _mm256_and_si256(_mm256_srli_epi16(x, 6), mask));
+        }
+    }
+}
+
+GEMM_TQ(tq2_0, 1)
+
+//
+// TQ1_0: a byte is a fraction of 256, its next trit the integer part of three times that
+//
+
+// The trit plus one of every byte, which is the weight plus two. With 253 in the place of zero the roundings of both
+// averages cancel: the upper two bits are 1 + floor(3*b / 256) for all 256 bytes.
+static inline __m256i trits_tq1_0(__m256i b) {
+    const __m256i v = _mm256_avg_epu8(b, _mm256_avg_epu8(b, _mm256_set1_epi8((char) 253)));
+    return _mm256_and_si256(_mm256_srli_epi16(v, 6), _mm256_set1_epi8(0x03));
+}
+
+static inline __m256i next_tq1_0(__m256i b) {
+    return _mm256_add_epi8(b, _mm256_add_epi8(b, b));
+}
+
+// Calls each(part, trit, place, operands) for the 64 places of a block: 5 trits of words 0 .. 7 and 8 .. 11, 4 of the last.
+#define EACH_PLACE_TQ1_0(codes, half, each)               \
+    for (int w = 0; w < 8; ++w) {                         \
+        __m256i x = load_words((codes)->qs[w], half);     \
+        for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
+            each(0, l, 8 * l + w, trits_tq1_0(x));        \
+        }                                                 \
+    }                                                     \
+    for (int w = 0; w < 4; ++w) {                         \
+        __m256i x = load_words((codes)->qs[8 + w], half); \
+        for (int l = 0; l < 5; ++l, x = next_tq1_0(x)) {  \
+            each(1, l, 40 + 4 * l + w, trits_tq1_0(x));   \
+        }                                                 \
+    }                                                     \
+    {                                                     \
+        __m256i x = load_words((codes)->qh, half);        \
+        for (int l = 0; l < 4; ++l, x = next_tq1_0(x)) {  \
+            each(1, l, 60 + l, trits_tq1_0(x));           \
+        }                                                 \
+    }
+
+static inline void gemm_direct_tq1_0(int64_t nb, const void * panel, const struct itq_columns * y,
+                                     float out[][ITQ_PANEL_ROWS]) {
+    memset(out, 0, sizeof(*out));
+
+    for (int64_t b = 0; b < nb; ++b) {
+        const itq_codes_tq1_0 * codes  = itq_codes_of_tq1_0(panel, b);
+        const itq_scales_tq *   scales = itq_scales_of_tq1_0(panel, b);
+        const int8_t *          q      = y->q + b * QK_K;
+        for (int line = 0; line <= 16; ++line) {
+            ITQ_PREFETCH(codes, line);
+        }
+        for (int half = 0; half < 2; ++half) {
+            __m256i sums[2][CHAINS];  // of 40 and of 24 places
+            for (int i = 0; i < CHAINS; ++i) {
+                sums[0][i] = sums[1][i] = _mm256_setzero_si256();
+            }
+#define ADD(part, l, place, operands) \
+    sums[part][(l) % CHAINS] = add_trits(sums[part][(l) % CHAINS], operands, load_place(q, place))
+            EACH_PLACE_TQ1_0(codes, half, ADD)
+#undef ADD
+            __m256i acc = _mm256_add_epi32(widen_trits(sum_chains(sums[0])), widen_trits(sum_chains(sums[1])));
+            acc         = _mm256_sub_epi32(acc, _mm256_set1_epi32(2 * y->sums[b]));
+            add_block_tq(out[0] + HALF_ROWS * half, acc, load_scales(scales->d, half), y->d[b]);
+        }
+    }
+}
+
+static inline void decode_tq1_0(const itq_codes_tq1_0 * codes, decoded_block * decoded) {
+    for (int half = 0; half < 2; ++half) {
+#define STORE(part, l, place, operands) store_place(decoded, place, half, operands)
+        EACH_PLACE_TQ1_0(codes, half, STORE)
+#undef STORE
+    }
+}
+
+GEMM_TQ(tq1_0, 2)
+
+//
+// activations
+//
+
+static inline void itq_reorder_q8_K_h_avx2(const int8_t * q, int8_t * y) {
+    for (int p = 0; p < 64; p += 32) {
+        const __m256i a = _mm256_loadu_si256((const __m256i *) (q + p));
+        const __m256i b = _mm256_loadu_si256((const __m256i *) (q + 64 + p));
+        const __m256i c = _mm256_loadu_si256((const __m256i *) (q + 128 + p));
+        const __m256i d = _mm256_loadu_si256((const __m256i *) (q + 192 + p));
+
+        const __m256i ab_lo = _mm256_unpacklo_epi8(a, b);
+        const __m256i ab_hi = _mm256_unpackhi_epi8(a, b);
+        const __m256i cd_lo = _mm256_unpacklo_epi8(c, d);
+        const __m256i cd_hi = _mm256_unpackhi_epi8(c, d);
+        // places 0 .. 3 and 16 .. 19, 4 .. 7 and 20 .. 23, ...
+        const __m256i v0    = _mm256_unpacklo_epi16(ab_lo, cd_lo);
+        const __m256i v1    = _mm256_unpackhi_epi16(ab_lo, cd_lo);
+        const __m256i v2    = _mm256_unpacklo_epi16(ab_hi, cd_hi);
+        const __m256i v3    = _mm256_unpackhi_epi16(ab_hi, cd_hi);
+
+        __m256i * to = (__m256i *) (y + 4 * p);
+        _mm256_storeu_si256(to, _mm256_permute2x128_si256(v0, v1, 0x20));
+        _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(v2, v3, 0x20));
+        _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(v0, v1, 0x31));
+        _mm256_storeu_si256(to + 3, _mm256_permute2x128_si256(v2, v3, 0x31));
+    }
+}

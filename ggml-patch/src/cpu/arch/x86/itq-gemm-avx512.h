@@ -1,0 +1,653 @@
+#pragma once
+
+// Panels and their products with AVX-512; VBMI, VNNI and GFNI where present. arch/x86/itq-gemm.c includes this file,
+// docs/kernels.md explains it.
+
+#include "../../itq-gemm.h"
+#include "itq-repack-avx2.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+#define ROWS ITQ_PANEL_ROWS
+
+#if defined(__clang__)
+#    define UNROLL(n) _Pragma("unroll")
+#elif defined(__GNUC__)
+#    define PRAGMA(text) _Pragma(#text)
+#    define UNROLL(n)    PRAGMA(GCC unroll n)
+#else
+#    define UNROLL(n)
+#endif
+
+// Four products of unsigned codes below 128 and the four signed activations at y, added to 32 bits.
+ITQ_INLINE __m512i dot_4(__m512i acc, __m512i codes, const int8_t * y) {
+#if defined(__AVX512VNNI__) && (defined(__GNUC__) || defined(__clang__))
+    // GCC 12 broadcasts with an instruction of its own, which takes a slot that the products need
+    typedef int32_t word __attribute__((may_alias));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(*(const word *) y));
+    return acc;
+#else
+    int32_t four;
+    memcpy(&four, y, sizeof(four));
+#    if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(four));
+#    else
+    const __m512i pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi32(four));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#    endif
+#endif
+}
+
+// Columns whose sums are registers, and the sums of one where several take turns because the products have a latency.
+#define TILE   16
+#define CHAINS 8
+ITQ_INLINE int chains(int nc) {
+    return nc <= 2 ? 8 : nc == 3 ? 4 : nc <= 8 ? 2 : 1;
+}
+
+// Codes are the levels plus `bias`.
+#define SUMS(nc, bias, sum1)                                \
+    __m512i acc[TILE][CHAINS];                              \
+    UNROLL(16) for (int c = 0; c < (nc); ++c) {             \
+        acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]); \
+        UNROLL(8) for (int i = 1; i < chains(nc); ++i) {    \
+            acc[c][i] = _mm512_setzero_si512();             \
+        }                                                   \
+    }
+
+// Multiply codes of place p of the activations; `turn` picks the sum.
+#define ADD_PRODUCTS(codes, p, turn)                               \
+    UNROLL(16) for (int c = 0; c < nc; ++c) {                      \
+        __m512i * sum = &acc[c][(turn) % chains(nc)];              \
+        *sum          = dot_4(*sum, codes, q + 256 * c + 4 * (p)); \
+    }
+
+// Or keep them.
+#define STORE_CODES(codes, p, turn) _mm512_store_si512(kept + 64 * (p), codes);
+
+ITQ_INLINE __m512i sum_chains(const __m512i * acc, int n) {
+    __m512i sum = acc[0];
+    UNROLL(8) for (int i = 1; i < n; ++i) {
+        sum = _mm512_add_epi32(sum, acc[i]);
+    }
+    return sum;
+}
+
+// The products of a column where the bias is in its sums from the start.
+ITQ_INLINE __m512i dot_of_chains(const __m512i * acc, int n, int32_t total) {
+    (void) total;
+    return sum_chains(acc, n);
+}
+
+ITQ_INLINE __m512 load_halves(const ggml_half * h) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) h));
+}
+
+// What a block is scaled by: (dot * d - total of the activations * dmin) * d of the activations.
+struct block_scales {
+    __m512 d;
+    __m512 dmin;
+    int    has_min;
+};
+
+ITQ_INLINE struct block_scales scales_itq3_s(const itq_scales_itq3_s * x) {
+    const __m512 d = _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f));
+    const __m512 z = load_halves(x->z);
+    return (struct block_scales) { d, _mm512_mul_ps(d, z), _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ) };
+}
+
+ITQ_INLINE struct block_scales scales_itq2_s(const itq_scales_itq2_s * x) {
+    return (struct block_scales) { _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f)), _mm512_setzero_ps(), 0 };
+}
+
+ITQ_INLINE struct block_scales scales_tq(const itq_scales_tq * x) {
+    return (struct block_scales) { load_halves(x->d), _mm512_setzero_ps(), 0 };
+}
+
+ITQ_INLINE __m512 add_block(__m512 sum, __m512i dot, const struct block_scales * x, int32_t total, float d1) {
+    __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), x->d);
+    if (x->has_min) {
+        v = _mm512_fnmadd_ps(x->dmin, _mm512_cvtepi32_ps(_mm512_set1_epi32(total)), v);
+    }
+    return _mm512_fmadd_ps(v, _mm512_set1_ps(d1), sum);
+}
+
+// Products of n <= TILE columns and the codes of a block that are kept.
+ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
+                              const float * d1, const int32_t * sum1, const int nc, float out[][ROWS]) {
+    SUMS(nc, bias, sum1)
+    for (int p = 0; p < 64; p += 4) {
+        UNROLL(4) for (int i = 0; i < 4; ++i) {
+            ADD_PRODUCTS(_mm512_load_si512(kept + 64 * (p + i)), p + i, i)
+        }
+    }
+    UNROLL(16) for (int c = 0; c < nc; ++c) {
+        const __m512 sum = _mm512_loadu_ps(out[c]);
+        _mm512_storeu_ps(out[c], add_block(sum, sum_chains(acc[c], chains(nc)), scales, sum1[c], d1[c]));
+    }
+}
+
+// A function for every number of columns.
+#define KEPT(n)                                                 \
+    case n:                                                     \
+        multiply_kept(kept, bias, scales, q, d1, sum1, n, out); \
+        break
+
+static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
+                             const float * d1, const int32_t * sum1, int nc, float out[][ROWS]) {
+    switch (nc) {
+        KEPT(1);
+        KEPT(2);
+        KEPT(3);
+        KEPT(4);
+        KEPT(5);
+        KEPT(6);
+        KEPT(7);
+        KEPT(8);
+        KEPT(9);
+        KEPT(10);
+        KEPT(11);
+        KEPT(12);
+        KEPT(13);
+        KEPT(14);
+        KEPT(15);
+        KEPT(16);
+    }
+}
+
+// A product of a few columns: LEVELS(codes, F) decodes a block and does F(codes, place, turn), BIAS is what these codes are
+// above the levels, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
+#define GEMM_FEW(type, way, scales_of, LEVELS, BIAS, dot_of)                                                        \
+    ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq_columns * y, const int nc, \
+                                        float out[][ROWS]) {                                                        \
+        __m512 sums[TILE];                                                                                          \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                   \
+            sums[c] = _mm512_setzero_ps();                                                                          \
+        }                                                                                                           \
+        const int8_t *  q    = y->q;                                                                                \
+        const float *   d1   = y->d;                                                                                \
+        const int32_t * sum1 = y->sums;                                                                             \
+        for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                     \
+            SUMS(nc, BIAS, sum1)                                                                                    \
+            LEVELS(itq_codes_of_##type(panel, b), ADD_PRODUCTS)                                                     \
+            const struct block_scales x = scales_of(itq_scales_of_##type(panel, b));                                \
+            UNROLL(16) for (int c = 0; c < nc; ++c) {                                                               \
+                sums[c] = add_block(sums[c], dot_of(acc[c], chains(nc), sum1[c]), &x, sum1[c], d1[c]);              \
+            }                                                                                                       \
+        }                                                                                                           \
+        UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                   \
+            _mm512_storeu_ps(out[c], sums[c]);                                                                      \
+        }                                                                                                           \
+    }
+
+// The two ways of a product of a type: a few columns take every level from its register; of more, the levels of a block are
+// kept in the first-level cache and multiplied with TILE columns at a time.
+#define GEMM(type, scales_of, LEVELS, BIAS)                                                              \
+    GEMM_FEW(type, direct, scales_of, LEVELS, BIAS, dot_of_chains)                                       \
+                                                                                                         \
+    static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
+                                   float out[][ROWS]) {                                                  \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
+        for (int64_t b = 0; b < nb; ++b) {                                                               \
+            _Alignas(64) uint8_t kept[64 * 64];                                                          \
+            LEVELS(itq_codes_of_##type(panel, b), STORE_CODES)                                           \
+            const struct block_scales x = scales_of(itq_scales_of_##type(panel, b));                     \
+            for (int c = 0; c < nc; c += TILE) {                                                         \
+                const int64_t at = b * nc + c;                                                           \
+                multiply_kept_by(kept, BIAS, &x, y->q + 256 * at, y->d + at, y->sums + at,               \
+                                 nc - c < TILE ? nc - c : TILE, out + c);                                \
+            }                                                                                            \
+        }                                                                                                \
+    }
+
+//
+// trellis types: codes to indices, two in a byte, and indices to levels
+//
+
+// Bytes of `table` at the low four bits of `index`, whatever the others are.
+ITQ_INLINE __m512i look_up(__m512i table, __m512i index) {
+#if defined(__AVX512VBMI__)
+    return _mm512_permutexvar_epi8(index, table);
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(index, _mm512_set1_epi8(0x0F)));
+#endif
+}
+
+// Levels plus 64 of each type, by the lower and the upper two bits of an index. `h` says which of the fields of a byte
+// of grids have been taken, the even or the odd bits of the selectors: of a pair of 1-bit symbols it picks one.
+ITQ_INLINE __m512i table_itq3_s(int lower_is_grid, int h) {
+    static const int8_t levels[16] = ITQ3_S_LEVELS;
+    (void) h;
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *) levels), _mm_set1_epi8(64)));
+    return lower_is_grid ? table
+                         : _mm512_shuffle_epi8(table, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2,
+                                                                                           6, 10, 14, 3, 7, 11, 15)));
+}
+
+ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
+    static const int8_t levels[8] = ITQ2_S_LEVELS;
+    // 4*symbol + grid at the index symbols*4 + grid, and at grid*4 + symbols, of symbol 0 or 1 of the two
+    const __m128i       at = lower_is_grid ? (h == 0 ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7)
+                                                     : _mm_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7))
+                                           : (h == 0 ? _mm_setr_epi8(0, 4, 0, 4, 1, 5, 1, 5, 2, 6, 2, 6, 3, 7, 3, 7)
+                                                     : _mm_setr_epi8(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7));
+    const __m128i       table = _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64));
+    return _mm512_broadcast_i32x4(_mm_shuffle_epi8(table, at));
+}
+
+// 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
+ITQ_INLINE void grids_of_selectors(const uint32_t sel[8][ROWS], __m512i grids[16]) {
+    const __m512i even = _mm512_set1_epi8(0x55);
+    __m512i       s[14];  // selectors of t = -6 .. 7
+    UNROLL(8) for (int t = 0; t < 8; ++t) {
+        s[6 + t] = _mm512_load_si512(sel[t]);
+    }
+    UNROLL(6) for (int t = 0; t < 6; ++t) {
+        s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
+    }
+    UNROLL(8) for (int t = 0; t < 8; ++t) {
+        const __m512i c1 = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
+        const __m512i c0 = _mm512_xor_si512(s[4 + t], s[2 + t]);
+        grids[2 * t]     = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
+        grids[2 * t + 1] = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
+    }
+}
+
+// Word of the symbols that meet grids[i].
+#define SYMBOLS_ITQ3_S(i) (i)
+#define SYMBOLS_ITQ2_S(i) ((i) / 2)
+
+#define LEVELS_OF_TRELLIS(type, SYMBOLS, x, F)                                                              \
+    __m512i grids[16];                                                                                      \
+    grids_of_selectors((x)->sel, grids);                                                                    \
+    UNROLL(16) for (int i = 0; i < 16; ++i) {                                                               \
+        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);                                     \
+        const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
+        const __m512i odd     = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), symbols, grids[i], 0xCA); \
+        const __m512i table_e = table_##type(1, i % 2);                                                     \
+        const __m512i table_o = table_##type(0, i % 2);                                                     \
+        const int     p       = 8 * (i % 2) + i / 2;                                                        \
+        ITQ_PREFETCH_PART(x, i, 16);                                                                        \
+        F(look_up(table_e, even), p, 4 * i)                                                                 \
+        F(look_up(table_o, odd), 16 + p, 4 * i + 1)                                                         \
+        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2)                                  \
+        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 48 + p, 4 * i + 3)                                   \
+    }
+#define LEVELS_ITQ3_S(x, F) LEVELS_OF_TRELLIS(itq3_s, SYMBOLS_ITQ3_S, x, F)
+#define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, SYMBOLS_ITQ2_S, x, F)
+
+#define GEMM_OF_TYPE(NAME, name, ...) GEMM(name, scales_##name, LEVELS_##NAME, 64)
+ITQ_TYPES(GEMM_OF_TYPE)
+
+//
+// TQ2_0 and TQ1_0: trits are stored plus one
+//
+
+#if defined(__AVX512VNNI__)
+// Bytes from 128 on may be operands: two products of theirs would be too much for 16 bits.
+#    define WHOLE_BYTES 1
+#else
+#    define WHOLE_BYTES 0
+#endif
+
+#define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
+
+#define LEVELS_TQ2_0(x, F)                                                                               \
+    UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
+        const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
+        ITQ_PREFETCH_PART(x, w, 16);                                                                     \
+        UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
+            const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
+            F(field, PLACE_TQ2_0(w, f), f)                                                               \
+        }                                                                                                \
+    }
+GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
+
+#if WHOLE_BYTES
+// Few columns: no field of a byte is shifted, its sum is.
+#    define FIELDS_TQ2_0(x, F)                                                                       \
+        UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
+            const __m512i word = _mm512_load_si512((x)->qs[w]);                                      \
+            ITQ_PREFETCH_PART(x, w, 16);                                                             \
+            UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
+                const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
+                F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
+            }                                                                                        \
+        }
+
+ITQ_INLINE __m512i dot_of_fields(const __m512i * acc, int n, int32_t total) {
+    (void) total;
+    __m512i dot = acc[0];
+    UNROLL(8) for (int i = 1; i < n; ++i) {
+        dot = _mm512_add_epi32(dot, _mm512_srai_epi32(acc[i], 2 * (i % 4)));
+    }
+    return dot;
+}
+GEMM_FEW(tq2_0, few, scales_tq, FIELDS_TQ2_0, 1, dot_of_fields)
+#endif
+
+// A byte b of TQ1_0 is a fraction of 256, and t = floor(3*b / 256) its first trit; 3*b - 256*t is the byte of the next.
+ITQ_INLINE __m512i next_trits(__m512i bytes) {
+    return _mm512_add_epi8(bytes, _mm512_add_epi8(bytes, bytes));
+}
+
+// The means are rounded up, so that b - 1 is taken.
+ITQ_INLINE __m512i first_trits(__m512i bytes) {
+    const __m512i less = _mm512_subs_epu8(bytes, _mm512_set1_epi8(1));
+    const __m512i mean = _mm512_avg_epu8(less, _mm512_avg_epu8(less, _mm512_setzero_si512()));
+    return _mm512_and_si512(_mm512_srli_epi16(mean, 6), _mm512_set1_epi8(3));
+}
+
+#define TRITS_TQ1_0(x, DO, F)                            \
+    UNROLL(12) for (int w = 0; w < 12; ++w) {            \
+        __m512i bytes = _mm512_load_si512((x)->qs[w]);   \
+        ITQ_PREFETCH_PART(x, w, 12);                     \
+        UNROLL(5) for (int l = 0; l < 5; ++l) {          \
+            DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
+        }                                                \
+    }                                                    \
+    __m512i bytes = _mm512_load_si512((x)->qh);          \
+    UNROLL(4) for (int l = 0; l < 4; ++l) {              \
+        DO(F, 60 + l, l)                                 \
+    }
+#define ONE_TRIT(F, p, turn)                      \
+    {                                             \
+        const __m512i trits = first_trits(bytes); \
+        F(trits, p, turn)                         \
+        bytes = next_trits(bytes);                \
+    }
+#define LEVELS_TQ1_0(x, F) TRITS_TQ1_0(x, ONE_TRIT, F)
+GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
+
+#if WHOLE_BYTES
+// Few columns: sum(t * y) = (3 * sum(b * y) - sum(next b * y)) / 256, two products and no trit.
+#    define TWO_BYTES(F, p, turn)  \
+        F(bytes, p, 2 * (turn))    \
+        bytes = next_trits(bytes); \
+        F(bytes, p, 2 * (turn) + 1)
+
+#    define BYTES_TQ1_0(x, F) TRITS_TQ1_0(x, TWO_BYTES, F)
+
+ITQ_INLINE __m512i dot_of_bytes(const __m512i * acc, int n, int32_t total) {
+    __m512i dot = _mm512_setzero_si512();
+    UNROLL(4) for (int i = 0; i < n; i += 2) {
+        const __m512i twice = _mm512_slli_epi32(acc[i], 1);
+        dot                 = _mm512_add_epi32(dot, _mm512_sub_epi32(_mm512_add_epi32(acc[i], twice), acc[i + 1]));
+    }
+    return _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(total));
+}
+GEMM_FEW(tq1_0, few, scales_tq, BYTES_TQ1_0, 0, dot_of_bytes)
+#endif
+
+//
+// products
+//
+
+// A function for every number of columns, so that the sums are registers.
+#define CASE(type, way, n)                         \
+    case n:                                        \
+        gemm_##type##_##way(nb, panel, y, n, out); \
+        return
+
+#if defined(__AVX512VNNI__)
+#    define MORE_CASES(type)   \
+        CASE(type, direct, 3); \
+        CASE(type, direct, 4); \
+        CASE(type, direct, 5); \
+        CASE(type, direct, 6); \
+        CASE(type, direct, 7); \
+        CASE(type, direct, 8)
+#else
+// with three instructions for a product a compiler takes minutes for the unrolled code
+#    define MORE_CASES(type)
+#endif
+
+#define PRODUCT(type, few)                                                                                     \
+    static void itq_gemm_##type##_avx512(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
+                                         float out[][ROWS]) {                                                  \
+        switch (nc) {                                                                                          \
+            CASE(type, few, 1);                                                                                \
+            CASE(type, few, 2);                                                                                \
+            MORE_CASES(type);                                                                                  \
+            default:                                                                                           \
+                gemm_##type##_many(nb, panel, y, nc, out);                                                     \
+        }                                                                                                      \
+    }
+#define PRODUCT_OF_TYPE(NAME, name, ...) PRODUCT(name, direct)
+ITQ_TYPES(PRODUCT_OF_TYPE)
+#if WHOLE_BYTES
+PRODUCT(tq2_0, few)
+PRODUCT(tq1_0, few)
+#else
+PRODUCT(tq2_0, direct)
+PRODUCT(tq1_0, direct)
+#endif
+
+//
+// repacking
+//
+
+#if defined(__AVX512VBMI__)
+
+// Word j of row i to word i of row j.
+ITQ_INLINE void transpose_16x16(__m512i x[16]) {
+    __m512i y[16];
+    UNROLL(8) for (int i = 0; i < 16; i += 2) {
+        y[i]     = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    UNROLL(4) for (int i = 0; i < 16; i += 4) {
+        x[i]     = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    UNROLL(4) for (int i = 0; i < 4; ++i) {
+        y[i]      = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4]  = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xDD);
+        y[i + 8]  = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xDD);
+    }
+    UNROLL(4) for (int i = 0; i < 4; ++i) {
+        x[i]      = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8]  = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xDD);
+        x[i + 4]  = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+        x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xDD);
+    }
+}
+
+// Exchange the bits of `mask` with those `shift` higher.
+ITQ_INLINE __m512i swap_bits_32(__m512i x, int shift, int mask) {
+    const __m512i t =
+        _mm512_ternarylogic_epi32(x, _mm512_srli_epi32(x, (unsigned) shift), _mm512_set1_epi32(mask), 0x28);
+    return _mm512_ternarylogic_epi32(x, t, _mm512_slli_epi32(t, (unsigned) shift), 0x96);
+}
+
+ITQ_INLINE __m512i swap_bits_64(__m512i x, int shift, int64_t mask) {
+    const __m512i t =
+        _mm512_ternarylogic_epi64(x, _mm512_srli_epi64(x, (unsigned) shift), _mm512_set1_epi64(mask), 0x28);
+    return _mm512_ternarylogic_epi64(x, t, _mm512_slli_epi64(t, (unsigned) shift), 0x96);
+}
+
+// Transpose the 8x8 bits of every 8 bytes.
+ITQ_INLINE __m512i transpose_bits(__m512i x) {
+#    if defined(__GFNI__)
+    const __m512i reversed =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8));
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64((int64_t) 0x8040201008040201),
+                                         _mm512_shuffle_epi8(x, reversed), 0);
+#    else
+    x = swap_bits_64(x, 7, 0x00AA00AA00AA00AA);
+    x = swap_bits_64(x, 14, 0x0000CCCC0000CCCC);
+    return swap_bits_64(x, 28, 0x00000000F0F0F0F0);
+#    endif
+}
+
+static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    // byte a ^ 1 of word 2*t + h from byte 16*a + 8*h + t
+#    define WORD(t, h) 16 + 8 * h + t, 8 * h + t, 48 + 8 * h + t, 32 + 8 * h + t
+#    define WORDS(t)   WORD(t, 0), WORD(t, 1)
+    static const uint8_t symbols_of[64] = { WORDS(0), WORDS(1), WORDS(2), WORDS(3),
+                                            WORDS(4), WORDS(5), WORDS(6), WORDS(7) };
+#    undef WORDS
+    // byte i of word t from byte 8*i + t, in both halves
+#    define HALF(t) t, 8 + t, 16 + t, 24 + t
+    static const uint8_t selectors_of[32] = { HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7) };
+#    undef HALF
+#    undef WORD
+    const __m512i symbols_at = _mm512_loadu_si512(symbols_of);
+    const __m256i half       = _mm256_loadu_si256((const __m256i *) selectors_of);
+    const __m512i selectors_at =
+        _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
+    for (int64_t b = 0; b < nb; ++b) {
+        itq_codes_itq3_s *   codes  = itq_codes_of_itq3_s(panel, b);
+        itq_scales_itq3_s *  scales = itq_scales_of_itq3_s(panel, b);
+        const block_itq3_s * x[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            x[r] = block_at(&readers[r], b);
+        }
+
+        __m512i q[ROWS];
+        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+            q[r] = _mm512_permutexvar_epi8(symbols_at, _mm512_loadu_si512(x[r]->qs));
+        }
+        transpose_16x16(q);
+        UNROLL(16) for (int i = 0; i < 16; ++i) {
+            // transpose the 4x4 pairs of bits of every word
+            const __m512i t = swap_bits_32(q[i], 12, 0x0000F0F0);
+            _mm512_store_si512(codes->qs[i], swap_bits_32(t, 6, 0x00CC00CC));
+        }
+
+        __m512i s[8];
+        UNROLL(8) for (int i = 0; i < 8; ++i) {
+            const int r = i < 4 ? i : i + 4;
+            s[i]        = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) x[r]->sel)),
+                                             _mm256_loadu_si256((const __m256i *) x[r + 4]->sel), 1);
+            s[i]        = _mm512_permutexvar_epi8(selectors_at, transpose_bits(s[i]));
+        }
+        __m512i u[8];
+        UNROLL(4) for (int i = 0; i < 8; i += 2) {
+            u[i]     = _mm512_unpacklo_epi32(s[i], s[i + 1]);
+            u[i + 1] = _mm512_unpackhi_epi32(s[i], s[i + 1]);
+        }
+        UNROLL(2) for (int i = 0; i < 8; i += 4) {
+            s[i]     = _mm512_unpacklo_epi64(u[i], u[i + 2]);
+            s[i + 1] = _mm512_unpackhi_epi64(u[i], u[i + 2]);
+            s[i + 2] = _mm512_unpacklo_epi64(u[i + 1], u[i + 3]);
+            s[i + 3] = _mm512_unpackhi_epi64(u[i + 1], u[i + 3]);
+        }
+        UNROLL(4) for (int t = 0; t < 4; ++t) {
+            _mm512_store_si512(codes->sel[t], _mm512_shuffle_i32x4(s[t], s[t + 4], 0x88));
+            _mm512_store_si512(codes->sel[t + 4], _mm512_shuffle_i32x4(s[t], s[t + 4], 0xDD));
+        }
+
+        for (int r = 0; r < ROWS; ++r) {
+            scales->d[r] = x[r]->d;
+            scales->z[r] = x[r]->z;
+        }
+    }
+}
+
+// Symbols and selectors are two planes of the same order, 64 bytes together.
+static void itq_repack_itq2_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    // byte i of word t from byte 8*i + t, in both halves
+#    define HALF(t) t, 8 + t, 16 + t, 24 + t
+    static const uint8_t plane_of[32] = { HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7) };
+#    undef HALF
+    static_assert(offsetof(block_itq2_s, sel) == 32, "the planes do not follow each other");
+    const __m256i half = _mm256_loadu_si256((const __m256i *) plane_of);
+    const __m512i at = _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
+    for (int64_t b = 0; b < nb; ++b) {
+        itq_codes_itq2_s *  codes  = itq_codes_of_itq2_s(panel, b);
+        itq_scales_itq2_s * scales = itq_scales_of_itq2_s(panel, b);
+        __m512i             q[ROWS];
+        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+            const block_itq2_s * x = block_at(&readers[r], b);
+            q[r]                   = _mm512_permutexvar_epi8(at, transpose_bits(_mm512_loadu_si512(x->qs)));
+            scales->d[r]           = x->d;
+        }
+        transpose_16x16(q);
+        UNROLL(8) for (int t = 0; t < 8; ++t) {
+            // bit g goes to g ^ 2
+            const __m512i low  = _mm512_slli_epi16(q[t], 2);
+            const __m512i high = _mm512_srli_epi16(q[t], 2);
+            _mm512_store_si512(codes->qs[t], _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), high, low, 0xCA));
+            _mm512_store_si512(codes->sel[t], q[8 + t]);
+        }
+    }
+}
+
+static void itq_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq2_0));
+    for (int64_t b = 0; b < nb; ++b) {
+        itq_codes_tq2_0 * codes  = itq_codes_of_tq2_0(panel, b);
+        itq_scales_tq *   scales = itq_scales_of_tq2_0(panel, b);
+        __m512i           q[ROWS];
+        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+            const block_tq2_0 * x = block_at(&readers[r], b);
+            q[r]                  = _mm512_loadu_si512(x->qs);
+            scales->d[r]          = x->d;
+        }
+        transpose_16x16(q);
+        UNROLL(16) for (int w = 0; w < 16; ++w) {
+            _mm512_store_si512(codes->qs[w], q[w]);
+        }
+    }
+}
+
+static void itq_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_tq1_0));
+    for (int64_t b = 0; b < nb; ++b) {
+        itq_codes_tq1_0 * codes  = itq_codes_of_tq1_0(panel, b);
+        itq_scales_tq *   scales = itq_scales_of_tq1_0(panel, b);
+        __m512i           q[ROWS];
+        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+            const block_tq1_0 * x = block_at(&readers[r], b);
+            // the words of qs, and the one of qh behind them
+            q[r]                  = _mm512_maskz_loadu_epi32(0x1FFF, x->qs);
+            scales->d[r]          = x->d;
+        }
+        transpose_16x16(q);
+        UNROLL(12) for (int w = 0; w < 12; ++w) {
+            _mm512_store_si512(codes->qs[w], q[w]);
+        }
+        _mm512_store_si512(codes->qh, q[12]);
+    }
+}
+
+#else
+#    define itq_repack_itq3_s_avx512 itq_repack_itq3_s_avx2
+#    define itq_repack_itq2_s_avx512 itq_repack_itq2_s_avx2
+#    define itq_repack_tq2_0_avx512  itq_repack_tq2_0_avx2
+#    define itq_repack_tq1_0_avx512  itq_repack_tq1_0_avx2
+#endif  // VBMI
+
+// From [4][64] to [64][4] bytes.
+static void itq_reorder_q8_K_h_avx512(const int8_t * q, int8_t * y) {
+    const __m512i a = _mm512_loadu_si512(q), b = _mm512_loadu_si512(q + 64);
+    const __m512i c = _mm512_loadu_si512(q + 128), d = _mm512_loadu_si512(q + 192);
+
+    const __m512i ab_lo = _mm512_unpacklo_epi8(a, b), ab_hi = _mm512_unpackhi_epi8(a, b);
+    const __m512i cd_lo = _mm512_unpacklo_epi8(c, d), cd_hi = _mm512_unpackhi_epi8(c, d);
+
+    // quarter i of x[j]: the words of places 16*i + 4*j .. 16*i + 4*j + 3
+    const __m512i x[4] = { _mm512_unpacklo_epi16(ab_lo, cd_lo), _mm512_unpackhi_epi16(ab_lo, cd_lo),
+                           _mm512_unpacklo_epi16(ab_hi, cd_hi), _mm512_unpackhi_epi16(ab_hi, cd_hi) };
+
+    const __m512i even_lo = _mm512_shuffle_i32x4(x[0], x[1], 0x44), even_hi = _mm512_shuffle_i32x4(x[0], x[1], 0xEE);
+    const __m512i odd_lo = _mm512_shuffle_i32x4(x[2], x[3], 0x44), odd_hi = _mm512_shuffle_i32x4(x[2], x[3], 0xEE);
+    _mm512_storeu_si512(y, _mm512_shuffle_i32x4(even_lo, odd_lo, 0x88));
+    _mm512_storeu_si512(y + 64, _mm512_shuffle_i32x4(even_lo, odd_lo, 0xDD));
+    _mm512_storeu_si512(y + 128, _mm512_shuffle_i32x4(even_hi, odd_hi, 0x88));
+    _mm512_storeu_si512(y + 192, _mm512_shuffle_i32x4(even_hi, odd_hi, 0xDD));
+}

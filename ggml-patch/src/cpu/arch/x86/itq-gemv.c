@@ -1,0 +1,408 @@
+// Products of one column with rows of the trellis types and TQ2_0 as a file has them, x86. docs/kernels.md explains them.
+
+#include "../../itq-gemm.h"
+#include "itq-decode.h"
+
+#include "ggml-cpu-impl.h"
+#include "simd-mappings.h"
+
+#include <string.h>
+
+#if defined(ITQ_HAS_GEMV)
+
+#    if defined(__GNUC__) && !defined(__clang__)
+#        define UNROLL_8 _Pragma("GCC unroll 8")
+#    else
+#        define UNROLL_8
+#    endif
+
+#    define GROUP 8  // blocks of a row whose products are made side by side
+
+// Sums of 8 vectors of products, one of each block.
+#    if defined(ITQ_AVX512)
+
+typedef __m512i products;
+
+static inline __m512i dot_64(__m512i acc, __m512i levels, const int8_t * q) {
+#        if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(acc, levels, _mm512_loadu_si512(q));
+#        else
+    const __m512i pairs = _mm512_maddubs_epi16(levels, _mm512_loadu_si512(q));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#        endif
+}
+
+static inline __m128i sum_4_512(const __m512i p[4]) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(p[0], p[1]), _mm512_unpackhi_epi32(p[0], p[1]));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(p[2], p[3]), _mm512_unpackhi_epi32(p[2], p[3]));
+    const __m512i s  = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i h  = _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+}
+
+#    else
+
+typedef __m256i products;
+
+static inline __m256i dot_32(__m256i acc, __m256i levels, const int8_t * q) {
+    const __m256i y = _mm256_loadu_si256((const __m256i *) q);
+#        if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, levels, y);
+#        else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(levels, y), _mm256_set1_epi16(1)));
+#        endif
+}
+
+#    endif
+
+static inline __m128i sum_4_256(const __m256i p[4]) {
+    const __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
+    return _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+}
+
+static inline __m256i sum_8_256(const __m256i p[GROUP]) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sum_4_256(p)), sum_4_256(p + 4), 1);
+}
+
+static inline __m256i sum_8(const products p[GROUP]) {
+#    if defined(ITQ_AVX512)
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sum_4_512(p)), sum_4_512(p + 4), 1);
+#    else
+    return sum_8_256(p);
+#    endif
+}
+
+// The levels of a group of n <= GROUP blocks are made in steps: what a step leaves in memory is read only a group or a
+// block later, so that loads do not wait for stores. multiply_name() then has the products of levels plus 64 of block b.
+struct nothing {
+    int nothing;
+};
+
+#    define NO_PREPARATION(name)                                                                     \
+        typedef struct nothing prepared_##name;                                                      \
+        ITQ_INLINE void        prepare_##name(const block_##name * x, int n, prepared_##name * to) { \
+            (void) x;                                                                                \
+            (void) n;                                                                                \
+            (void) to;                                                                               \
+        }
+#    define NO_INDICES(name)                                                                                    \
+        typedef struct nothing indices_##name;                                                                  \
+        ITQ_INLINE void        make_indices_##name(const block_##name * x, const prepared_##name * from, int b, \
+                                                   indices_##name * to) {                                       \
+            (void) x;                                                                                           \
+            (void) from;                                                                                        \
+            (void) b;                                                                                           \
+            (void) to;                                                                                          \
+        }
+
+#    if defined(ITQ_AVX512)
+
+#        if defined(__AVX512VBMI__)
+
+NO_PREPARATION(itq3_s)
+
+ITQ_INLINE void levels_4x64_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, __m512i levels[4]) {
+    (void) from;
+    (void) b;
+    const struct itq3_s_tables tables  = itq3_s_load_tables();
+    const __m512i              symbols = _mm512_loadu_si512(x->qs);
+    for (int word = 0; word < 4; ++word) {
+        levels[word] = itq3_s_levels_64(&tables, x, symbols, word);
+    }
+}
+
+#        else
+
+typedef struct {
+    _Alignas(64) uint8_t grids[64 * GROUP];
+} prepared_itq3_s;
+
+ITQ_INLINE void prepare_itq3_s(const block_itq3_s * x, int n, prepared_itq3_s * to) {
+    itq3_s_decode_grids(x, n, GROUP / 2, to->grids);
+}
+
+ITQ_INLINE void levels_4x64_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, __m512i levels[4]) {
+    itq3_s_levels_4x64(from->grids + 64 * b, x->qs, levels);
+}
+
+#        endif
+
+NO_PREPARATION(itq2_s)
+
+ITQ_INLINE void levels_4x64_itq2_s(const block_itq2_s * x, const prepared_itq2_s * from, int b, __m512i levels[4]) {
+    (void) from;
+    (void) b;
+    for (int word = 0; word < 4; ++word) {
+        levels[word] = itq2_s_levels_64(x, word);
+    }
+}
+
+#        define MULTIPLY(name)                                                                               \
+            NO_INDICES(name)                                                                                 \
+            ITQ_INLINE products multiply_##name(const block_##name * x, const prepared_##name * from, int b, \
+                                                const indices_##name * indices, const int8_t * q) {          \
+                (void) indices;                                                                              \
+                __m512i levels[4];                                                                           \
+                levels_4x64_##name(x, from, b, levels);                                                      \
+                __m512i p = _mm512_setzero_si512();                                                          \
+                for (int word = 0; word < 4; ++word) {                                                       \
+                    p = dot_64(p, levels[word], q + 64 * word);                                              \
+                }                                                                                            \
+                return p;                                                                                    \
+            }
+
+#    else
+
+typedef struct {
+    _Alignas(64) uint8_t columns[ITQ_COLUMN_BYTES * GROUP];
+} prepared_itq3_s;
+
+ITQ_INLINE void prepare_itq3_s(const block_itq3_s * x, int n, prepared_itq3_s * to) {
+    itq_transpose(x->sel, sizeof(*x), n, GROUP / 2, to->columns);
+}
+
+typedef struct {
+    _Alignas(64) uint8_t columns[ITQ_COLUMN_BYTES * GROUP];
+    _Alignas(64) uint8_t symbols[ITQ_COLUMN_BYTES * GROUP];
+} prepared_itq2_s;
+
+ITQ_INLINE void prepare_itq2_s(const block_itq2_s * x, int n, prepared_itq2_s * to) {
+    itq_transpose(x->sel, sizeof(*x), n, GROUP / 2, to->columns);
+    itq_transpose(x->qs, sizeof(*x), n, GROUP / 2, to->symbols);
+}
+
+typedef struct {
+    _Alignas(32) uint8_t at[QK_K / 2];
+} indices_itq3_s, indices_itq2_s;
+
+ITQ_INLINE void make_indices_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, indices_itq3_s * to) {
+    itq3_s_indices(from->columns + ITQ_COLUMN_BYTES * b, x->qs, to->at);
+}
+
+ITQ_INLINE void make_indices_itq2_s(const block_itq2_s * x, const prepared_itq2_s * from, int b, indices_itq2_s * to) {
+    (void) x;
+    itq2_s_indices(from->columns + ITQ_COLUMN_BYTES * b, from->symbols + ITQ_COLUMN_BYTES * b, to->at);
+}
+
+// By half of 64 weights.
+ITQ_INLINE __m128i table_itq3_s(int h) {
+    (void) h;
+    return itq3_s_unsigned_levels();
+}
+
+ITQ_INLINE __m128i table_itq2_s(int h) {
+    return itq2_s_table(h);
+}
+
+#        define MULTIPLY(name)                                                                               \
+            ITQ_INLINE products multiply_##name(const block_##name * x, const prepared_##name * from, int b, \
+                                                const indices_##name * indices, const int8_t * q) {          \
+                (void) x;                                                                                    \
+                (void) from;                                                                                 \
+                (void) b;                                                                                    \
+                __m256i p[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };                           \
+                for (int m = 0; m < 128; m += 32) {                                                          \
+                    __m256i lower, upper;                                                                    \
+                    itq_levels_2x32(table_##name(m / 32 % 2), indices->at + m, &lower, &upper);              \
+                    p[0] = dot_32(p[0], lower, q + m);                                                       \
+                    p[1] = dot_32(p[1], upper, q + 128 + m);                                                 \
+                }                                                                                            \
+                return _mm256_add_epi32(p[0], p[1]);                                                         \
+            }
+
+#    endif
+
+static inline __m256 halves_to_floats(__m128i halves) {
+#    if defined(__F16C__)
+    return _mm256_cvtph_ps(halves);
+#    else
+    ggml_half h[GROUP];
+    float     f[GROUP];
+    memcpy(h, &halves, sizeof(h));
+    for (int i = 0; i < GROUP; ++i) {
+        f[i] = GGML_CPU_FP16_TO_FP32(h[i]);
+    }
+    return _mm256_loadu_ps(f);
+#    endif
+}
+
+// d and z of a block.
+static inline int32_t load_scales(const block_itq3_s * x) {
+    int32_t both;
+    static_assert(offsetof(block_itq3_s, z) == offsetof(block_itq3_s, d) + 2, "z does not follow d");
+    memcpy(&both, (const char *) x + offsetof(block_itq3_s, d), sizeof(both));
+    return both;
+}
+
+// Adds what n <= GROUP blocks have, times the scales of the activations, in the order and with the roundings of a panel.
+ITQ_INLINE __m128 add_in_order(__m128 sum, __m256 blocks, int n, const float * d1) {
+    float v[GROUP];
+    _mm256_storeu_ps(v, blocks);
+    for (int i = 0; i < n; ++i) {
+#    if defined(__FMA__)
+        sum = _mm_fmadd_ss(_mm_load_ss(&v[i]), _mm_load_ss(&d1[i]), sum);
+#    else
+        sum = _mm_add_ss(sum, _mm_mul_ss(_mm_load_ss(&v[i]), _mm_load_ss(&d1[i])));
+#    endif
+    }
+    return sum;
+}
+
+// Sums of the activations of n <= GROUP blocks.
+ITQ_INLINE __m256i load_totals(const int32_t * sums, int n) {
+    int32_t totals[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        totals[i] = sums[i < n ? i : n - 1];
+    }
+    return _mm256_setr_epi32(totals[0], totals[1], totals[2], totals[3], totals[4], totals[5], totals[6], totals[7]);
+}
+
+ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, int n, const float * d1,
+                             const int32_t * sums) {
+    int32_t s[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        s[i] = load_scales(&x[i < n ? i : n - 1]);
+    }
+    const __m256i both  = _mm256_setr_epi32(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
+    const __m256i total = load_totals(sums, n);
+
+    // the lower halves of 32 bits, then the upper ones
+    const __m256i lower = _mm256_blend_epi16(both, _mm256_setzero_si256(), 0xAA);
+    const __m256i upper = _mm256_srli_epi32(both, 16);
+    const __m256i dz    = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, upper), 0xD8);
+    const __m256  d     = _mm256_mul_ps(halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
+    const __m256  m     = _mm256_mul_ps(d, halves_to_floats(_mm256_extracti128_si256(dz, 1)));
+
+    // the levels had 64 added
+    dot            = _mm256_sub_epi32(dot, _mm256_slli_epi32(total, 6));
+    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d);
+#    if defined(__FMA__)
+    return add_in_order(sum, _mm256_fnmadd_ps(m, _mm256_cvtepi32_ps(total), v), n, d1);
+#    else
+    return add_in_order(sum, _mm256_sub_ps(v, _mm256_mul_ps(m, _mm256_cvtepi32_ps(total))), n, d1);
+#    endif
+}
+
+ITQ_INLINE __m128 add_itq2_s(__m128 sum, __m256i dot, const block_itq2_s * x, int n, const float * d1,
+                             const int32_t * sums) {
+    short s[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        s[i] = (short) x[i < n ? i : n - 1].d;
+    }
+    const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
+    const __m256  d      = _mm256_mul_ps(halves_to_floats(halves), _mm256_set1_ps(0.03125f));
+
+    // the levels had 64 added
+    dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));
+    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d), n, d1);
+}
+
+// dots_name: the sums of all blocks of a group; those beyond n are any number.
+#    define GEMV(NAME, name, ...)                                                                                      \
+        MULTIPLY(name)                                                                                                 \
+        ITQ_INLINE __m256i dots_##name(const block_##name * x, int n, const prepared_##name * from,                    \
+                                       const int8_t * q) {                                                             \
+            indices_##name indices[GROUP];                                                                             \
+            products       p[GROUP];                                                                                   \
+            make_indices_##name(x, from, 0, &indices[0]);                                                              \
+            UNROLL_8                                                                                                   \
+            for (int i = 0; i < GROUP; ++i) {                                                                          \
+                const int b = i < n ? i : n - 1;                                                                       \
+                if (i + 1 < n) {                                                                                       \
+                    make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                      \
+                }                                                                                                      \
+                p[i] = multiply_##name(&x[b], from, b, &indices[b], q + QK_K * b);                                     \
+            }                                                                                                          \
+            return sum_8(p);                                                                                           \
+        }                                                                                                              \
+                                                                                                                       \
+        void itq_gemv_##name(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y, \
+                             float * out) {                                                                            \
+            prepared_##name prepared[2];                                                                               \
+            __m128          sum   = _mm_setzero_ps();                                                                  \
+            const int       first = nb < GROUP ? (int) nb : GROUP;                                                     \
+            prepare_##name(rows, first, &prepared[0]);                                                                 \
+            int turn = 0;                                                                                              \
+            for (int r = 0; r < n_rows; ++r) {                                                                         \
+                const block_##name * x    = (const void *) ((const char *) rows + (size_t) r * row_size);              \
+                const block_##name * next = (const void *) ((const char *) x + row_size);                              \
+                for (int64_t b = 0; b < nb; b += GROUP, turn ^= 1) {                                                   \
+                    for (int line = 0; line < (int) (GROUP * sizeof(*x)); line += 64) {                                \
+                        ITQ_PREFETCH_BYTES((const char *) (x + b) + line);                                             \
+                    }                                                                                                  \
+                    const int            left   = (int) (nb - b < 2 * GROUP ? nb - b : 2 * GROUP);                     \
+                    const int            n_next = left > GROUP ? left - GROUP : first;                                 \
+                    const block_##name * x_next = left > GROUP ? x + b + GROUP : r + 1 < n_rows ? next : x;            \
+                    if (n_next == GROUP) { /* a number that the compiler knows */                                      \
+                        prepare_##name(x_next, GROUP, &prepared[turn ^ 1]);                                            \
+                    } else {                                                                                           \
+                        prepare_##name(x_next, n_next, &prepared[turn ^ 1]);                                           \
+                    }                                                                                                  \
+                    if (left < GROUP) {                                                                                \
+                        const __m256i dot = dots_##name(x + b, left, &prepared[turn], y->q + QK_K * b);                \
+                        sum               = add_##name(sum, dot, x + b, left, y->d + b, y->sums + b);                  \
+                    } else {                                                                                           \
+                        const __m256i dot = dots_##name(x + b, GROUP, &prepared[turn], y->q + QK_K * b);               \
+                        sum               = add_##name(sum, dot, x + b, GROUP, y->d + b, y->sums + b);                 \
+                    }                                                                                                  \
+                }                                                                                                      \
+                out[r] = _mm_cvtss_f32(sum);                                                                           \
+                sum    = _mm_setzero_ps();                                                                             \
+            }                                                                                                          \
+        }
+ITQ_TYPES(GEMV)
+
+//
+// TQ2_0: trit f of byte 32*h + i of a block is number 128*h + 32*f + i, plus one
+//
+
+// Products of trits plus one and the activations of a block; 16 bits hold the sums.
+ITQ_INLINE __m256i multiply_tq2_0(const block_tq2_0 * x, const int8_t * q) {
+    const __m256i mask = _mm256_set1_epi8(3);
+    __m256i       p    = _mm256_setzero_si256();
+    for (int h = 0; h < 2; ++h) {
+        const __m256i   codes = _mm256_loadu_si256((const __m256i *) (x->qs + 32 * h));
+        const __m256i * y     = (const __m256i *) (q + 128 * h);
+        p = _mm256_add_epi16(p, _mm256_maddubs_epi16(_mm256_and_si256(codes, mask), _mm256_loadu_si256(y)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 2), mask), _mm256_loadu_si256(y + 1)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 4), mask), _mm256_loadu_si256(y + 2)));
+        p = _mm256_add_epi16(
+            p, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, 6), mask), _mm256_loadu_si256(y + 3)));
+    }
+    return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
+}
+
+ITQ_INLINE __m128 add_group_tq2_0(__m128 sum, const block_tq2_0 * x, int n, const struct itq_columns * y, int64_t at) {
+    __m256i   p[GROUP];
+    ggml_half h[GROUP];
+    UNROLL_8
+    for (int i = 0; i < GROUP; ++i) {
+        const int b = i < n ? i : n - 1;
+        p[i]        = multiply_tq2_0(&x[b], y->q + QK_K * (at + b));
+        h[i]        = x[b].d;
+    }
+    const __m128i halves = _mm_setr_epi16((short) h[0], (short) h[1], (short) h[2], (short) h[3], (short) h[4],
+                                          (short) h[5], (short) h[6], (short) h[7]);
+    const __m256i dot    = _mm256_sub_epi32(sum_8_256(p), load_totals(y->sums + at, n));
+    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), halves_to_floats(halves)), n, y->d + at);
+}
+
+void itq_gemv_tq2_0(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y,
+                    float * out) {
+    for (int r = 0; r < n_rows; ++r) {
+        const block_tq2_0 * x   = (const void *) ((const char *) rows + (size_t) r * row_size);
+        __m128              sum = _mm_setzero_ps();
+        for (int64_t b = 0; b < nb; b += GROUP) {
+            for (int line = 0; line < (int) (GROUP * sizeof(block_tq2_0)); line += 64) {
+                ITQ_PREFETCH_BYTES((const char *) (x + b) + line);
+            }
+            sum = nb - b < GROUP ? add_group_tq2_0(sum, x + b, (int) (nb - b), y, b)
+                                 : add_group_tq2_0(sum, x + b, GROUP, y, b);
+        }
+        out[r] = _mm_cvtss_f32(sum);
+    }
+}
+
+#endif  // ITQ_HAS_GEMV

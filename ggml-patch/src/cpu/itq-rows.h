@@ -1,0 +1,24 @@
+#pragma once
+
+// The rows that a panel is made of, for the SIMD versions of repacking.
+
+#include "itq-gemm.h"
+
+// Row r of a panel; rows that are missing read the same zeros for every block.
+struct row_reader {
+    const char * bytes;
+    size_t       stride;
+};
+
+static inline void open_rows(struct row_reader readers[ITQ_PANEL_ROWS], const void * rows, size_t row_size, int n_rows,
+                             size_t block_size) {
+    static const char zeros[sizeof(block_itq3_s)];  // the largest block
+    for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
+        readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
+        readers[r].stride = r < n_rows ? block_size : 0;
+    }
+}
+
+static inline const void * block_at(const struct row_reader * reader, int64_t b) {
+    return reader->bytes + (size_t) b * reader->stride;
+}

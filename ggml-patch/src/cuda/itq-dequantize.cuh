@@ -1,0 +1,168 @@
+// Weights of the trellis types, TQ1_0 and TQ2_0 as numbers: the functions that get_rows and the conversion kernels call.
+//
+// 32 lanes work on one block of 256 and each writes 8 consecutive weights. For trellis types the inverse transform runs in
+// registers and shuffles; rotated weights never reach memory. The results equal those of the CPU code to the bit.
+
+#pragma once
+
+#include "common.cuh"
+#include "convert.cuh"
+#include "itq-fwht.cuh"
+#include "itq-vecdot.cuh"
+
+template <typename dst_t>
+static __device__ __forceinline__ void itq_store_values(dst_t * y, const float (&v)[ITQ_VALUES]) {
+    constexpr int n = 16 / sizeof(dst_t);
+    struct alignas(16) dst_vec {
+        dst_t v[n];
+    };
+    if ((uintptr_t) y % sizeof(dst_vec) == 0) {  // one outcome for the whole warp
+#pragma unroll
+        for (int i = 0; i < ITQ_VALUES / n; ++i) {
+            dst_vec out;
+#pragma unroll
+            for (int r = 0; r < n; ++r) {
+                out.v[r] = ggml_cuda_cast<dst_t>(v[n * i + r]);
+            }
+            ((dst_vec *) y)[i] = out;
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < ITQ_VALUES; ++r) {
+            y[r] = ggml_cuda_cast<dst_t>(v[r]);
+        }
+    }
+}
+
+// Block ib of vx to the 256 values at yy. All 32 lanes must call these together: tid = 0..31.
+
+template <typename dst_t>
+static __device__ __forceinline__ void dequantize_itq3_s(const void * vx, const int64_t ib, dst_t * yy, const int tid) {
+    const uint32_t * x   = (const uint32_t *) vx + ib * ITQ_WORDS;
+    const uint8_t *  sel = (const uint8_t *) (x + ITQ_WORD_SEL);
+
+    const uint32_t sel_window = (uint32_t) sel[tid] << 8 | (tid == 0 ? 0 : sel[tid - 1]);
+    const uint32_t index = itq_index_nibbles_8(x[ITQ_WORD_QS + 2 * (tid % 8) + 0], x[ITQ_WORD_QS + 2 * (tid % 8) + 1],
+                                               tid / 8, sel_window);
+    // Nibbles alternate between the first four weights and the second four.
+    const uint32_t level_lo = itq_levels_minus(index, 0);
+    const uint32_t level_hi = itq_levels_minus(index >> 16, 0);
+
+    const float2 dz = itq_half2_bits(x[ITQ_WORD_DZ]);
+    float        v[ITQ_VALUES];
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        const uint32_t levels = r % 4 < 2 ? level_lo : level_hi;
+        v[r]                  = (float) (int8_t) (levels >> 8 * (2 * (r % 2) + r / 4)) - dz.y;
+    }
+    itq_warp_fwht(v, tid);
+
+    const float scale = dz.x * (1.0f / 512.0f);  // 1/32 of the level unit, 1/16 of the transform
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        v[r] *= scale;
+    }
+    itq_store_values(yy + ITQ_VALUES * tid, v);
+}
+
+template <typename dst_t>
+static __device__ __forceinline__ void dequantize_itq2_s(const void * vx, const int64_t ib, dst_t * yy, const int tid) {
+    const block_itq2_s * x = (const block_itq2_s *) vx + ib;
+
+    const uint32_t sel_window = (uint32_t) x->sel[tid] << 8 | (tid == 0 ? 0 : x->sel[tid - 1]);
+    const uint32_t index      = itq2_s_index_nibbles_8(x->qs[tid], sel_window);
+    // Nibbles alternate between the first four weights and the second four.
+    const uint32_t level_lo   = itq2_s_look_up(index);
+    const uint32_t level_hi   = itq2_s_look_up(index >> 16);
+
+    float v[ITQ_VALUES];
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        const uint32_t levels = r % 4 < 2 ? level_lo : level_hi;
+        v[r]                  = (float) (int8_t) (levels >> 8 * (2 * (r % 2) + r / 4));
+    }
+    itq_warp_fwht(v, tid);
+
+    const float scale = __half2float(x->d) * (1.0f / 512.0f);  // 1/32 of the level unit, 1/16 of the transform
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        v[r] *= scale;
+    }
+    itq_store_values(yy + ITQ_VALUES * tid, v);
+}
+
+// Digits 0, 1, 2 of 8 weights to values.
+template <typename dst_t>
+static __device__ __forceinline__ void tq_store_digits(dst_t * y, const uint32_t digits_lo, const uint32_t digits_hi,
+                                                       const float d) {
+    float v[ITQ_VALUES];
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        const uint32_t digits = r < 4 ? digits_lo : digits_hi;
+        v[r]                  = (float) ((int) (digits >> 8 * (r % 4) & 3) - 1) * d;
+    }
+    itq_store_values(y, v);
+}
+
+template <typename dst_t>
+static __device__ __forceinline__ void dequantize_tq2_0(const void * vx, const int64_t ib, dst_t * yy, const int tid) {
+    const block_tq2_0 * x = (const block_tq2_0 *) vx + ib;
+    const int           m = 8 * (tid / 16) + 2 * (tid % 4);
+    const int           g = tid / 4 % 4;
+    tq_store_digits(yy + ITQ_VALUES * tid, tq2_0_digits(tq_load_word(x->qs, m + 0), g),
+                    tq2_0_digits(tq_load_word(x->qs, m + 1), g), __half2float(x->d));
+}
+
+template <typename dst_t>
+static __device__ __forceinline__ void dequantize_tq1_0(const void * vx, const int64_t ib, dst_t * yy, const int tid) {
+    const block_tq1_0 * x = (const block_tq1_0 *) vx + ib;
+    // First word, digit of it, and the same of the second four weights.
+    uint32_t            w0, w1;
+    int                 n0, n1;
+    if (tid < 20) {  // weights below 160
+        w0 = tq_load_word(x->qs, 2 * (tid % 4) + 0);
+        w1 = tq_load_word(x->qs, 2 * (tid % 4) + 1);
+        n0 = n1 = tid / 4;
+    } else if (tid < 30) {  // weights below 240
+        w0 = tq_load_word(x->qs, 8 + 2 * (tid % 2) + 0);
+        w1 = tq_load_word(x->qs, 8 + 2 * (tid % 2) + 1);
+        n0 = n1 = (tid - 20) / 2;
+    } else {
+        w0 = w1 = tq_load_word(x->qh, 0);
+        n0      = 2 * (tid - 30);
+        n1      = n0 + 1;
+    }
+    tq1_0_state s0      = tq1_0_begin(w0);
+    tq1_0_state s1      = tq1_0_begin(w1);
+    uint32_t    digits0 = 0;
+    uint32_t    digits1 = 0;
+#pragma unroll
+    for (int n = 0; n < 5; ++n) {
+        const uint32_t next0 = tq1_0_next(s0);
+        const uint32_t next1 = tq1_0_next(s1);
+        digits0              = n == n0 ? next0 : digits0;
+        digits1              = n == n1 ? next1 : digits1;
+    }
+    tq_store_digits(yy + ITQ_VALUES * tid, digits0, digits1, __half2float(x->d));
+}
+
+#define ITQ_DEQUANTIZE_WARPS 8  // blocks of 256 per CUDA block
+
+// A tensor of rows that need not be contiguous (strides in blocks) to a contiguous one.
+// Grid: (blocks of a row / warps, rows, channels and samples), the latter two looped over; block: (32, warps).
+template <typename dst_t, dequantize_kq_t<dst_t> dequantize>
+__launch_bounds__(ITQ_DEQUANTIZE_WARPS * ITQ_WARP_LANES, 1) static __global__ void
+dequantize_rows_256(const void * __restrict__ vx, dst_t * __restrict__ y, const int64_t nblocks, const int64_t ne01,
+                    const int64_t ne0203, const uint3 ne02, const int64_t s01, const int64_t s02, const int64_t s03) {
+    const int64_t ib = (int64_t) blockIdx.x * ITQ_DEQUANTIZE_WARPS + threadIdx.y;
+    if (ib >= nblocks) {
+        return;
+    }
+    for (int64_t i01 = blockIdx.y; i01 < ne01; i01 += gridDim.y) {
+        for (int64_t i0203 = blockIdx.z; i0203 < ne0203; i0203 += gridDim.z) {
+            const uint2 dm = fast_div_modulo((uint32_t) i0203, ne02);
+            dequantize(vx, dm.x * s03 + dm.y * s02 + i01 * s01 + ib,
+                       y + ((i0203 * ne01 + i01) * nblocks + ib) * ITQ_BLOCK, threadIdx.x);
+        }
+    }
+}

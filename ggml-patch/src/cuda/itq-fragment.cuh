@@ -1,0 +1,309 @@
+// Weights of a block as fragments of the tensor core product m16n8k32 of signed bytes.
+//
+// The order of the 256 products of a block is free as long as weights and activations agree on it, so it is chosen for
+// decoding: four neighbouring lanes c = 0..3 share the block of a row, each decodes 64 of its weights in registers and
+// hands them to the product as they are. In step s = 0..7 of a block lane c gives words w = 0, 1 of four bytes, of the
+// rows lane/4 and lane/4 + 8. The kernel that quantizes the activations puts them in the same order.
+
+#pragma once
+
+#include "itq-decode.cuh"
+#include "itq-vecdot.cuh"
+#include "tq-decode.cuh"
+
+// Position of the weights t .. t + 3 (of a ternary type, t a multiple of 4), or of weight t (ITQ3_S) among the 256 bytes
+// of a block in the order of fragments: 64 bytes for every two steps, in them 16 for each lane c, in them 8 for each
+// step, in them 4 for each word.
+ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
+    return 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * w;
+}
+// ITQ3_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights 4n + i of its
+// chunk, n = 0..7.
+ITQ_FUNC constexpr int itq_fragment_position(const int t) {
+    const int j = t / 32 % 2, g = t / 64, i = t % 4, n = t % 32 / 4;
+    return itq_fragment_at(4 * (g % 2) + i, j + 2 * (g / 2), n / 4) + n % 4;
+}
+// TQ2_0: lane c has the words 4c .. 4c + 3 of qs; step s = 2g + p has digit g of the words 4c + 2p, 4c + 2p + 1.
+ITQ_FUNC constexpr int tq2_0_fragment_position(const int t) {
+    const int m = 8 * (t / 128) + t % 32 / 4, g = t % 128 / 32;
+    return itq_fragment_at(2 * g + m % 4 / 2, m / 4, m % 2);
+}
+// TQ1_0: lane c has the words 2c, 2c + 1 (steps 0..4) and 8 + c of qs (steps 5, 6 and word 0 of step 7) and digit c of
+// qh (word 1 of step 7).
+ITQ_FUNC constexpr int tq1_0_fragment_position(const int t) {
+    if (t < 160) {
+        return itq_fragment_at(t / 32, t % 32 / 8, t % 8 / 4);
+    }
+    if (t < 240) {
+        const int n = (t - 160) / 16;
+        return itq_fragment_at(5 + n / 2, t % 16 / 4, n % 2);
+    }
+    return itq_fragment_at(7, (t - 240) / 4, 1);
+}
+
+// What the activations of a block and column come with: the numbers that make a weight's product of integers a float, of
+// this column and of the one after it, which a lane has beside it. They lie before the bytes of the block's columns.
+//   scale: what a product is multiplied by, for ITQ3_S with the 1/32 of the levels in it; at most 22 bits, so that
+//   times the origin it is exact; origin: that product, negative; start: what the sum of the products begins with, so that
+//   its bits are a float: the origin less what the bytes of the weights are too large by.
+struct alignas(16) itq_fragment_scales {
+    float scale, origin;
+    float next_scale, next_origin;
+    int   start, next_start;
+    int   start_again, next_start_again;  // the four sums of a lane
+};
+static_assert(sizeof(itq_fragment_scales) == 32, "two vector loads");
+
+// What the bytes that stand for weights are too large by.
+template <ggml_type type> constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S ? 64 : 1;
+
+// The sum of a column's bytes from the number that the sum of the products begins with. Garbage may be any number.
+template <ggml_type type> static __device__ __forceinline__ float itq_fragment_sum(const int start) {
+    return (float) (int) (ITQ_FLOAT_ORIGIN_BITS - (uint32_t) start) * (1.0f / itq_fragment_offset<type>);
+}
+
+// Bytes of the activations of a block: what upstream takes for them in q8_1.
+ITQ_FUNC constexpr int64_t itq_fragment_bytes(const int64_t ncols) {
+    return ncols * (int64_t) (sizeof(itq_fragment_scales) + QK_K);
+}
+
+// Blocks of ITQ3_S lie in shared memory as the lanes want them, 16 rows side by side. A lane has 16 bytes of its own for
+// the symbols, twice, and for the selector bits: words k - 1, k, k + 1, k + 2 of sel, the chunks k and k + 2 and what
+// stands before them. These eight parts ("quads") of a row are copied word by word, some words to two places. For k = 0
+// there is nothing before; its place has the scale. Quads are 4 words more apart than 16 rows, which spreads them over the
+// banks: symbols in even quads, selectors in odd ones.
+#define ITQ_QUAD_WORDS (4 * 16 + 4)
+#define ITQ_QUADS      8
+#define ITQ_TILE_WORDS (ITQ_QUADS * ITQ_QUAD_WORDS)
+// The word of a block that belongs to word w of a quad.
+ITQ_FUNC constexpr int itq_quad_source(const int quad, const int w) {
+    const int c = quad / 2;  // j + 2h
+    if (quad % 2 == 0) {     // half j, the words of parity h
+        return ITQ_WORD_QS + 8 * (c % 2) + 2 * w + c / 2;
+    }
+    return c == 0 && w == 0 ? ITQ_WORD_DZ : ITQ_WORD_SEL + 4 * (c / 2) + c % 2 + w - 1;
+}
+
+// A lane's own number, but one that the compiler knows nothing of, so that it keeps it in a register: left to itself it
+// makes what is made easily anew before every use.
+static __device__ __forceinline__ uint32_t itq_kept(const uint32_t x, const int lane) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    return __shfl_sync(0xFFFFFFFF, x + lane / 32, lane);  // no warp has a lane 32
+#else
+    GGML_UNUSED(lane);
+    return x;
+#endif
+}
+
+// Where a lane finds its parts of blocks in the ring, and how it takes them apart.
+
+// Ternary: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
+template <ggml_type type> struct itq_fragment_lane {
+    const uint32_t * rows[2];
+    int              x[2];
+    int              c;
+    uint32_t         zero;
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
+        rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
+};
+
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
+    // Bytes of row lane/4 of the first stage.
+    const char * own;     // the quad whose symbols are in place, and after it that of the selector
+    const char * others;  // the quad whose symbols must be moved by 4 bits
+    int          turn;    // by so many, to the left
+    uint32_t     mask;    // of the symbols in place
+    uint32_t     inside;  // 0 where nothing stands before the first chunk, else 1
+    uint32_t     zero;
+    uint32_t     minus;  // -1
+    // First words of tables of levels up and down, see itq_table_word.
+    uint32_t     by_pair[2];
+    uint32_t     by_symbol[2][2];
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane);
+};
+
+// Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
+// of subset bits, one of them above the other. The bits of a pair are (c0, c1) at even weights and (c1, c0) at odd ones.
+// down: by the complement of the index.
+ITQ_FUNC constexpr uint32_t itq_table_word(const bool pair_above, const int odd, const bool down, const int n) {
+    uint32_t word = 0;
+    for (int b = 0; b < 4; ++b) {
+        const int index  = down ? 15 - (4 * n + b) : 4 * n + b;
+        const int symbol = pair_above ? index % 4 : index / 4;
+        const int pair   = pair_above ? index / 4 : index % 4;
+        const int subset = odd ? pair : pair % 2 * 2 + pair / 2;
+        word |= (uint32_t) (itq_traits<GGML_TYPE_ITQ3_S>::level(4 * symbol + subset) + 64) << 8 * b;
+    }
+    return word;
+}
+
+__device__ __forceinline__ itq_fragment_lane<GGML_TYPE_ITQ3_S>::itq_fragment_lane(const uint32_t * row0,
+                                                                                  const uint32_t *, const int lane) {
+    const int c = lane % 4;
+    const int h = c / 2;
+    own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
+    others      = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * (c ^ 2));
+    turn        = itq_kept(4 + 24 * h, lane);
+    mask        = itq_kept(0x0F0F0F0F << 4 * h, lane);
+    inside      = (c + 3) / 4;
+    zero        = itq_kept(0, lane);
+    minus       = itq_kept(0xFFFFFFFF, lane);
+    for (int down = 0; down < 2; ++down) {
+        by_pair[down] = itq_kept(itq_table_word(true, 0, down, 0), lane);
+        for (int odd = 0; odd < 2; ++odd) {
+            by_symbol[odd][down] = itq_kept(itq_table_word(false, odd, down, 0), lane);
+        }
+    }
+}
+
+// What a lane keeps of its 64 weights of a block.
+template <ggml_type type> struct itq_fragments;
+
+template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
+    uint32_t sym[4];   // per i: nibble n has the symbols of both groups of weight 4n + i
+    uint32_t even[2];  // per group: pairs of subset bits (c0, c1) of the even and (c1, c0) of the odd weights
+    uint32_t odd[2];
+    uint32_t dz;
+    float    d;
+
+    // Row lane/4 + 8*r of a block of the stage that begins this many bytes after the ring.
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t row   = stage + sizeof(uint32_t) * (ITQ_TILE_WORDS * block + 4 * 8 * r);
+        const uint4    a     = *((const uint4 *) (at.own + row));
+        const uint4    s     = *((const uint4 *) (at.own + row + sizeof(uint32_t) * ITQ_QUAD_WORDS));
+        const uint4    b     = *((const uint4 *) (at.others + row));
+        const uint32_t va[4] = { a.x, a.y, a.z, a.w };
+        const uint32_t vb[4] = { b.x, b.y, b.z, b.w };
+        uint32_t       v[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            v[m] = itq_select(at.mask, va[m], itq_funnel_left(vb[m], vb[m], at.turn));
+        }
+        const uint32_t lo01 = itq_prmt(v[0], v[1], 0x5140);
+        const uint32_t lo23 = itq_prmt(v[2], v[3], 0x5140);
+        const uint32_t hi01 = itq_prmt(v[0], v[1], 0x7362);
+        const uint32_t hi23 = itq_prmt(v[2], v[3], 0x7362);
+        sym[0]              = itq_prmt(lo01, lo23, 0x5410);
+        sym[1]              = itq_prmt(lo01, lo23, 0x7632);
+        sym[2]              = itq_prmt(hi01, hi23, 0x5410);
+        sym[3]              = itq_prmt(hi01, hi23, 0x7632);
+
+        pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
+        pairs(s.z, s.w, even[1], odd[1]);
+        dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4);  // lane c = 0 has it
+        d  = itq_half2_bits(dz).x;
+    }
+
+    // As itq_subset_planes and itq_subset_pairs, but for the order of the bits in pairs of even weights, which
+    // makes both words of pairs from c1 and c0 moved by one, of which the planes have common parts.
+    static __device__ __forceinline__ void pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
+                                                 uint32_t & odd) {
+        const uint32_t sel_1 = itq_funnel_left(before, sel, 1);
+        const uint32_t sel_3 = itq_funnel_left(before, sel, 3);
+        const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
+        const uint32_t c1    = sel ^ sel_1 ^ itq_funnel_left(before, sel, 6);
+        even                 = itq_select(0x55555555, c1, sel_3 ^ sel_5);
+        odd                  = itq_select(0xAAAAAAAA, c1, sel_1 ^ sel_3);
+    }
+
+    // The symbols of group 0 are the lower bits of their nibbles and those of group 1 the upper ones, and they stay
+    // there: the pair is above or below.
+    __device__ __forceinline__ uint32_t index(const int s) const {
+        const int      g    = s / 4;
+        const int      i    = s % 4;
+        const uint32_t pair = i % 2 == 0 ? even[g] : odd[g];
+        return g == 0 ? itq_select(0xCCCCCCCC, i < 2 ? pair << 2 : pair, sym[i])
+                      : itq_select(0xCCCCCCCC, sym[i], i < 2 ? pair : pair >> 2);
+    }
+    // Levels and 64 more as the sum of two words. Of two tables, for the lower and the upper eight indices, the one that
+    // is not meant gives copies of a sign bit, 0.
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
+                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) {
+        const bool     pair_above = s < 4;
+        const int      odd        = s % 2;
+        const uint32_t up_first   = pair_above ? at.by_pair[0] : at.by_symbol[odd][0];
+        const uint32_t down_first = pair_above ? at.by_pair[1] : at.by_symbol[odd][1];
+        uint32_t       up         = index(s);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            const uint32_t down = up * at.minus - 1;  // the complement on the pipe of products, which is not as busy
+            lower[w]            = itq_prmt(up_first, itq_table_word(pair_above, odd, false, 1), up);
+            upper[w]            = itq_prmt(down_first, itq_table_word(pair_above, odd, true, 1), down);
+            up >>= 16;
+        }
+    }
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
+                                         uint32_t (&word)[2]) {
+        uint32_t upper[2];
+        step(s, at, word, upper);
+        word[0] |= upper[0];
+        word[1] |= upper[1];
+    }
+};
+
+// Words i .. i + n - 1 from byte x of a tile on, a multiple of 2; one word more is read.
+template <int n>
+static __device__ __forceinline__ void tq_fragment_words(const uint32_t * tile, const int x, uint32_t (&q)[n]) {
+    const uint32_t * aligned = tile + x / 4;
+    const uint32_t   bytes   = x & 2 ? 0x5432 : 0x3210;
+#pragma unroll
+    for (int l = 0; l < n; ++l) {
+        q[l] = itq_prmt(aligned[l], aligned[l + 1], bytes);
+    }
+}
+static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile, const int x) {
+    return __half2float(((const half *) tile)[x / 2]);
+}
+
+// Digits are one more than the weights.
+
+template <> struct itq_fragments<GGML_TYPE_TQ2_0> {
+    uint32_t q[4];
+    float    d;
+
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_TQ2_0> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
+        const int        x    = at.x[r] + (int) sizeof(block_tq2_0) * block;
+        tq_fragment_words(tile, x + 16 * at.c, q);
+        d = tq_fragment_scale(tile, x + sizeof(block_tq2_0::qs));
+    }
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_TQ2_0> &, uint32_t (&word)[2]) {
+        word[0] = tq2_0_digits(q[s % 2 * 2 + 0], s / 2);
+        word[1] = tq2_0_digits(q[s % 2 * 2 + 1], s / 2);
+    }
+};
+
+template <> struct itq_fragments<GGML_TYPE_TQ1_0> {
+    tq1_0_state a[2];
+    tq1_0_state b;
+    tq1_0_state e;
+    float       d;
+
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_TQ1_0> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
+        const int        x    = at.x[r] + (int) sizeof(block_tq1_0) * block;
+        const int        c    = at.c;
+        uint32_t         qa[2], qb[1], qe[1];
+        tq_fragment_words(tile, x + 8 * c, qa);
+        tq_fragment_words(tile, x + 32 + 4 * c, qb);
+        tq_fragment_words(tile, x + (int) sizeof(block_tq1_0::qs), qe);
+        a[0]                 = tq1_0_begin(qa[0]);
+        a[1]                 = tq1_0_begin(qa[1]);
+        b                    = tq1_0_begin(qb[0]);
+        e                    = tq1_0_begin(qe[0]);
+        const uint32_t power = 0x1B090301u >> 8 * c & 0xFF;  // 3^c: past the digits before c
+        e.even               = e.even * power & 0x00FF00FF;
+        e.odd                = e.odd * power & 0x00FF00FF;
+        d                    = tq_fragment_scale(tile, x + sizeof(block_tq1_0::qs) + sizeof(block_tq1_0::qh));
+    }
+    // Steps in their order.
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_TQ1_0> &, uint32_t (&word)[2]) {
+        word[0] = tq1_0_next(s < 5 ? a[0] : b);
+        word[1] = tq1_0_next(s < 5 ? a[1] : s < 7 ? b : e);
+    }
+};

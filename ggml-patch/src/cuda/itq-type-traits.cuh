@@ -1,0 +1,29 @@
+// Included by common.cuh after upstream's ggml_cuda_type_traits.
+
+#pragma once
+
+#include "ggml-itq.h"
+
+// Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq-vecdot.cuh) four lanes share a block.
+#define ITQ_CUDA_TYPE_TRAITS(NAME, name, ...)                    \
+    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
+        static constexpr int qk = QK_K;                          \
+        static constexpr int qr = 4;                             \
+        static constexpr int qi = QK_K / (4 * qr);               \
+        static constexpr int bs = sizeof(block_##name);          \
+    };
+ITQ_TYPES(ITQ_CUDA_TYPE_TRAITS)
+
+template <> struct ggml_cuda_type_traits<GGML_TYPE_TQ1_0> {
+    static constexpr int qk = QK_K;
+    static constexpr int qr = 4;
+    static constexpr int qi = QK_K / (4 * qr);
+    static constexpr int bs = sizeof(block_tq1_0);
+};
+
+template <> struct ggml_cuda_type_traits<GGML_TYPE_TQ2_0> {
+    static constexpr int qk = QK_K;
+    static constexpr int qr = 4;
+    static constexpr int qi = QK_K / (4 * qr);
+    static constexpr int bs = sizeof(block_tq2_0);
+};

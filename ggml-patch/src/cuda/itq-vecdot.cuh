@@ -1,0 +1,274 @@
+// Products of quantized weights and 8-bit activations for MMVQ: trellis types, TQ1_0, TQ2_0.
+//
+// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq-quantize.cuh).
+
+#pragma once
+
+#include "common.cuh"
+#include "itq-decode.cuh"
+#include "tq-decode.cuh"
+
+// Scale of 32 quantized values and their sum. The sum is an integer so that zero-points cancel exactly and large
+// activations cannot overflow it.
+struct alignas(4) q8_1x4_ds {
+    half    d;
+    int16_t s;
+};
+
+// The content of four q8_1 blocks, scales first, so that 16 byte loads of the values are aligned.
+struct alignas(16) block_q8_1x4 {
+    q8_1x4_ds ds[4];
+    int8_t    qs[4 * QK8_1];
+};
+
+static_assert(sizeof(block_q8_1x4) == 4 * sizeof(block_q8_1), "wrong block_q8_1x4 size");
+
+// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block is the types' qi in itq-type-traits.cuh.
+#define VDR_ITQ3_S_Q8_1_MMVQ 4
+#define VDR_ITQ2_S_Q8_1_MMVQ 4
+#define VDR_TQ_Q8_1_MMVQ     4
+
+// Only carried along by mmq.cuh.
+#define VDR_ITQ3_S_Q8_1_MMQ 8
+#define VDR_TQ_Q8_1_MMQ     8
+
+static __device__ __forceinline__ float2 itq_half2_bits(const uint32_t bits) {
+    half2 h;
+    memcpy(&h, &bits, sizeof(h));
+    return __half22float2(h);
+}
+
+// Scale and sum of a chunk in the word that holds them.
+static __device__ __forceinline__ float q8_1x4_d(const uint32_t ds) {
+    return itq_half2_bits(ds).x;
+}
+static __device__ __forceinline__ int q8_1x4_s(const uint32_t ds) {
+    return (int32_t) ds >> 16;
+}
+
+// n words at x, aligned to their size or to 16 bytes, in accesses of up to 16 bytes.
+template <int n> static __device__ __forceinline__ void itq_load_words(const void * x, int (&words)[n]) {
+    if constexpr (n == 1) {
+        words[0] = *((const int *) x);
+    } else if constexpr (n == 2) {
+        const int2 v = *((const int2 *) x);
+        words[0]     = v.x;
+        words[1]     = v.y;
+    } else {
+#pragma unroll
+        for (int l = 0; l < n; l += 4) {
+            const int4 v = ((const int4 *) x)[l / 4];
+            words[l + 0] = v.x;
+            words[l + 1] = v.y;
+            words[l + 2] = v.z;
+            words[l + 3] = v.w;
+        }
+    }
+}
+
+// Word of data that starts at an even address.
+static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const int i) {
+    const uint16_t * x16 = (const uint16_t *) x + 2 * i;
+    return x16[0] | (uint32_t) x16[1] << 16;
+}
+
+// A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
+// word and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
+static __device__ __forceinline__ float itq_dot_chunk(const uint32_t (&sym)[2][4], const int g, const uint32_t sel,
+                                                      const uint32_t sel_prev, const float z, const int4 * y,
+                                                      const uint32_t ds) {
+    uint32_t c1, c0, even, odd;
+    itq_subset_planes(sel, sel_prev, c1, c0);
+    itq_subset_pairs(c1, c0, even, odd);
+
+    int u[8];
+    itq_load_words(y, u);
+    int sumi = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t negative = itq_index_nibbles(sym, even, odd, g, i);
+        const uint32_t positive = negative ^ 0x88888888;
+        sumi                    = ggml_cuda_dp4a(itq_levels_negative(negative), u[2 * i + 0], sumi);
+        sumi                    = ggml_cuda_dp4a(itq_levels_positive(positive), u[2 * i + 0], sumi);
+        sumi                    = ggml_cuda_dp4a(itq_levels_negative(negative >> 16), u[2 * i + 1], sumi);
+        sumi                    = ggml_cuda_dp4a(itq_levels_positive(positive >> 16), u[2 * i + 1], sumi);
+    }
+    return q8_1x4_d(ds) * (sumi - z * q8_1x4_s(ds));
+}
+
+// Digit g of n words of TQ2_0 times their activations.
+template <int n>
+static __device__ __forceinline__ int tq2_0_dot(const uint32_t (&q)[n], const int g, const int (&u)[n]) {
+    int sumi = 0;
+#pragma unroll
+    for (int m = 0; m < n; ++m) {
+        sumi = ggml_cuda_dp4a(tq2_0_digits(q[m], g), u[m], sumi);
+    }
+    return sumi;
+}
+
+// The next digit of n words of TQ1_0 times their activations, added to sumi.
+template <int n>
+static __device__ __forceinline__ int tq1_0_dot_next(tq1_0_state (&q)[n], const int (&u)[n], int sumi) {
+#pragma unroll
+    for (int m = 0; m < n; ++m) {
+        sumi = ggml_cuda_dp4a(tq1_0_next(q[m]), u[m], sumi);
+    }
+    return sumi;
+}
+
+// Sum of the activations of n words, added to sumu.
+template <int n> static __device__ __forceinline__ int tq_sum(const int (&u)[n], int sumu) {
+#pragma unroll
+    for (int m = 0; m < n; ++m) {
+        sumu = ggml_cuda_dp4a(0x01010101, u[m], sumu);
+    }
+    return sumu;
+}
+
+// Lane l = 2*j + h takes the groups 2h and 2h + 1 of half j.
+static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restrict__ vbq,
+                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                            const int & iqs) {
+    const uint32_t *     x = (const uint32_t *) vbq + (int64_t) kbx * ITQ_WORDS;
+    const int            j = iqs / VDR_ITQ3_S_Q8_1_MMVQ / 2;
+    const int            h = iqs / VDR_ITQ3_S_Q8_1_MMVQ % 2;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
+
+    uint32_t q[8];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        q[n] = x[ITQ_WORD_QS + 8 * j + n] >> 4 * h;  // the two groups of this lane to the place of groups 0 and 1
+    }
+    uint32_t sym[2][4];
+    itq_transpose_symbols(q, sym);
+
+    const float2 dz = itq_half2_bits(x[ITQ_WORD_DZ]);
+    int          ds[2];
+    itq_load_words((const int2 *) y->ds + h, ds);
+    float sum = 0.0f;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+        const int k = 2 * (2 * h + g) + j;
+        sum += itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? 0 : x[ITQ_WORD_SEL + k - 1], dz.y,
+                             (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
+    }
+    return dz.x * (1.0f / 32.0f) * sum;
+}
+
+// Lane l = 2*j + h takes the same chunks: k = 2*(2h + g) + j for g = 0, 1.
+static __device__ __forceinline__ float vec_dot_itq2_s_q8_1(const void * __restrict__ vbq,
+                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                            const int & iqs) {
+    const block_itq2_s * x = (const block_itq2_s *) vbq + kbx;
+    const int            j = iqs / VDR_ITQ2_S_Q8_1_MMVQ / 2;
+    const int            h = iqs / VDR_ITQ2_S_Q8_1_MMVQ % 2;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
+
+    int ds[2];
+    itq_load_words((const int2 *) y->ds + h, ds);
+    float sum = 0.0f;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+        const int      k        = 2 * (2 * h + g) + j;
+        const uint32_t sel      = tq_load_word(x->sel, k);
+        const uint32_t sel_prev = k == 0 ? 0 : tq_load_word(x->sel, k - 1);
+        const uint32_t q        = tq_load_word(x->qs, k);
+        uint32_t       c1, c0, even, odd;
+        itq_subset_planes(sel, sel_prev, c1, c0);
+        itq_subset_pairs(c1, c0, even, odd);
+
+        int u[8];
+        itq_load_words((const int4 *) y->qs + 2 * (2 * h + g), u);
+        int sumi = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t index = itq2_s_index_nibbles(q, even, odd, i);
+            sumi                 = ggml_cuda_dp4a(itq2_s_look_up(index), u[2 * i + 0], sumi);
+            sumi                 = ggml_cuda_dp4a(itq2_s_look_up(index >> 16), u[2 * i + 1], sumi);
+        }
+        sum += q8_1x4_d(ds[g]) * sumi;
+    }
+    return __half2float(x->d) * (1.0f / 32.0f) * sum;
+}
+
+// Lane l = 2*j + s takes bytes 16*s .. 16*s + 15 of half j of qs.
+static __device__ __forceinline__ float vec_dot_tq2_0_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    const block_tq2_0 *  x = (const block_tq2_0 *) vbq + kbx;
+    const int            j = iqs / VDR_TQ_Q8_1_MMVQ / 2;
+    const int            s = iqs / VDR_TQ_Q8_1_MMVQ % 2;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
+
+    uint32_t q[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+        q[m] = tq_load_word(x->qs, 8 * j + 4 * s + m);
+    }
+
+    int ds[4];
+    itq_load_words(y->ds, ds);
+    float sum = 0.0f;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        int u[4];
+        itq_load_words((const int4 *) y->qs + 2 * g + s, u);
+        sum += q8_1x4_d(ds[g]) * (tq2_0_dot(q, g, u) - tq_sum(u, 0));
+    }
+    return __half2float(x->d) * sum;
+}
+
+// Lane l takes the words 2l, 2l + 1 and 8 + l of qs and digit l of qh.
+static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    const block_tq1_0 *  x = (const block_tq1_0 *) vbq + kbx;
+    const int            l = iqs / VDR_TQ_Q8_1_MMVQ;
+    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1;
+
+    tq1_0_state a[2] = { tq1_0_begin(tq_load_word(x->qs, 2 * l + 0)), tq1_0_begin(tq_load_word(x->qs, 2 * l + 1)) };
+    tq1_0_state b[1] = { tq1_0_begin(tq_load_word(x->qs, 8 + l)) };
+    tq1_0_state c    = tq1_0_begin(tq_load_word(x->qh, 0));
+
+    // Per chunk of 32 activations: sum of digit * activation and sum of activation over this lane's weights.
+    int sumi[8] = { 0 };
+    int sumu[8] = { 0 };
+#pragma unroll
+    for (int n = 0; n < 5; ++n) {  // weights 32*n + 8*l + 0..7
+        int u[2];
+        itq_load_words((const int2 *) y[n / 4].qs + 4 * (n % 4) + l, u);
+        sumi[n] = tq1_0_dot_next(a, u, sumi[n]);
+        sumu[n] = tq_sum(u, sumu[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < 5; ++n) {  // weights 160 + 16*n + 4*l + 0..3, in chunk 5 + n/2
+        const int k = 5 + n / 2;
+        int       u[1];
+        itq_load_words((const int *) y[1].qs + 8 * (k - 4) + 4 * (n % 2) + l, u);
+        sumi[k] = tq1_0_dot_next(b, u, sumi[k]);
+        sumu[k] = tq_sum(u, sumu[k]);
+    }
+    {  // weights 240 + 4*l + 0..3
+        int u[1];
+        itq_load_words((const int *) y[1].qs + 28 + l, u);
+        uint32_t digit = 0;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const uint32_t next = tq1_0_next(c);
+            digit               = n == l ? next : digit;
+        }
+        sumi[7] = ggml_cuda_dp4a(digit, u[0], sumi[7]);
+        sumu[7] = tq_sum(u, sumu[7]);
+    }
+
+    int ds[2][4];
+    itq_load_words(y[0].ds, ds[0]);
+    itq_load_words(y[1].ds, ds[1]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        sum += q8_1x4_d(ds[k / 4][k % 4]) * (sumi[k] - sumu[k]);
+    }
+    return __half2float(x->d) * sum;
+}

@@ -1,0 +1,34 @@
+#pragma once
+
+// The registry of trellis types; ggml-itq.h has what they are made of. This header alone is for files that only ask which
+// types there are.
+
+#include "ggml.h"
+
+#include <stdbool.h>
+
+// Upstream's header without the patch: the kernels alone, for tests and for the model of processors.
+#ifndef GGML_TYPE_COUNT
+#    define GGML_TYPE_ITQ3_S ((enum ggml_type) 500)
+#    define GGML_TYPE_ITQ2_S ((enum ggml_type) 502)
+#endif
+
+// The registry: X(NAME, name, bits of a symbol, levels, weights of a block, whether a block has a zero-point, number).
+// What a type needs besides: block_name and NAME_LEVELS here, NAME_STARTS in itq-lanes.h, and its row of
+// gguf_itq3s/codec/family.py.
+#define ITQ_TYPES(X)                      \
+    X(ITQ3_S, itq3_s, 2, 16, 256, 1, 500) \
+    X(ITQ2_S, itq2_s, 1, 8, 256, 0, 502)
+
+// Labels of a switch over enum ggml_type, for upstream's lists of types.
+#define ITQ_CASE_LABEL(NAME, ...) case GGML_TYPE_##NAME:
+#define ITQ_CASES                 ITQ_TYPES(ITQ_CASE_LABEL)
+
+static inline bool ggml_is_itq(enum ggml_type type) {
+    switch ((int) type) {
+        ITQ_CASES
+        return true;
+        default:
+            return false;
+    }
+}

@@ -1,0 +1,227 @@
+#pragma once
+
+// What the encoders share (private to ggml-base).
+//
+// ITQ_LANES blocks are encoded side by side: arrays are [weight or state][lane] and every innermost loop runs over the
+// lanes, one vector register or a few. The arithmetic is that of gguf_itq3s/codec (transform.py, trellis.py, scale.py),
+// byte for byte: float32, one order of operations, no contraction into fused multiply-adds (-ffp-contract=off, set by
+// itq.cmake).
+
+#include "ggml-itq.h"
+#include "itq-exact.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+#define ITQ_LANES  16
+#define ITQ_STATES 64
+#define ITQ_HALF   (ITQ_STATES / 2)
+
+// Marks states that state 0 cannot have reached: larger than any path metric, far below the end of float32.
+#define ITQ_UNREACHED 1e30f
+
+// Largest magnitude of a rotated weight: squares and sums of 256 of them stay finite.
+#define ITQ_MAGNITUDE_LIMIT 0x1p56f
+
+#define ITQ_F16_MAX 65504.0f
+#define ITQ_F16_NAN 0x7e00
+
+#define ITQ_MAX_STARTS 3
+
+// What sets a code apart. The functions that take one are inlined into callers that name it, so that it is folded.
+struct itq_code {
+    int    bits;                           // of a symbol: a grid has 1 << bits levels
+    int    length;                         // weights of a block
+    int8_t levels[32];                     // in units of d/32, index 4*symbol + grid
+    int    n_starts[2];                    // enum itq_effort
+    float  rms_in_levels[ITQ_MAX_STARTS];  // the block's RMS in level units at each start scale (formats.py)
+};
+
+#define ITQ3_S_STARTS                                                      \
+    { 1, 3 }, {                                                            \
+        (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) \
+    }
+#define ITQ2_S_STARTS                                                      \
+    { 1, 3 }, {                                                            \
+        (float) (33.5 / 1.0), (float) (33.5 / 0.91), (float) (33.5 / 1.09) \
+    }
+
+#define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
+    static const struct itq_code name##_code = { bits, length, NAME##_LEVELS, NAME##_STARTS };
+ITQ_TYPES(ITQ_DEFINE_CODE)
+
+// Levels of the widest table, a power of two: codes of a weight are ITQ_S_BIT*s + 4*q + c.
+#define ITQ_S_BIT 32
+
+// Grid of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips
+// its high bit. A state is the sum of s[t-1-i] << i.
+ITQ_INLINE int itq_butterfly_grid(int k) {
+    return 2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1);
+}
+
+// Sum of each lane by folding halves: p[i] + p[i + n/2], then n/4, and so on. fold[i] holds p[i] + p[i + n/2] already.
+ITQ_INLINE void itq_fold_sum(int n, float (*fold)[ITQ_LANES], float * sum) {
+    for (int half = n / 4; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) {
+            for (int l = 0; l < ITQ_LANES; ++l) {
+                fold[i][l] += fold[i + half][l];
+            }
+        }
+    }
+    memcpy(sum, fold[0], sizeof(fold[0]));
+}
+
+ITQ_INLINE void itq_sum_of_products(int     n, float (*a)[ITQ_LANES], float (*b)[ITQ_LANES], float (*fold)[ITQ_LANES],
+                                    float * sum) {
+    for (int i = 0; i < n / 2; ++i) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            fold[i][l] = a[i][l] * b[i][l] + a[i + n / 2][l] * b[i + n / 2][l];
+        }
+    }
+    itq_fold_sum(n, fold, sum);
+}
+
+// Rotate ITQ_LANES blocks of weights in place.
+ITQ_INLINE void itq_rotate(int n, float (*x)[ITQ_LANES]) {
+    for (int h = 1; h < n; h *= 2) {
+        for (int i = 0; i < n; i += 2 * h) {
+            for (int j = i; j < i + h; ++j) {
+                for (int l = 0; l < ITQ_LANES; ++l) {
+                    const float a = x[j][l];
+                    const float b = x[j + h][l];
+                    x[j][l]       = a + b;
+                    x[j + h][l]   = a - b;
+                }
+            }
+        }
+    }
+    const float root = n == 256 ? 0.0625f : 0.125f;
+    for (int i = 0; i < n; ++i) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            x[i][l] *= root;
+        }
+    }
+}
+
+// Load and rotate n <= ITQ_LANES blocks, stride weights apart; lanes without a block are zero. finite[l] becomes false
+// for a lane that cannot be encoded, and its weights zero.
+ITQ_INLINE void itq_load(const struct itq_code * code, float (*x)[ITQ_LANES], const float * src, int64_t stride, int n,
+                         bool * finite) {
+    const int length = code->length;
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        for (int t = 0; t < length; ++t) {
+            x[t][l] = l < n ? src[l * stride + t] : 0.0f;
+        }
+    }
+    itq_rotate(length, x);
+    for (int t = 0; t < length; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            finite[l] &= fabsf(x[t][l]) < ITQ_MAGNITUDE_LIMIT;  // false for NaN
+        }
+    }
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        if (!finite[l]) {
+            for (int t = 0; t < length; ++t) {
+                x[t][l] = 0.0f;
+            }
+        }
+    }
+}
+
+// Root mean square of each lane.
+ITQ_INLINE void itq_rms(int n, float (*x)[ITQ_LANES], float (*fold)[ITQ_LANES], float * rms) {
+    itq_sum_of_products(n, x, x, fold, rms);
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        rms[l] = sqrtf(rms[l] * (n == 256 ? 1.0f / 256 : 1.0f / 64));
+    }
+}
+
+// What takes the weights of each lane to level units at a start scale.
+ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float * rms, float * factor) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        factor[l] = code->rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+    }
+}
+
+// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d rounded to fp16, and d/32, the levels' unit.
+ITQ_INLINE void itq_refit(const float * xl, const float * ll, ggml_half * d, float * unit) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        const float fit = 32.0f * (xl[l] / ll[l]);
+        d[l]            = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
+        unit[l]         = ggml_fp16_to_fp32(d[l]) * 0.03125f;
+    }
+}
+
+// The best of the start scales so far.
+struct itq_best {
+    float     error[ITQ_LANES];
+    ggml_half d[ITQ_LANES];
+    uint8_t   code[QK_ITQ][ITQ_LANES];  // ITQ_S_BIT*s + 4*q + c
+};
+
+// Keep what a start found in the lanes where its error is the least; the earlier start on a tie.
+ITQ_INLINE void itq_keep_better(int n, struct itq_best * best, bool first, const float * error, const ggml_half * d,
+                                uint8_t (*code)[ITQ_LANES]) {
+    uint8_t better[ITQ_LANES];
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        better[l] = first || error[l] < best->error[l] ? 0xff : 0;
+        if (better[l]) {
+            best->error[l] = error[l];
+            best->d[l]     = d[l];
+        }
+    }
+    for (int t = 0; t < n; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            best->code[t][l] = (uint8_t) ((code[t][l] & better[l]) | (best->code[t][l] & ~better[l]));
+        }
+    }
+}
+
+// Blocks that are zero, or too small for an fp16 scale, are zero bytes: their scale becomes +0.
+ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * rms) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        if (!(rms[l] > 0) || best->d[l] == 0x8000) {
+            best->d[l] = 0;
+        }
+    }
+}
+
+// Symbols and selectors of a lane; the bytes are zero before.
+ITQ_INLINE void itq_pack(int bits, int length, const struct itq_best * best, int l, uint8_t * qs, uint8_t * sel) {
+    for (int t = 0; t < length; ++t) {
+        const int code   = best->code[t][l];
+        const int symbol = code >> 2 & ((1 << bits) - 1);
+        qs[itq_symbol_byte(bits, length, t)] |=
+            (uint8_t) ((symbol & (bits == 1 ? 1 : 3)) << itq_symbol_shift(bits, length, t));
+        if (bits > 2) {
+            qs[length / 4 + t / 8] |= (uint8_t) (symbol >> 2 << t % 8);
+        }
+        sel[t / 8] |= (uint8_t) (code / ITQ_S_BIT << t % 8);
+    }
+}
+
+#define ITQ_SET_ZERO_POINT_1(block, value) (block)->z = (value)
+#define ITQ_SET_ZERO_POINT_0(block, value) (void) (value)
+
+// name_pack: the block of a lane. One that could not be encoded gets d = NaN.
+#define ITQ_DEFINE_PACK(NAME, name, bits, n_levels, length, has_z, number)                                     \
+    static void name##_pack(const struct itq_best * best, int l, ggml_half z, bool finite, block_##name * y) { \
+        memset(y, 0, sizeof(*y));                                                                              \
+        if (!finite) {                                                                                         \
+            y->d = ITQ_F16_NAN;                                                                                \
+        } else if (best->d[l] != 0) {                                                                          \
+            y->d = best->d[l];                                                                                 \
+            ITQ_SET_ZERO_POINT_##has_z(y, z);                                                                  \
+            itq_pack(bits, length, best, l, y->qs, y->sel);                                                    \
+        }                                                                                                      \
+    }
+ITQ_TYPES(ITQ_DEFINE_PACK)
+
+// name_load: itq_load of a type, in clones for the processors there are.
+#define ITQ_DEFINE_LOAD(NAME, name, ...)                                                                \
+    ITQ_CLONES static void name##_load(float (*x)[ITQ_LANES], const float * src, int64_t stride, int n, \
+                                       bool * finite) {                                                 \
+        itq_load(&name##_code, x, src, stride, n, finite);                                              \
+    }
+ITQ_TYPES(ITQ_DEFINE_LOAD)

@@ -1,0 +1,97 @@
+"""The family of trellis-coded types: one table, which every other module asks in place of naming a type.
+
+Importing this module makes ``GGUFWriter`` and ``GGUFReader`` of gguf-py know the types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import gguf
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
+
+from .formats import ITQ2_S_FORMAT, ITQ3_S_FORMAT, Format
+from .members import add_member
+
+
+@dataclass(frozen=True, eq=False)
+class TrellisType:
+    """A row of the table.
+
+    Attributes:
+        format: what its blocks are made of.
+        type: in gguf-py; upstream's numbers are far below, so a later upstream type cannot collide.
+        file_type: ``general.file_type`` of a file whose matrices are mostly of this type; the same number.
+        fallback: the type in its place where a row is not whole blocks.
+        follows: the file type whose mix llama-quantize makes.
+        in_mix: types of that mix, and what takes their place.
+        rotated: whether a block is the Walsh-Hadamard transform of its weights.
+    """
+
+    format: Format
+    type: Type
+    file_type: LlamaFileType
+    fallback: Type
+    follows: LlamaFileType
+    in_mix: Mapping[Type, Type]
+    rotated: bool = True
+
+    @property
+    def name(self) -> str:
+        """As in messages and files."""
+        return self.format.name
+
+    @property
+    def identifier(self) -> str:
+        """As in the names of C functions and of output types."""
+        return self.name.lower()
+
+    @property
+    def file_type_name(self) -> str:
+        """What llama.cpp calls the file type."""
+        return f"{self.name} - {self.format.bits_per_weight:g} bpw"
+
+
+def _row(
+    fmt: Format, number: int, follows: LlamaFileType, in_mix: Mapping[Type, Type] | None = None,
+    fallback: Type = Type.IQ4_NL,
+) -> TrellisType:  # fmt: skip
+    """A row, with its members in the enums of gguf-py."""
+    qtype = add_member(gguf.GGMLQuantizationType, fmt.name, number)
+    file_type = add_member(gguf.LlamaFileType, f"MOSTLY_{fmt.name}", number)
+    gguf.GGML_QUANT_SIZES[qtype] = (fmt.block, fmt.block_bytes)
+    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {})
+
+
+_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 500, LlamaFileType.MOSTLY_IQ3_S)
+# What the mix of IQ2_XXS has at more bits is in Q2_K, and of its larger relatives in IQ3_S.
+_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 502, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type})
+
+#: The types, the first the one that is taken where none is named.
+FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S)}
+DEFAULT: Final = next(iter(FAMILY.values()))
+
+
+def is_trellis(qtype: Type) -> bool:
+    """Whether a type is one of the family."""
+    return qtype in FAMILY
+
+
+def trellis_type(qtype: Type) -> TrellisType:
+    """The entry of a type.
+
+    Raises:
+        ValueError: it is none of the family.
+    """
+    if qtype not in FAMILY:
+        names = ", ".join(row.name for row in FAMILY.values())
+        raise ValueError(f"{qtype.name} is not trellis-coded; use one of {names}")
+    return FAMILY[qtype]
+
+
+def is_rotated(qtype: Type) -> bool:
+    """Whether blocks of a type are rotated, so that they are rounded with the Hessian of the rotated inputs."""
+    return qtype in FAMILY and FAMILY[qtype].rotated
