@@ -66,7 +66,7 @@ Defines = Mapping[str, int]
 
 
 #: Kernels of our own, by name; of all others those in KERNELS.
-OWN: Final = re.compile(r"itq3_s|q8_1x4|dequantize_rows_256")
+OWN: Final = re.compile(r"itq|q8_1x4|dequantize_rows_256")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ BLOCK_BYTES: Final = {"ITQ3_S": 100, "ITQ2_S": 66, "TQ1_0": 54, "TQ2_0": 66}
 
 KERNELS: Final[dict[str, Count]] = {
     # A unit of the ring a time: 16 rows of so many blocks, one block after the other or all at once.
-    "mul_mat_itq3_s_mma": Count(
+    "mul_mat_itq_mma": Count(
         weights=lambda _, defines: 256 * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
         copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
         inside=lambda _, defines: (defines["ITQ_MMA_UNIT"],),

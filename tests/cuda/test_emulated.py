@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import DECODED, VOLTA, Device
+from emulated_cuda import TYPES, VOLTA, Device
 from gguf_itq3s.codec.blocks import decode_blocks, unpack
 from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
@@ -137,12 +137,12 @@ def test_dequantize_of_the_shared_vectors(device: Device, row: TrellisType) -> N
     blocks[:] = vectors["blocks"]
     out = aligned((64, BLOCK), np.float32)
     shape = np.array([64 * BLOCK, 1, 1, 1])
-    device("dequantize", DECODED.index(row.identifier), 0, blocks, out, shape, np.array([0, 0, 0]))
+    device("dequantize", TYPES.index(row.identifier), 0, blocks, out, shape, np.array([0, 0, 0]))
     np.testing.assert_allclose(out, vectors["weights"], rtol=1e-6)
     np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"], row.format).reshape(64, BLOCK))
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("max_grid,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
 def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid: int, offset: int) -> None:
@@ -154,7 +154,7 @@ def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid:
     codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
     out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
     device.configure(max_grid=max_grid, seed=1)
-    device("dequantize", DECODED.index(name), codes[dtype][1], stored, out, ne, strides)
+    device("dequantize", TYPES.index(name), codes[dtype][1], stored, out, ne, strides)
 
     first = (
         strides[2] * np.arange(2)[:, None, None, None]
@@ -253,7 +253,7 @@ def test_quantize_and_scatter_for_mmq(device: Device) -> None:
             np.testing.assert_array_equal(scales[row], np.repeat(d[token][..., None], 4, axis=-1))
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", TYPES)
 def test_vec_dot(device: Device, name: str) -> None:
     nblocks = 6
     blocks = random_blocks(name, 4 * nblocks, seed=3)
@@ -274,7 +274,7 @@ def test_vec_dot(device: Device, name: str) -> None:
         if rotate:
             weights = rotated(weights.astype(np.float32)).astype(np.float64)
         products = weights * rounded.reshape(nblocks, BLOCK)
-        result = device("vec_dot", DECODED.index(name), stored, y, nblocks, row * nblocks)
+        result = device("vec_dot", TYPES.index(name), stored, y, nblocks, row * nblocks)
         assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
 
 

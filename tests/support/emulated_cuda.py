@@ -33,9 +33,7 @@ EMULATE = ROOT / "tests" / "cuda" / "emulate"
 SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
 #: Our types; their places are their numbers in the C interfaces.
-TYPES = ("itq3_s", "tq1_0", "tq2_0")
-#: And those that are only converted and multiplied by upstream's MMVQ.
-DECODED = (*TYPES, "itq2_s")
+TYPES = ("itq3_s", "tq1_0", "tq2_0", "itq2_s")
 #: Architectures: asynchronous copies and dependent launches; the first tensor cores for int8; tiles of 128 rows without
 #: tensor cores; those of 64 rows.
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610

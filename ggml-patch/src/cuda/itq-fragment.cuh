@@ -11,7 +11,7 @@
 #include "itq-vecdot.cuh"
 #include "tq-decode.cuh"
 
-// Position of the weights t .. t + 3 (of a ternary type, t a multiple of 4), or of weight t (ITQ3_S) among the 256 bytes
+// Position of the weights t .. t + 3 (of a ternary type, t a multiple of 4), or of weight t (trellis) among the 256 bytes
 // of a block in the order of fragments: 64 bytes for every two steps, in them 16 for each lane c, in them 8 for each
 // step, in them 4 for each word.
 ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
@@ -19,9 +19,14 @@ ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
 }
 // ITQ3_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights 4n + i of its
 // chunk, n = 0..7.
-ITQ_FUNC constexpr int itq_fragment_position(const int t) {
+ITQ_FUNC constexpr int itq3_s_fragment_position(const int t) {
     const int j = t / 32 % 2, g = t / 64, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (g % 2) + i, j + 2 * (g / 2), n / 4) + n % 4;
+}
+// ITQ2_S: lane c decodes the chunks 2c and 2c + 1; step s = 4*(k % 2) + i holds the weights 4n + i of chunk k.
+ITQ_FUNC constexpr int itq2_s_fragment_position(const int t) {
+    const int k = t / 32, i = t % 4, n = t % 32 / 4;
+    return itq_fragment_at(4 * (k % 2) + i, k / 2, n / 4) + n % 4;
 }
 // TQ2_0: lane c has the words 4c .. 4c + 3 of qs; step s = 2g + p has digit g of the words 4c + 2p, 4c + 2p + 1.
 ITQ_FUNC constexpr int tq2_0_fragment_position(const int t) {
@@ -40,10 +45,16 @@ ITQ_FUNC constexpr int tq1_0_fragment_position(const int t) {
     }
     return itq_fragment_at(7, (t - 240) / 4, 1);
 }
+template <ggml_type type> ITQ_FUNC constexpr int itq_fragment_position(const int t) {
+    return type == GGML_TYPE_ITQ3_S   ? itq3_s_fragment_position(t)
+           : type == GGML_TYPE_ITQ2_S ? itq2_s_fragment_position(t)
+           : type == GGML_TYPE_TQ2_0  ? tq2_0_fragment_position(t)
+                                      : tq1_0_fragment_position(t);
+}
 
 // What the activations of a block and column come with: the numbers that make a weight's product of integers a float, of
 // this column and of the one after it, which a lane has beside it. They lie before the bytes of the block's columns.
-//   scale: what a product is multiplied by, for ITQ3_S with the 1/32 of the levels in it; at most 22 bits, so that
+//   scale: what a product is multiplied by, for trellis types with the 1/32 of the levels in it; at most 22 bits, so that
 //   times the origin it is exact; origin: that product, negative; start: what the sum of the products begins with, so that
 //   its bits are a float: the origin less what the bytes of the weights are too large by.
 struct alignas(16) itq_fragment_scales {
@@ -55,7 +66,10 @@ struct alignas(16) itq_fragment_scales {
 static_assert(sizeof(itq_fragment_scales) == 32, "two vector loads");
 
 // What the bytes that stand for weights are too large by.
-template <ggml_type type> constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S ? 64 : 1;
+template <ggml_type type>
+constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S   ? 64
+                                    : type == GGML_TYPE_ITQ2_S ? 0
+                                                               : 1;
 
 // The sum of a column's bytes from the number that the sum of the products begins with. Garbage may be any number.
 template <ggml_type type> static __device__ __forceinline__ float itq_fragment_sum(const int start) {
@@ -97,7 +111,7 @@ static __device__ __forceinline__ uint32_t itq_kept(const uint32_t x, const int 
 
 // Where a lane finds its parts of blocks in the ring, and how it takes them apart.
 
-// Ternary: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
+// Blocks as they are: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
 template <ggml_type type> struct itq_fragment_lane {
     const uint32_t * rows[2];
     int              x[2];
@@ -257,6 +271,39 @@ static __device__ __forceinline__ void tq_fragment_words(const uint32_t * tile, 
 static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile, const int x) {
     return __half2float(((const half *) tile)[x / 2]);
 }
+
+template <> struct itq_fragments<GGML_TYPE_ITQ2_S> {
+    uint32_t q[2];     // per chunk: symbols
+    uint32_t even[2];  // and pairs of subset bits of the even and of the odd weights
+    uint32_t odd[2];
+    float    d;
+
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
+        const int        x    = at.x[r] + (int) sizeof(block_itq2_s) * block;
+        uint32_t         sel[3];  // from the word before the first chunk's on
+        tq_fragment_words(tile, x + 8 * at.c, q);
+        tq_fragment_words(tile, x + (int) sizeof(block_itq2_s::qs) - 4 + 8 * at.c, sel);
+        pairs(at.c == 0 ? 0 : sel[0], sel[1], even[0], odd[0]);
+        pairs(sel[1], sel[2], even[1], odd[1]);
+        d = tq_fragment_scale(tile, x + sizeof(block_itq2_s::qs) + sizeof(block_itq2_s::sel));
+    }
+
+    static __device__ __forceinline__ void pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
+                                                 uint32_t & odd) {
+        uint32_t c1, c0;
+        itq_subset_planes(sel, before, c1, c0);
+        itq_subset_pairs(c1, c0, even, odd);
+    }
+
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_S> &,
+                                         uint32_t (&word)[2]) {
+        const uint32_t index = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
+        word[0]              = itq2_s_look_up(index);
+        word[1]              = itq2_s_look_up(index >> 16);
+    }
+};
 
 // Digits are one more than the weights.
 

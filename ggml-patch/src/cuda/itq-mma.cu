@@ -74,7 +74,7 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
     }
     const size_t nbytes_shared = itq_mma_shared_bytes<type>(stages, ngroups, has_fusion);
     GGML_ASSERT(nbytes_shared <= device.smpbo);
-    CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_itq3_s_mma<type, ngroups, aligned, has_fusion>), (int) nbytes_shared);
+    CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_itq_mma<type, ngroups, aligned, has_fusion>), (int) nbytes_shared);
 
     const int64_t products = args.nchannels_dst * args.nsamples_dst;
     const int64_t room     = std::max<int64_t>(1, per_sm * device.nsm / products);
@@ -92,7 +92,7 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
     const dim3                           grid(nblocks_x, args.nchannels_dst, args.nsamples_dst);
     const dim3                           block(32, ITQ_MMA_WARPS, 1);
     const ggml_cuda_kernel_launch_params params(grid, block, nbytes_shared, stream);
-    ggml_cuda_kernel_launch(mul_mat_itq3_s_mma<type, ngroups, aligned, has_fusion>, params, args.vx, args.vy, args.ids,
+    ggml_cuda_kernel_launch(mul_mat_itq_mma<type, ngroups, aligned, has_fusion>, params, args.vx, args.vy, args.ids,
                             fusion, args.dst, shape);
 }
 
@@ -184,6 +184,9 @@ bool ggml_cuda_itq_mul_mat_vec_q(const void * vx, const ggml_type type_x, const 
     switch (type_x) {
         case GGML_TYPE_ITQ3_S:
             switch_columns<GGML_TYPE_ITQ3_S>(args, fusion, stream);
+            break;
+        case GGML_TYPE_ITQ2_S:
+            switch_columns<GGML_TYPE_ITQ2_S>(args, fusion, stream);
             break;
         case GGML_TYPE_TQ1_0:
             switch_columns<GGML_TYPE_TQ1_0>(args, fusion, stream);

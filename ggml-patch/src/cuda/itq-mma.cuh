@@ -1,4 +1,4 @@
-// Matrix times 1 to 64 columns for ITQ3_S, TQ1_0 and TQ2_0 on tensor cores: the kernel of generation and of small
+// Matrix times 1 to 64 columns for the trellis types, TQ1_0 and TQ2_0 on tensor cores: the kernel of generation and of small
 // batches, on Ampere and newer.
 //
 // What limits it on a fast card is the integer work to decode the weights, so each weight is decoded once, in the
@@ -36,7 +36,7 @@ static __device__ __forceinline__ void itq_mma(int (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// The ring. Ternary: row i of a stage starts at word i*stride + 8*(i/4), so that the eight rows of a phase, read at one of
+// The ring. Blocks as they are: row i of a stage starts at word i*stride + 8*(i/4), so that the eight rows of a phase, read at one of
 // two words 8 apart, lie in different banks as far as they can.
 template <ggml_type type> struct itq_mma_ring {
     static constexpr int bs         = ggml_cuda_type_traits<type>::bs;
@@ -289,8 +289,8 @@ static __device__ __forceinline__ void itq_mma_commit(const int stages) {
 // aligned: all rows start at multiples of copy_bytes and hold whole units; without it they start at multiples of 2.
 template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ_MMA_WARPS * 32, itq_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
-mul_mat_itq3_s_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
-                   float * dst, const itq_mma_shape shape) {
+mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
+                float * dst, const itq_mma_shape shape) {
     using ring                                 = itq_mma_ring<type>;
     constexpr int                  bs          = ring::bs;
     constexpr int                  unit        = ITQ_MMA_UNIT;

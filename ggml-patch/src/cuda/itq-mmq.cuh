@@ -1,8 +1,8 @@
-// MMQ for ITQ3_S, TQ1_0 and TQ2_0: tiles of signed bytes in the layout of upstream's Q8_0 tiles. Weights have one scale a
+// MMQ for the trellis types, TQ1_0 and TQ2_0: tiles of signed bytes in the layout of upstream's Q8_0 tiles. Weights have one scale a
 // block, and quantize_mmq_q8_1_128 gives the activations one for 128 values (in all four places of D4), so the product on
 // tensor cores stays in integers for 128 values, where upstream's scales after every 32. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
 //
-// ITQ3_S tiles are in decoded order (itq-decode.cuh), as quantize_mmq_q8_1_itq3_s stores the activations. The integer
+// Tiles of trellis types are in decoded order (itq-decode.cuh), as quantize_mmq_q8_1_128 stores the activations. The integer
 // part of the zero-point is folded into the bytes, so the zero-points that are in use, 0 and 2, cost nothing. What is
 // left of any other goes into the padding of the tile row as a float and is applied in a pass of its own when a warp
 // meets one.
@@ -144,6 +144,51 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         if (j == 0) {
             x_df[tile::padding(i)] = d * (z_int - dz.y);
         }
+    }
+}
+
+template <ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq2_s(const char * __restrict__ x,
+                                                                       int * __restrict__ x_tile, const int kbx0,
+                                                                       const int i_max, const int stride) {
+    using tile                    = itq_mmq_tile<type, J, fallback>;
+    constexpr int I               = tile::rows();
+    constexpr int threads_per_row = 8;  // one chunk each
+    constexpr int rows_per_pass   = ggml_cuda_mmq_get_nthreads(type, J, fallback) / threads_per_row;
+    static_assert(I % rows_per_pass == 0, "rows that no thread loads");
+
+    const int tid = threadIdx.y * ggml_cuda_get_physical_warp_size() + threadIdx.x;
+    const int k   = tid % threads_per_row;
+
+#pragma unroll
+    for (int i0 = 0; i0 < I; i0 += rows_per_pass) {
+        int i = i0 + tid / threads_per_row;
+        if (fallback) {
+            i = min(i, i_max);
+        }
+        const block_itq2_s * bxi = (const block_itq2_s *) x + kbx0 + i * stride;
+
+        const uint32_t q        = tq_load_word(bxi->qs, k);
+        const uint32_t sel      = tq_load_word(bxi->sel, k);
+        const uint32_t sel_prev = k == 0 ? 0 : tq_load_word(bxi->sel, k - 1);
+        uint32_t       c1, c0, even, odd;
+        itq_subset_planes(sel, sel_prev, c1, c0);
+        itq_subset_pairs(c1, c0, even, odd);
+        // The weights 4n and 4n + 1, then 4n + 2 and 4n + 3, in odd chunks the other way round: so the eight threads of a
+        // row, one phase of a 16 byte access, reach all banks.
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int part = (k + h) % 2;
+            uint32_t  level[4];
+#pragma unroll
+            for (int l = 0; l < 2; ++l) {
+                const uint32_t index = itq2_s_index_nibbles(q >> 2 * part, even >> 2 * part, odd >> 2 * part, l);
+                level[2 * l + 0]     = itq2_s_look_up(index);
+                level[2 * l + 1]     = itq2_s_look_up(index >> 16);
+            }
+            itq_mmq_store4(x_tile + i * tile::stride() + 32 * (k % 2) + 8 * (k / 2) + 4 * part, level);
+        }
+        ((float *) x_tile)[tile::scale(i) + k] = __half2float(bxi->d) * (1.0f / 32.0f);
     }
 }
 

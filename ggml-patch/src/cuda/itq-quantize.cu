@@ -15,7 +15,7 @@ size_t ggml_cuda_itq_activation_bytes(const ggml_tensor * src1) {
 bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, const ggml_type type_src0, const int64_t ne00,
                                      const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
                                      const int64_t ne1, const int64_t ne2, const int64_t ne3, cudaStream_t stream) {
-    if (!ggml_cuda_has_own_activations(type_src0)) {
+    if (!ggml_cuda_has_own_products(type_src0)) {
         return false;
     }
     GGML_ASSERT(ne00 % ITQ_BLOCK == 0);
@@ -29,18 +29,17 @@ bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, const ggml_type
         const dim3    block_size(ITQ_WARP_LANES, ITQ_QUANTIZE_WARPS, 1);
         const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
         switch (type_src0) {
-            case GGML_TYPE_ITQ3_S:
-                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_ITQ3_S>, params, x, vy, (int) nblocks, s01, s02,
-                                        s03, stride_channel_y, ne2_fastdiv);
-                break;
-            case GGML_TYPE_TQ1_0:
-                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_TQ1_0>, params, x, vy, (int) nblocks, s01, s02,
-                                        s03, stride_channel_y, ne2_fastdiv);
-                break;
+#define ITQ_QUANTIZE_FRAGMENTS(NAME, ...)                                                                          \
+    case GGML_TYPE_##NAME:                                                                                         \
+        ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_##NAME>, params, x, vy, (int) nblocks, s01, s02, s03, \
+                                stride_channel_y, ne2_fastdiv);                                                    \
+        break;
+            ITQ_TYPES(ITQ_QUANTIZE_FRAGMENTS)
+            ITQ_QUANTIZE_FRAGMENTS(TQ1_0)
+            ITQ_QUANTIZE_FRAGMENTS(TQ2_0)
+#undef ITQ_QUANTIZE_FRAGMENTS
             default:
-                ggml_cuda_kernel_launch(quantize_fragments<GGML_TYPE_TQ2_0>, params, x, vy, (int) nblocks, s01, s02,
-                                        s03, stride_channel_y, ne2_fastdiv);
-                break;
+                GGML_ABORT("fatal error");
         }
         return true;
     }

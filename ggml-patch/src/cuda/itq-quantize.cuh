@@ -1,9 +1,9 @@
-// Activations in 8 bits for the products with ITQ3_S, TQ1_0 and TQ2_0.
+// Activations in 8 bits for the products with the trellis types, TQ1_0 and TQ2_0.
 //
 // On tensor cores with up to 64 columns: the order of fragments (itq-fragment.cuh), one scale and sum for 256 values.
-// Upstream's MMVQ, before Ampere: block_q8_1x4. The bytes are in natural order for the ternary types; for ITQ3_S the
+// Upstream's MMVQ, before Ampere: block_q8_1x4. The bytes are in natural order for the ternary types; for the others the
 // values are rotated and in decoded order (itq-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's
-// block_q8_1_mmq in the D4 layout, with one scale for all 128 values; for ITQ3_S rotated and in decoded order as above.
+// block_q8_1_mmq in the D4 layout, with one scale for all 128 values; for them rotated and in decoded order as above.
 
 #pragma once
 
@@ -171,16 +171,15 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
 template <ggml_type type>
 static __device__ __forceinline__ void itq_store_fragments(int8_t * qs, const int lane, const int8_t (&q)[ITQ_VALUES]) {
     const int t = ITQ_VALUES * lane;
-    if constexpr (type == GGML_TYPE_ITQ3_S) {
+    if constexpr (ggml_cuda_is_itq(type)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // weights t + i and t + i + 4 are neighbours
-            *((char2 *) (qs + itq_fragment_position(t + i))) = make_char2(q[i], q[i + 4]);
+            *((char2 *) (qs + itq_fragment_position<type>(t + i))) = make_char2(q[i], q[i + 4]);
         }
     } else {
 #pragma unroll
         for (int r = 0; r < ITQ_VALUES; r += 4) {
-            const int at = type == GGML_TYPE_TQ2_0 ? tq2_0_fragment_position(t + r) : tq1_0_fragment_position(t + r);
-            *((char4 *) (qs + at)) = make_char4(q[r + 0], q[r + 1], q[r + 2], q[r + 3]);
+            *((char4 *) (qs + itq_fragment_position<type>(t + r))) = make_char4(q[r + 0], q[r + 1], q[r + 2], q[r + 3]);
         }
     }
 }
@@ -204,8 +203,8 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     ggml_cuda_pdl_sync();
     float  v[ITQ_VALUES];
     int8_t q[ITQ_VALUES];
-    itq_load_block<type == GGML_TYPE_ITQ3_S>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, (int64_t) nblocks * ITQ_BLOCK,
-                                             lane, v);
+    itq_load_block<ggml_cuda_is_itq(type)>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, (int64_t) nblocks * ITQ_BLOCK, lane,
+                                           v);
     const float d   = itq_quantize_lanes<itq_lanes_of_block>(v, q);
     const int   sum = itq_sum_lanes<itq_lanes_of_block>(q);
 
@@ -215,7 +214,7 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     itq_fragment_scales * scales = (itq_fragment_scales *) y + i1;
     itq_store_fragments<type>(y + ncols * sizeof(itq_fragment_scales) + i1 * ITQ_BLOCK, lane, q);
     if (lane == 0) {
-        const float scale   = __int_as_float(__float_as_int(type == GGML_TYPE_ITQ3_S ? d * (1.0f / 32.0f) : d) & ~3);
+        const float scale   = __int_as_float(__float_as_int(ggml_cuda_is_itq(type) ? d * (1.0f / 32.0f) : d) & ~3);
         const float origin  = -ITQ_FLOAT_ORIGIN * scale;
         const int   start   = ITQ_FLOAT_ORIGIN_BITS - itq_fragment_offset<type> * sum;
         scales->scale       = scale;

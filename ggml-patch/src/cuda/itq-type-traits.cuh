@@ -4,6 +4,11 @@
 
 #include "ggml-itq.h"
 
+static constexpr __host__ __device__ bool ggml_cuda_is_itq(const ggml_type type) {
+#define ITQ_CUDA_IS(NAME, ...) || type == GGML_TYPE_##NAME
+    return false ITQ_TYPES(ITQ_CUDA_IS);
+}
+
 // Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq-vecdot.cuh) four lanes share a block.
 #define ITQ_CUDA_TYPE_TRAITS(NAME, name, ...)                    \
     template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \

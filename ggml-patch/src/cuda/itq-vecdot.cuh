@@ -30,6 +30,7 @@ static_assert(sizeof(block_q8_1x4) == 4 * sizeof(block_q8_1), "wrong block_q8_1x
 
 // Only carried along by mmq.cuh.
 #define VDR_ITQ3_S_Q8_1_MMQ 8
+#define VDR_ITQ2_S_Q8_1_MMQ 8
 #define VDR_TQ_Q8_1_MMQ     8
 
 static __device__ __forceinline__ float2 itq_half2_bits(const uint32_t bits) {
