@@ -109,6 +109,16 @@ static __device__ __forceinline__ uint32_t itq_kept(const uint32_t x, const int 
 #endif
 }
 
+// Four levels of ITQ2_S from 4*symbol on, by the pair of subset bits (c1, c0), or, swapped, (c0, c1).
+ITQ_FUNC constexpr uint32_t itq2_s_table_word(const int symbol, const bool swapped) {
+    uint32_t word = 0;
+    for (int pair = 0; pair < 4; ++pair) {
+        const int subset = swapped ? pair % 2 * 2 + pair / 2 : pair;
+        word |= ((uint32_t) itq_traits<GGML_TYPE_ITQ2_S>::level(4 * symbol + subset) & 0xFF) << 8 * pair;
+    }
+    return word;
+}
+
 // Where a lane finds its parts of blocks in the ring, and how it takes them apart.
 
 // Blocks as they are: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
@@ -136,6 +146,20 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     uint32_t     by_symbol[2][2];
 
     __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane);
+};
+
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
+    const uint32_t * rows[2];
+    int              x[2];
+    int              c;
+    uint32_t         zero;
+    uint32_t         inside;  // 0 where nothing stands before the first chunk, else 1
+    // First words of the table of levels by (c1, c0) and by (c0, c1).
+    uint32_t         levels[2];
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
+        rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), inside((c + 3) / 4),
+        levels{ itq_kept(itq2_s_table_word(0, false), lane), itq_kept(itq2_s_table_word(0, true), lane) } {}
 };
 
 // Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
@@ -172,6 +196,18 @@ __device__ __forceinline__ itq_fragment_lane<GGML_TYPE_ITQ3_S>::itq_fragment_lan
     }
 }
 
+// As itq_subset_planes and itq_subset_pairs, but for the order of the bits in pairs of even weights, (c0, c1), which makes
+// both words of pairs from c1 and c0 moved by one, of which the planes have common parts.
+static __device__ __forceinline__ void itq_fragment_pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
+                                                          uint32_t & odd) {
+    const uint32_t sel_1 = itq_funnel_left(before, sel, 1);
+    const uint32_t sel_3 = itq_funnel_left(before, sel, 3);
+    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
+    const uint32_t c1    = sel ^ sel_1 ^ itq_funnel_left(before, sel, 6);
+    even                 = itq_select(0x55555555, c1, sel_3 ^ sel_5);
+    odd                  = itq_select(0xAAAAAAAA, c1, sel_1 ^ sel_3);
+}
+
 // What a lane keeps of its 64 weights of a block.
 template <ggml_type type> struct itq_fragments;
 
@@ -205,22 +241,10 @@ template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
         sym[2]              = itq_prmt(hi01, hi23, 0x5410);
         sym[3]              = itq_prmt(hi01, hi23, 0x7632);
 
-        pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
-        pairs(s.z, s.w, even[1], odd[1]);
+        itq_fragment_pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
+        itq_fragment_pairs(s.z, s.w, even[1], odd[1]);
         dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4);  // lane c = 0 has it
         d  = itq_half2_bits(dz).x;
-    }
-
-    // As itq_subset_planes and itq_subset_pairs, but for the order of the bits in pairs of even weights, which
-    // makes both words of pairs from c1 and c0 moved by one, of which the planes have common parts.
-    static __device__ __forceinline__ void pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
-                                                 uint32_t & odd) {
-        const uint32_t sel_1 = itq_funnel_left(before, sel, 1);
-        const uint32_t sel_3 = itq_funnel_left(before, sel, 3);
-        const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
-        const uint32_t c1    = sel ^ sel_1 ^ itq_funnel_left(before, sel, 6);
-        even                 = itq_select(0x55555555, c1, sel_3 ^ sel_5);
-        odd                  = itq_select(0xAAAAAAAA, c1, sel_1 ^ sel_3);
     }
 
     // The symbols of group 0 are the lower bits of their nibbles and those of group 1 the upper ones, and they stay
@@ -285,23 +309,17 @@ template <> struct itq_fragments<GGML_TYPE_ITQ2_S> {
         uint32_t         sel[3];  // from the word before the first chunk's on
         tq_fragment_words(tile, x + 8 * at.c, q);
         tq_fragment_words(tile, x + (int) sizeof(block_itq2_s::qs) - 4 + 8 * at.c, sel);
-        pairs(at.c == 0 ? 0 : sel[0], sel[1], even[0], odd[0]);
-        pairs(sel[1], sel[2], even[1], odd[1]);
+        itq_fragment_pairs(sel[0] * at.inside, sel[1], even[0], odd[0]);
+        itq_fragment_pairs(sel[1], sel[2], even[1], odd[1]);
         d = tq_fragment_scale(tile, x + sizeof(block_itq2_s::qs) + sizeof(block_itq2_s::sel));
     }
 
-    static __device__ __forceinline__ void pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
-                                                 uint32_t & odd) {
-        uint32_t c1, c0;
-        itq_subset_planes(sel, before, c1, c0);
-        itq_subset_pairs(c1, c0, even, odd);
-    }
-
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_S> &,
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at,
                                          uint32_t (&word)[2]) {
-        const uint32_t index = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
-        word[0]              = itq2_s_look_up(index);
-        word[1]              = itq2_s_look_up(index >> 16);
+        const bool     swapped = s % 2 == 0;
+        const uint32_t index   = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
+        word[0]                = itq_prmt(at.levels[swapped], itq2_s_table_word(1, swapped), index);
+        word[1]                = itq_prmt(at.levels[swapped], itq2_s_table_word(1, swapped), index >> 16);
     }
 };
 
