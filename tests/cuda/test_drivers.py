@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import HOPPER, PASCAL, TURING, TYPES, VOLTA, Device, widths
+from emulated_cuda import HOPPER, PASCAL, ROTATED, TURING, TYPES, VOLTA, Device, widths
 from tests.cuda.planted import FAULTS
 from tests.cuda.test_emulated import (
     BLOCK,
@@ -63,9 +63,9 @@ def activations(*shape: int, seed: int = 2) -> FloatArray:
 
 
 def rounded(name: str, kernels: int, architecture: int, y: FloatArray) -> Array:
-    """The activations as the kernels round them, those of ITQ3_S rotated: (..., n*256)."""
+    """The activations as the kernels round them, those for trellis types rotated: (..., n*256)."""
     y = y.reshape(*y.shape[:-1], -1, BLOCK)
-    rotate = name == "itq3_s"
+    rotate = name in ROTATED
     if rotate:
         y = rotated(y)
     numbers: Array
@@ -81,9 +81,9 @@ def rounded(name: str, kernels: int, architecture: int, y: FloatArray) -> Array:
 
 
 def weights(name: str, blocks: ByteArray) -> Array:
-    """(..., n, bytes) to (..., n*256), those of ITQ3_S rotated."""
+    """(..., n, bytes) to (..., n*256), those of trellis types rotated."""
     w = weights_of(name, blocks.reshape(-1, blocks.shape[-1]))
-    w = rotated(w) if name == "itq3_s" else w
+    w = rotated(w) if name in ROTATED else w
     return w.astype(np.float64).reshape(*blocks.shape[:-2], -1)
 
 
@@ -404,7 +404,8 @@ def test_experts_of_many_tokens(
 @pytest.mark.parametrize("architecture", [HOPPER, TURING])
 @pytest.mark.parametrize("kernels,columns", [(FEW, 2), (MANY, 16)])
 @pytest.mark.parametrize(
-    "names,quantized", [(("itq3_s", "itq3_s"), 1), (("tq2_0", "tq2_0"), 1), (("itq3_s", "tq1_0"), 2)]
+    "names,quantized",
+    [(("itq3_s", "itq3_s"), 1), (("tq2_0", "tq2_0"), 1), (("itq2_s", "itq2_s"), 1), (("itq3_s", "tq1_0"), 2)],
 )
 def test_products_that_share_activations(
     on: Callable[..., Device], architecture: int, kernels: int, columns: int, names: tuple[str, str], quantized: int

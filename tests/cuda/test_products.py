@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import TYPES, Device
+from emulated_cuda import ROTATED, TYPES, Device
 from tests.cuda.test_emulated import BLOCK, FloatArray, aligned, random_blocks, rotated, weights_of
 
 GLU = {"reglu": 0, "geglu": 1, "swiglu": 2, "swiglu_oai": 3, "swiglu_clamp": 6}
@@ -23,9 +23,9 @@ def quantize_rows(x: FloatArray) -> npt.NDArray[np.float64]:
 
 
 def expected_product(name: str, blocks: npt.NDArray[np.uint8], x: FloatArray) -> npt.NDArray[np.float64]:
-    """Rows (..., n, 100) times columns (..., n*256): (..., columns, rows). The rotation is orthogonal."""
+    """Rows (..., n, bytes) times columns (..., n*256): (..., columns, rows). The rotation is orthogonal."""
     rows = weights_of(name, blocks.reshape(-1, blocks.shape[-1])).reshape(*blocks.shape[:-2], -1).astype(np.float64)
-    if name == "itq3_s":
+    if name in ROTATED:
         shape = x.shape
         x = rotated(x.reshape(*shape[:-1], -1, BLOCK)).reshape(shape)
         rows = (

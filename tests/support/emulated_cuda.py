@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gguf_itq3s import upstream
+from gguf_itq3s.codec.family import FAMILY
 from scripts.check import cuda as cuda_check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,8 @@ SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
 #: Our types; their places are their numbers in the C interfaces.
 TYPES = ("itq3_s", "tq1_0", "tq2_0", "itq2_s")
+#: Those whose blocks are rotated.
+ROTATED = tuple(qtype.name.lower() for qtype in FAMILY)
 #: Architectures: asynchronous copies and dependent launches; the first tensor cores for int8; tiles of 128 rows without
 #: tensor cores; those of 64 rows.
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610

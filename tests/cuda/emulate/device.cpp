@@ -64,8 +64,11 @@ int64_t ggml_blck_size(const ggml_type type) {
 }
 size_t ggml_type_size(const ggml_type type) {
     switch (type) {
-        case GGML_TYPE_ITQ3_S:
-            return ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs;
+#define EMULATE_SIZE(NAME, ...) \
+    case GGML_TYPE_##NAME:      \
+        return ggml_cuda_type_traits<GGML_TYPE_##NAME>::bs;
+        ITQ_TYPES(EMULATE_SIZE)
+#undef EMULATE_SIZE
         case GGML_TYPE_TQ1_0:
             return sizeof(block_tq1_0);
         case GGML_TYPE_TQ2_0:
