@@ -90,7 +90,7 @@ elif name == "test-backend-ops":
                 row("OP", f"name={case},type=f32", 1, 1, 10.0, 3000.0)
     else:
         for op in after("-o").split(","):
-            for kind in ("itq3_s", "tq1_0", "tq2_0"):
+            for kind in ("itq3_s", "itq2_s", "tq1_0", "tq2_0"):
                 for n in range(0 if faults.get("no-cases") in (op, f"{op}:{kind}") else 30):
                     row(op, f"type_a={kind},type_b=f32,m=67,n={n},k=768", 1, 1, 0.0, 0.0)
 elif name == "llama-perplexity":
@@ -116,8 +116,8 @@ GGML = r"""
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
-static const char * names[] = { "f32", "f16", "itq3_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q6_K", "q3_K" };
-const char * ggml_type_name(int type) { return type < 9 ? names[type] : NULL; }
+static const char * names[] = { "f32", "f16", "itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q6_K", "q3_K", "q2_K", "iq2_xxs" };
+const char * ggml_type_name(int type) { return type < 12 ? names[type] : NULL; }
 const char * ggml_op_name(int op) { return op == 7 ? "MUL_MAT" : op == 9 ? "CONT" : "OTHER"; }
 size_t ggml_row_size(int type, int64_t n) { return type == 0 ? 4 * n : type == 1 ? 2 * n : 100 * n / 256; }
 _Bool ggml_quantize_requires_imatrix(int type) { return type < 0; }
@@ -245,7 +245,7 @@ def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     assert order == sorted(order)
     assert {p.name for p in (machine.out / "logs").iterdir()} == {f"{name}.log" for name in ALL}
     text = (machine.out / "gpu_check.md").read_text()
-    assert "Made Up" in text and "| MUL_MAT-nopdl | tq2_0 | 30 | 0 | 0 |" in text and "| racecheck | 0 | 270 |" in text
+    assert "Made Up" in text and "| MUL_MAT-nopdl | tq2_0 | 30 | 0 | 0 |" in text and "| racecheck | 0 | 360 |" in text
     assert "| batch24 | 80.0000 | +0.000% |" in text and "| 1 column, ITQ3_S over Q4_K | 1.3x | 1x | no |" in text
     assert "| tq1_0 | 100.0 | 100.0 |" in text and "| itq3_s-noshare | 100.0 | 100.0 |" in text
     assert not list((machine.folder / "work").glob("*.gguf"))

@@ -43,7 +43,7 @@ HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[2]
 PROGRAMS: Final = ("test-backend-ops", "llama-perplexity", "llama-bench")
 MEMORY: Final = Path("/dev/shm")
-TYPE_FILTER: Final = "type(_a)?=(itq3_s|tq1_0|tq2_0)"
+TYPE_FILTER: Final = f"type(_a)?=({'|'.join(report.TYPES)})"
 
 #: One case or two of every type and way through the kernels: columns, experts, gates.
 SANITIZER_FILTER: Final = "|".join(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-TYPES: Final = ("itq3_s", "tq1_0", "tq2_0")
+TYPES: Final = ("itq3_s", "itq2_s", "tq1_0", "tq2_0")
 
 #: For every operation the least cases of a type that must have passed; the suite has more.
 OPERATIONS: Final = {"MUL_MAT": 24, "MUL_MAT_ID": 6, "MUL_MAT_VEC_FUSION": 4, "GET_ROWS": 1}
@@ -38,20 +38,20 @@ SAME: Final = {"noshare": "gpu", "noshare8": "batch8"}
 TOLERANCE: Final = 0.002
 
 #: Models of llama-bench, by the type of their layers.
-MODELS: Final = ("itq3_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "f16")
+MODELS: Final = ("itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q2_K", "f16")
 #: Runs of llama-bench: the name of the run and its model.
 BENCH_RUNS: Final = {"itq3_s": "itq3_s", "itq3_s-noshare": "itq3_s", **{name: name for name in MODELS}}
 
 #: The timed product: gate and up of a 70B Llama in one, past the L2 cache of any card, its types and columns.
 ROWS, LENGTH = 57344, 8192
-PERF_TYPES: Final = ("itq3_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q3_K", "f16")
+PERF_TYPES: Final = ("itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
 COLUMNS: Final = (1, 4, 8, 16, 64, 128, 512)
 #: Those at which our types are also multiplied by cuBLAS, as F16.
 CUBLAS_COLUMNS: Final = (128, 512)
 #: Runs of test-backend-ops perf: a type's products; copies; a small product with and without its own activations.
 PERF_RUNS: Final = (*PERF_TYPES, "copy", "small", "shared", "cublas")
 COPIED: Final = 2**28  # numbers of 4 bytes
-BLOCK_BYTES: Final = {"itq3_s": 100, "tq1_0": 54, "tq2_0": 66}  # 256 weights
+BLOCK_BYTES: Final = {"itq3_s": 100, "itq2_s": 66, "tq1_0": 54, "tq2_0": 66}  # 256 weights
 
 NOT_MEASURED: Final = "not measured"
 
@@ -101,7 +101,7 @@ def count_cases(work: Path, name: str) -> dict[str, dict[str, dict[str, int]]]:
     """Cases of test-backend-ops: operation, type, outcome."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
     for case in cases_of(work, name):
-        found = re.search(r"\btype(?:_a)?=(itq3_s|tq1_0|tq2_0)\b", case["op_params"])
+        found = re.search(rf"\btype(?:_a)?=({'|'.join(TYPES)})\b", case["op_params"])
         if found:
             of_type = counts.setdefault(case["op_name"], {}).setdefault(found[1], dict.fromkeys(OUTCOMES, 0))
             of_type[OUTCOMES[0 if case["passed"] else 1 if case["supported"] else 2]] += 1
@@ -291,7 +291,7 @@ def table(measured: dict[str, float]) -> list[Cell]:
         what = f"{columns} column{'s' if columns > 1 else ''}, {name.upper()} over {other.upper()}"
         add(what, ratio(f"{other} {other}.{columns}", f"{name} {name}.{columns}"), "x", target)
 
-    for name in ("itq3_s", "tq2_0", "tq1_0"):
+    for name in ("itq3_s", "itq2_s", "tq2_0", "tq1_0"):
         seconds, copied = measured.get(f"{name} {name}.1"), measured.get("copy")
         size = ROWS * LENGTH // 256 * BLOCK_BYTES[name]
         fraction = size / seconds / copied if seconds and copied else None
@@ -300,6 +300,9 @@ def table(measured: dict[str, float]) -> list[Cell]:
     over(1, "itq3_s", "q4_K", 1.3)
     over(1, "itq3_s", "iq3_s", 1.2)
     over(1, "itq3_s", "q3_K")
+    over(1, "itq2_s", "itq3_s", 1.25)
+    over(1, "itq2_s", "q2_K")
+    over(1, "itq2_s", "iq2_xxs")
     kept = ratio("shared small.1", "small small.1")
     share = None if kept is None else 1 - kept
     add("1 column, 4096 x 4096, rotating and rounding the activations, share of the time", share, "%", 0.05, most=True)
@@ -310,6 +313,8 @@ def table(measured: dict[str, float]) -> list[Cell]:
     add("512 columns, time of ITQ3_S over F16", ratio("itq3_s itq3_s.512", "f16 f16.512"), "x", 1.5, most=True)
     over(512, "itq3_s", "q4_K", 1.0)
     over(512, "itq3_s", "iq3_s")
+    over(512, "itq2_s", "iq2_xxs")
+    over(512, "itq2_s", "q2_K")
     for n in (4, 8, 64, 128):
         for other in ("q4_K", "iq3_s", "f16"):
             over(n, "itq3_s", other)
