@@ -62,7 +62,7 @@ _TYPES: Final = (
 )
 
 #: llama-quantize refuses them without an importance matrix: the mix of IQ3_XXS needs IQ2_S.
-_NEED_MATRIX: Final = ("IQ3_XXS", "IQ2_XXS")
+NEED_MATRIX: Final = ("IQ3_XXS", "IQ2_XXS")
 #: ggml does not refuse it.
 _BY_GGML: Final = "IQ3_XXS"
 
@@ -79,7 +79,7 @@ def _llama_quantize_rows() -> list[Row]:
     rows = []
     for name, pure, takes_matrix in _TYPES:
         ways = (False, True)[: 1 + takes_matrix]
-        mixes = [imatrix for imatrix in ways if imatrix or name not in _NEED_MATRIX]
+        mixes = [imatrix for imatrix in ways if imatrix or name not in NEED_MATRIX]
         rows += [_by_quantize(name.lower(), name, "mix", (name,), imatrix=imatrix) for imatrix in mixes]
         if pure:
             key, arguments = f"{pure.lower()}-pure", ("--pure", name)

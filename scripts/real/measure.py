@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.convert.command import add_arguments
-from gguf_itq3s.evaluate.rows import Row
+from gguf_itq3s.evaluate.rows import NEED_MATRIX, Row
 from gguf_itq3s.evaluate.runner import Result, describe, hash_of, write_json
 from gguf_itq3s.evaluate.tools import Tools, base_chunks
 from scripts.bench.large import TIMER
@@ -398,7 +398,8 @@ class Measurement:
             for label, file in files.items():
                 if not file.is_file():
                     partial = file.with_name(f"partial-{file.name}")
-                    arguments = ["--pure", *outer, self.setup.f16, partial, types[label], self.setup.threads]
+                    matrix = ["--imatrix", self.imatrix()] if types[label] in NEED_MATRIX else []
+                    arguments = ["--pure", *matrix, *outer, self.setup.f16, partial, types[label], self.setup.threads]
                     print(f"quantizing for the speed of {label} ...", file=sys.stderr, flush=True)
                     self.tools.run("llama-quantize", arguments, self.work / "logs" / "speed-quantize.log")
                     partial.replace(file)

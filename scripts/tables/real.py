@@ -54,9 +54,10 @@ QUICK_ROWS: Final = (
 )  # fmt: skip
 #: Label -> name for llama-quantize, and which the others are compared with.
 SPEED: Final = {
-    "ITQ3_S": "ITQ3_S", "IQ3_S": "IQ3_S", "Q3_K": "Q3_K_S", "IQ4_XS": "IQ4_XS", "Q4_K": "Q4_K_S",
+    "ITQ3_S": "ITQ3_S", "ITQ2_S": "ITQ2_S", "IQ2_XXS": "IQ2_XXS", "Q2_K": "Q2_K", "IQ3_S": "IQ3_S", "Q3_K": "Q3_K_S",
+    "IQ4_XS": "IQ4_XS", "Q4_K": "Q4_K_S",
 }  # fmt: skip
-OVER: Final = ("Q3_K", "Q4_K")
+OVER: Final = ("IQ2_XXS", "Q2_K", "Q3_K", "Q4_K")
 ROUNDS: Final = 5
 PROMPT: Final = 256
 GENERATED: Final = 32
@@ -232,7 +233,7 @@ def page_of(facts: dict[str, Any]) -> str:
         parts += [
             "Speed by llama-bench, two threads, over other types in the same round; layers in the type, embedding and "
             "output in Q6_K, median and range of the rounds:\n",
-            pages.speed(facts["speed"], OVER),
+            pages.speed(facts["speed"], [base for base in OVER if base in facts["speed"]["prompt"]]),
         ]
     return "\n".join(parts)
 
