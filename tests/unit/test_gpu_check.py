@@ -116,7 +116,8 @@ GGML = r"""
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
-static const char * names[] = { "f32", "f16", "itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q6_K", "q3_K", "q2_K", "iq2_xxs" };
+static const char * names[] = { "f32", "f16", "itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s",
+    "q6_K", "q3_K", "q2_K", "iq2_xxs" };
 const char * ggml_type_name(int type) { return type < 12 ? names[type] : NULL; }
 const char * ggml_op_name(int op) { return op == 7 ? "MUL_MAT" : op == 9 ? "CONT" : "OTHER"; }
 size_t ggml_row_size(int type, int64_t n) { return type == 0 ? 4 * n : type == 1 ? 2 * n : 100 * n / 256; }
