@@ -41,7 +41,7 @@ PROCESSORS: Final = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX-512 VNNI": ["-march=icelake-server"],
 }
-WARNINGS: Final = ["-Wall", "-Wextra", "-Wno-psabi"]
+WARNINGS: Final = ["-Wall", "-Wextra", "-Wpedantic", "-Wno-psabi"]
 
 
 class CheckError(RuntimeError):
@@ -75,7 +75,7 @@ def build(tree: Path, work: Path) -> str:
     return called(["cmake", "--build", str(work), "--parallel", jobs, "--target", "ggml-base", "ggml-cpu"])
 
 
-def compile_ours(tree: Path, out: Path) -> tuple[int, list[str]]:
+def compile_ours(tree: Path, out: Path, ours: set[str]) -> tuple[int, list[str]]:
     """Compile each of our C and C++ files for each processor; how many, and what the compiler complained about."""
     ggml = tree / "ggml" / "src"
     names = {path.name for path in (ROOT / "ggml-patch" / "src" / "format").glob("*.c")}
@@ -87,7 +87,7 @@ def compile_ours(tree: Path, out: Path) -> tuple[int, list[str]]:
         for path in files:
             compiler, standard = ("C", "-std=gnu11") if path.suffix == ".c" else ("CXX", "-std=gnu++17")
             command = [COMPILERS[compiler], standard, "-O2", *WARNINGS, DEFINES, *flags, *includes, "-c", str(path)]
-            found += complaints(called([*command, "-o", str(out)]), {path.name})
+            found += complaints(called([*command, "-o", str(out)]), ours)
     return len(files) * len(PROCESSORS), found
 
 
@@ -114,7 +114,7 @@ def main() -> int:
             called(["cmake", f"-DTREE={tree}", "-P", str(script)])
             ours = {path.name for path in (ROOT / "ggml-patch" / "src").rglob("*.[ch]*")}
             found = complaints(build(tree, work / "build"), ours)
-            compiled, more = compile_ours(tree, Path(scratch) / "object.o")
+            compiled, more = compile_ours(tree, Path(scratch) / "object.o", ours)
             names = exported(work / "build" / "bin" / "ggml-base.dll")
             native = (ROOT / "gguf_itq3s" / "codec" / "native.py").read_text()
             wanted = set(re.findall(r"= library\.(\w+)$", native, re.MULTILINE))

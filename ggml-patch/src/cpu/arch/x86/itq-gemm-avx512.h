@@ -238,11 +238,11 @@ ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
 }
 
 // 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
-ITQ_INLINE void grids_of_selectors(const uint32_t sel[8][ROWS], __m512i grids[16]) {
+ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
     const __m512i even = _mm512_set1_epi8(0x55);
     __m512i       s[14];  // selectors of t = -6 .. 7
     UNROLL(8) for (int t = 0; t < 8; ++t) {
-        s[6 + t] = _mm512_load_si512(sel[t]);
+        s[6 + t] = _mm512_load_si512(sel + ROWS * t);
     }
     UNROLL(6) for (int t = 0; t < 6; ++t) {
         s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
@@ -261,7 +261,7 @@ ITQ_INLINE void grids_of_selectors(const uint32_t sel[8][ROWS], __m512i grids[16
 
 #define LEVELS_OF_TRELLIS(type, SYMBOLS, x, F)                                                              \
     __m512i grids[16];                                                                                      \
-    grids_of_selectors((x)->sel, grids);                                                                    \
+    grids_of_selectors((x)->sel[0], grids);                                                                 \
     UNROLL(16) for (int i = 0; i < 16; ++i) {                                                               \
         const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);                                     \
         const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
