@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import triton_shapes
+from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.torch import PackedExperts, PackedLinear, kernels, products, rotate
 from gguf_itq3s.torch.experts import Stack
@@ -119,7 +120,7 @@ def memory() -> list[list[int]]:
         setattr(kernels, name, nothing)
     for split in (1, 3):
         kernels._split = lambda *_, count=split: count  # type: ignore[misc]
-        for residual in (None, TYPES[2]):
+        for residual in (None, TQ2_0):
             for dtype in (torch.float32, torch.float16):
                 built = PackedLinear.from_weight(matrix(9, 768), residual_type=residual)
                 x = matrix(5, 768, 1).to(dtype)
@@ -163,7 +164,7 @@ def others() -> dict[str, Any]:
     moved = bytes_before.flatten()[1:][: 5 * 200].view(5, 200)
     moved.copy_(built.weight)
     unaligned = PackedLinear.from_blocks(moved)
-    second = PackedLinear.from_weight(matrix(5, 512), residual_type=TYPES[2])
+    second = PackedLinear.from_weight(matrix(5, 512), residual_type=TQ2_0)
     return {
         "compiled": float((compiled - built(x)).abs().max()),
         "strided": deviation(built(strided), strided, decoded),

@@ -48,8 +48,9 @@ def test_much_better_where_inputs_are_correlated(row: TrellisType) -> None:
         )
         for options in (ldlq.Search(1, 0, "fast"), ldlq.Search(4, 16, "fast"), ldlq.Search())
     ]
-    assert costs[2] < costs[1] < costs[0] < 0.6 * plain
-    assert costs[2] < 0.4 * plain
+    # One survivor alone pays more where levels are few: 0.53 at 3 bits, 0.72 at 2.
+    assert costs[2] < costs[1] < costs[0] < {2: 0.6, 1: 0.8}[row.format.symbol_bits] * plain
+    assert costs[2] < 0.2 * plain
 
 
 @of_types
