@@ -42,9 +42,9 @@ struct itq_code {
     { 1, 3 }, {                                                            \
         (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) \
     }
-#define ITQ2_S_STARTS                                                      \
-    { 1, 3 }, {                                                            \
-        (float) (33.5 / 1.0), (float) (33.5 / 0.91), (float) (33.5 / 1.09) \
+#define ITQ2_S_STARTS                                \
+    { 1, 2 }, {                                      \
+        (float) (33.5 / 0.97), (float) (33.5 / 1.05) \
     }
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
