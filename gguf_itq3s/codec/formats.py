@@ -142,8 +142,9 @@ def _levels(*values: int) -> npt.NDArray[np.int8]:
 ITQ3_S_LEVELS: Final = _levels(-63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63)
 ITQ2_S_LEVELS: Final = _levels(-63, -36, -20, -6, 6, 20, 36, 63)
 
-# On one million Gaussian weights the relative squared error of ITQ3_S is 0.0226 with one start scale, 0.0219 with three,
-# 0.0218 with four; that of ITQ2_S 0.0817 with one, 0.0812 with two, 0.0810 with three, which take half as much time again.
+# On one million Gaussian weights the relative squared error of ITQ3_S is 0.0226 with one start scale, 0.0219 with
+# three, 0.0218 with four; that of ITQ2_S 0.0817 with one, 0.0812 with two, 0.0810 with three, which take half as much
+# time again.
 
 ITQ3_S_FORMAT: Final = Format(
     name="ITQ3_S",
