@@ -18,18 +18,15 @@
 #    define ITQ_FUNC static inline
 #endif
 
-// What a kernel has to know of a trellis type: bits of a symbol, whether there is a zero-point, the level of an index
-// 4*q + 2*c1 + c0.
+// The level of an index 4*q + 2*c1 + c0 of a trellis type.
 template <ggml_type type> struct itq_traits;
 
-#define ITQ_CUDA_TRAITS(NAME, name, bits, n_levels, length, has_z, number) \
-    template <> struct itq_traits<GGML_TYPE_##NAME> {                      \
-        static constexpr int   symbol_bits    = bits;                      \
-        static constexpr bool  has_zero_point = has_z;                     \
-        ITQ_FUNC constexpr int level(const int index) {                    \
-            constexpr int levels[n_levels] = NAME##_LEVELS;                \
-            return levels[index];                                          \
-        }                                                                  \
+#define ITQ_CUDA_TRAITS(NAME, name, bits, n_levels, ...)    \
+    template <> struct itq_traits<GGML_TYPE_##NAME> {       \
+        ITQ_FUNC constexpr int level(const int index) {     \
+            constexpr int levels[n_levels] = NAME##_LEVELS; \
+            return levels[index];                           \
+        }                                                   \
     };
 ITQ_TYPES(ITQ_CUDA_TRAITS)
 

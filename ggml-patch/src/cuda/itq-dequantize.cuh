@@ -34,6 +34,28 @@ static __device__ __forceinline__ void itq_store_values(dst_t * y, const float (
     }
 }
 
+// The values 8*tid .. 8*tid + 7 of a block, rotated back, to yy. Levels are signed bytes that alternate between the first
+// four weights and the second four: level_lo those of 0, 4, 1, 5, level_hi of 2, 6, 3, 7. d: the scale; z: the zero-point.
+template <typename dst_t>
+static __device__ __forceinline__ void itq_store_rotated_back(dst_t * yy, const uint32_t level_lo,
+                                                              const uint32_t level_hi, const float d, const float z,
+                                                              const int tid) {
+    float v[ITQ_VALUES];
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        const uint32_t levels = r % 4 < 2 ? level_lo : level_hi;
+        v[r]                  = (float) (int8_t) (levels >> 8 * (2 * (r % 2) + r / 4)) - z;
+    }
+    itq_warp_fwht(v, tid);
+
+    const float scale = d * (1.0f / 512.0f);  // 1/32 of the level unit, 1/16 of the transform
+#pragma unroll
+    for (int r = 0; r < ITQ_VALUES; ++r) {
+        v[r] *= scale;
+    }
+    itq_store_values(yy + ITQ_VALUES * tid, v);
+}
+
 // Block ib of vx to the 256 values at yy. All 32 lanes must call these together: tid = 0..31.
 
 template <typename dst_t>
@@ -44,25 +66,11 @@ static __device__ __forceinline__ void dequantize_itq3_s(const void * vx, const 
     const uint32_t sel_window = (uint32_t) sel[tid] << 8 | (tid == 0 ? 0 : sel[tid - 1]);
     const uint32_t index = itq_index_nibbles_8(x[ITQ_WORD_QS + 2 * (tid % 8) + 0], x[ITQ_WORD_QS + 2 * (tid % 8) + 1],
                                                tid / 8, sel_window);
-    // Nibbles alternate between the first four weights and the second four.
     const uint32_t level_lo = itq_levels_minus(index, 0);
     const uint32_t level_hi = itq_levels_minus(index >> 16, 0);
 
     const float2 dz = itq_half2_bits(x[ITQ_WORD_DZ]);
-    float        v[ITQ_VALUES];
-#pragma unroll
-    for (int r = 0; r < ITQ_VALUES; ++r) {
-        const uint32_t levels = r % 4 < 2 ? level_lo : level_hi;
-        v[r]                  = (float) (int8_t) (levels >> 8 * (2 * (r % 2) + r / 4)) - dz.y;
-    }
-    itq_warp_fwht(v, tid);
-
-    const float scale = dz.x * (1.0f / 512.0f);  // 1/32 of the level unit, 1/16 of the transform
-#pragma unroll
-    for (int r = 0; r < ITQ_VALUES; ++r) {
-        v[r] *= scale;
-    }
-    itq_store_values(yy + ITQ_VALUES * tid, v);
+    itq_store_rotated_back(yy, level_lo, level_hi, dz.x, dz.y, tid);
 }
 
 template <typename dst_t>
@@ -71,24 +79,10 @@ static __device__ __forceinline__ void dequantize_itq2_s(const void * vx, const 
 
     const uint32_t sel_window = (uint32_t) x->sel[tid] << 8 | (tid == 0 ? 0 : x->sel[tid - 1]);
     const uint32_t index      = itq2_s_index_nibbles_8(x->qs[tid], sel_window);
-    // Nibbles alternate between the first four weights and the second four.
     const uint32_t level_lo   = itq2_s_look_up(index);
     const uint32_t level_hi   = itq2_s_look_up(index >> 16);
 
-    float v[ITQ_VALUES];
-#pragma unroll
-    for (int r = 0; r < ITQ_VALUES; ++r) {
-        const uint32_t levels = r % 4 < 2 ? level_lo : level_hi;
-        v[r]                  = (float) (int8_t) (levels >> 8 * (2 * (r % 2) + r / 4));
-    }
-    itq_warp_fwht(v, tid);
-
-    const float scale = __half2float(x->d) * (1.0f / 512.0f);  // 1/32 of the level unit, 1/16 of the transform
-#pragma unroll
-    for (int r = 0; r < ITQ_VALUES; ++r) {
-        v[r] *= scale;
-    }
-    itq_store_values(yy + ITQ_VALUES * tid, v);
+    itq_store_rotated_back(yy, level_lo, level_hi, __half2float(x->d), 0.0f, tid);
 }
 
 // Digits 0, 1, 2 of 8 weights to values.

@@ -9,11 +9,6 @@
 struct ggml_backend_cuda_context;
 struct ggml_tensor;
 
-// Whether the products of a type are ours, and the activations that they want.
-static constexpr __host__ __device__ bool ggml_cuda_has_own_products(const ggml_type type) {
-    return ggml_cuda_is_itq(type) || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
-}
-
 bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
                                      int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
                                      cudaStream_t stream);

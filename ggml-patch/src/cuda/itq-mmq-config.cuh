@@ -5,7 +5,7 @@
 // They fill the same tile as IQ3_S (Q8_0 layout, 256 values deep) and run the same product on it, so they take its
 // configuration on every architecture. Other types are their own model.
 static constexpr __host__ __device__ ggml_type ggml_cuda_itq_mmq_config_model(const ggml_type type) {
-    return ggml_cuda_is_itq(type) || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0 ? GGML_TYPE_IQ3_S : type;
+    return ggml_cuda_has_own_products(type) ? GGML_TYPE_IQ3_S : type;
 }
 
 // The model's configuration for the type itself; GGML_TYPE_COUNT says that there is none.

@@ -9,6 +9,11 @@ static constexpr __host__ __device__ bool ggml_cuda_is_itq(const ggml_type type)
     return false ITQ_TYPES(ITQ_CUDA_IS);
 }
 
+// Whether the products of a type are ours, and the activations that they want.
+static constexpr __host__ __device__ bool ggml_cuda_has_own_products(const ggml_type type) {
+    return ggml_cuda_is_itq(type) || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
+}
+
 // Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq-vecdot.cuh) four lanes share a block.
 #define ITQ_CUDA_TYPE_TRAITS(NAME, name, ...)                    \
     template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
