@@ -23,6 +23,8 @@ BENCH_ARGS ?=
 MODEL_ARGS ?=
 CUDA_CHECK_ARGS ?=
 HIP_CHECK_ARGS ?=
+# For make vulkan-check: --quick, --device.
+VULKAN_CHECK_ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
@@ -35,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all test-unit eval real bench cpu-model test-arm cuda-check hip-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval real bench cpu-model test-arm cuda-check hip-check vulkan-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +93,9 @@ cuda-check: $(INSTALLED) ## compile the CUDA sources for sm_80, sm_90 and sm_120
 
 hip-check: $(INSTALLED) ## compile the CUDA sources as HIP for gfx90a and gfx1100, without a GPU
 	$(PY) scripts/check/hip.py $(HIP_CHECK_ARGS)
+
+vulkan-check: build ## build the Vulkan backend and run it on Mesa's software device, without a GPU
+	$(PY) scripts/check/vulkan/check.py $(VULKAN_CHECK_ARGS)
 
 releases: $(INSTALLED) ## try the patches on the newest releases of llama-cpp-python
 	$(PY) scripts/check/releases.py

@@ -32,7 +32,7 @@ _HELP: Final = {
     "cuda": "kernels for NVIDIA GPUs; needs the CUDA toolkit",
     "hip": "the same kernels for AMD GPUs; needs ROCm",
     "metal": "Apple's GPUs (the default on a Mac); the trellis types stay on the CPU",
-    "vulkan": "GPUs by Vulkan; the trellis types stay on the CPU",
+    "vulkan": "GPUs by Vulkan",
     "rpc": "layers on other machines: --rpc of the tools, and ggml-rpc-server",
     "portable": "every variant of the CPU kernels, chosen when a tool starts, for other machines than this one",
 }

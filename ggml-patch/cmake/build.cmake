@@ -114,6 +114,10 @@ if ("${options}" MATCHES "GGML_CUDA=(ON|1|TRUE|YES)")
         OUTPUT_VARIABLE capability ERROR_QUIET RESULT_VARIABLE failed)
     string(APPEND cuda "${capability}")
 endif()
+if (options MATCHES "GGML_VULKAN=(ON|1|TRUE|YES)")
+    execute_process(COMMAND glslc --version OUTPUT_VARIABLE glslc ERROR_QUIET)
+    string(APPEND cuda "\nglslc ${glslc}")
+endif()
 list(JOIN options "\n  " options_text)
 string(CONCAT configuration
     "upstream ${upstream_id}\noptions\n  ${options_text}\n"
@@ -189,6 +193,13 @@ function(itq3s_build)
     if (failed)
         file(READ "${work}/configure.log" log)
         itq3s_fail("llama.cpp could not be configured:\n${log}")
+    endif()
+    file(STRINGS "${work}/configure.log" lacks REGEX "not supported by glslc")
+    if (lacks)
+        list(TRANSFORM lacks REPLACE "^-- ([^ ]+) .*" "\\1")
+        list(JOIN lacks ", " lacks)
+        message(NOTICE "note: this glslc is too old for some shaders, which are left out of the Vulkan backend "
+            "(${lacks}); devices that could use them are slower, not wrong")
     endif()
 
     # Not every source and configuration has all of them: what links the CPU backend is missing where backends are

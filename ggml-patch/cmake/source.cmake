@@ -5,6 +5,7 @@
 #   src/cpu/       ggml/src/ggml-cpu/itq3s/
 #   src/cuda/      ggml/src/ggml-cuda/
 #   src/llama/     src/
+#   src/vulkan/    ggml/src/ggml-vulkan/
 # Patches apply in the order of their numbers: the required ones (the type, the CPU backend, llama and its tools), then
 # the optional ones (faster paths, tests, other backends, mended faults of llama.cpp).
 
@@ -234,7 +235,8 @@ function(itq3s_prepare_source upstream id tree)
     # our files
     set(ours "")
     set(origins "")
-    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda llama:src)
+    foreach (part format:ggml/src cpu:ggml/src/ggml-cpu/itq3s cuda:ggml/src/ggml-cuda llama:src
+             vulkan:ggml/src/ggml-vulkan)
         string(REPLACE ":" ";" part "${part}")
         list(GET part 0 from)
         list(GET part 1 to)

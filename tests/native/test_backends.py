@@ -122,6 +122,7 @@ VULKAN = Backend(
     struct { bool mul_mat_id_s[GGML_TYPE_COUNT], mul_mat_id_m[GGML_TYPE_COUNT], mul_mat_id_l[GGML_TYPE_COUNT]; } all;
     static auto * device = &all;
     static bool ggml_vk_dim01_contiguous(const ggml_tensor *) { return true; }
+    static bool ggml_vk_itq_supports(const ggml_tensor *, const ggml_tensor *) { return true; }
     """,
     "memset(&all, 1, sizeof(all)); return cases(op);",
 )
@@ -221,6 +222,7 @@ def answers(backend: Backend, source: Path, patched: Path, folder: Path) -> dict
         "stdlib.h",
         "string.h",
         *re.findall(r'"(itq-op\.h)"', text),
+        *(["ggml-itq-types.h"] if "itq-vulkan.h" in text else []),
     ]
     includes = "".join(f"#include <{name}>\n" for name in headers)
     ask = f"static bool ask(const struct ggml_tensor * op) {{ {backend.ask} }}\n"
@@ -254,3 +256,12 @@ def test_backends_that_list_their_types_need_no_patch(name: str, patched: Path, 
     found = answers(LISTING[name], upstream.fetch_source(), patched, tmp_path)
     assert found["itq3_s"] == [False, False, False, True]
     assert found["f16"][0] or name == "zendnn", "the question was not understood"
+
+
+def test_vulkan_takes_the_trellis_types_with_its_patch(patched: Path, tmp_path: Path) -> None:
+    before = answers(VULKAN, upstream.fetch_source(), patched, tmp_path)
+    after = answers(VULKAN, patched, patched, tmp_path)
+    assert before["itq3_s"] == [False, False, False, True]
+    assert after["itq3_s"] == [True, True, True, True]
+    del before["itq3_s"], after["itq3_s"]
+    assert before == after

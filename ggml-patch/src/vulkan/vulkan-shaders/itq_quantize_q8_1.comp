@@ -1,0 +1,66 @@
+#version 450
+
+// Activations rotated by the Walsh-Hadamard transform, in blocks of 256, and quantized to block_q8_1_x4: what the integer
+// products of the trellis types read. Any strides in. A workgroup takes a block of one row after another.
+//
+// The 32 values of a chunk are in the order of the nibbles of itq_indices (itq_types.glsl): byte 8*i + m is value 4*m + i.
+// The second half of ds, a sum, is written as upstream does it; the products of the trellis types do not read it.
+
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_16bit_storage : require
+
+#include "types.glsl"
+#include "itq_fwht.glsl"
+#include "itq_activations.glsl"
+
+layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
+
+layout(binding = 1) writeonly buffer D { block_q8_1_x4 data_d[]; };
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x;
+    for (uint block = gl_WorkGroupID.x; block < p.blocks; block += gl_NumWorkGroups.x) {
+        for (uint row = gl_WorkGroupID.y; row < p.ne1 * p.ne2 * p.ne3; row += gl_NumWorkGroups.y) {
+            vec4 x = itq_fwht256(itq_activations4(block, row, lane), lane) * (1.0 / 16.0);
+            barrier();
+            // values of this lane: 4*m + i for four m, the half h of chunk k
+            [[unroll]] for (uint n = 0; n < 4; ++n) {
+                itq_exchange[lane + 64 * n] = x[n];
+            }
+            barrier();
+            const uint k = lane / 8;
+            const uint i = lane % 8 / 2;
+            const uint h = lane % 2;
+            [[unroll]] for (uint n = 0; n < 4; ++n) {
+                x[n] = itq_exchange[32 * k + 4 * (4 * h + n) + i];
+            }
+            barrier();
+
+            // eight lanes share a chunk: the largest magnitude, then the sum
+            const vec4 magnitude = abs(x);
+            itq_exchange[lane]   = max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w));
+            barrier();
+            float most = 0.0;
+            [[unroll]] for (uint n = 0; n < 8; ++n) {
+                most = max(most, itq_exchange[8 * k + n]);
+            }
+            const float d     = most / 127.0;
+            const float d_inv = d != 0.0 ? 1.0 / d : 0.0;
+            x                 = round(x * d_inv);
+            barrier();
+            itq_exchange[lane] = (x.x + x.y) + (x.z + x.w);
+            barrier();
+
+            const uint to = (row * p.blocks + block) * 2 + k / 4;
+            data_d[to].qs[8 * (k % 4) + 2 * i + h] = pack32(i8vec4(x));
+            if (lane % 8 == 0) {
+                float sum = 0.0;
+                [[unroll]] for (uint n = 0; n < 8; ++n) {
+                    sum += itq_exchange[lane + n];
+                }
+                data_d[to].ds[k % 4] = f16vec2(vec2(d, sum * d));
+            }
+            barrier();  // before the exchange is written again
+        }
+    }
+}

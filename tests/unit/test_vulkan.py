@@ -1,0 +1,110 @@
+"""The Vulkan backend's files as far as they can be looked at without a driver; make vulkan-check runs the backend."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_itq3s.codec.family import FAMILY
+
+ROOT = Path(__file__).resolve().parents[2]
+SHADERS = ROOT / "ggml-patch" / "src" / "vulkan" / "vulkan-shaders"
+GLSLC = ROOT / "scripts" / "check" / "vulkan" / "glslc"
+
+#: Says what it compiles to, preprocesses to its source, and counts its calls.
+COMPILER = """#!{python}
+import sys
+arguments = sys.argv[1:]
+source = next(a for a in arguments if a.endswith(".comp"))
+text = open(source).read()
+if "-MF" in arguments:
+    open(arguments[arguments.index("-MF") + 1], "w").write(f"x.spv: {{source}} types.glsl\\n")
+if "-E" in arguments:
+    print(text)
+else:
+    open({calls!r}, "a").write("x")
+    open(arguments[arguments.index("-o") + 1], "w").write("compiled " + text)
+"""
+
+
+@pytest.fixture
+def compile_shader(tmp_path: Path):
+    """Run the check's glslc on a source; what it wrote, and how often the compiler was called in all."""
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(python=sys.executable, calls=str(calls)))
+    compiler.chmod(0o755)
+
+    def run(text: str, *arguments: str, **environment: str) -> tuple[bytes, int]:
+        source, out = tmp_path / "shader.comp", tmp_path / "shader.spv"
+        source.write_text(text)
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("ITQ3S_")}
+        subprocess.run(
+            [GLSLC, *arguments, source, "-o", out],
+            check=True,
+            env={**plain, "ITQ3S_GLSLC": str(compiler), "ITQ3S_GLSLC_CACHE": str(tmp_path / "cache"), **environment},
+        )
+        return out.read_bytes(), len(calls.read_text()) if calls.exists() else 0
+
+    return run
+
+
+def test_shaders_are_compiled_once(compile_shader) -> None:
+    first, calls = compile_shader("void main() {}", "-O")
+    assert (first, calls) == (b"compiled void main() {}", 1)
+    assert compile_shader("void main() {}", "-O") == (first, 1)
+    assert compile_shader("void main() {}", "-O", "-DA=1") == (first, 1), (
+        "what -D changes is in the preprocessed source"
+    )
+    assert compile_shader("void main() {}")[1] == 2
+    assert compile_shader("void main() { }")[1] == 3
+
+
+def test_dependencies_name_what_was_asked_for(compile_shader, tmp_path: Path) -> None:
+    for _ in range(2):
+        listed = tmp_path / "listed.d"
+        compile_shader(
+            "#extension GL_EXT_integer_dot_product : require\n", "-MD", "-MF", str(listed), ITQ3S_GLSLC_DOT="1"
+        )
+        assert listed.read_text() == f"{tmp_path / 'shader.spv'}: {tmp_path / 'shader.comp'} types.glsl\n"
+
+
+def test_types_that_are_not_wanted_become_stubs(compile_shader) -> None:
+    stub, calls = compile_shader("", "-DDATA_A_IQ2_S=1", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")
+    assert stub.startswith(b"stub") and len(stub) % 4 and calls == 0
+    assert compile_shader("", "-DDATA_A_ITQ2_S=1", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")[0] == b"compiled "
+    assert compile_shader("", "-DA_TYPE=float", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")[0] == b"compiled "
+
+
+def test_integer_dot_products_stand_behind_the_extensions(compile_shader) -> None:
+    head = "#version 450\n#extension GL_EXT_integer_dot_product : require\n#ifdef A\n#extension B : require\n#endif\n"
+    text = compile_shader(f'{head}#extension C : require\n#include "x"\n', ITQ3S_GLSLC_DOT="1")[0].decode()
+    assert "GL_EXT_integer_dot_product" not in text
+    assert text.index("C : require") < text.index("int itq_sdot") < text.index("#include")
+
+
+def test_levels_of_the_shaders_are_the_registrys() -> None:
+    text = (SHADERS / "itq_types.glsl").read_text()
+    tables = re.findall(r"#define A_TYPE block_(\w+)\n.*?levels\[2\] = \{ (.*?) \}", text, re.DOTALL)
+    assert {name for name, _ in tables} == {row.identifier for row in FAMILY.values()}
+    for name, words in tables:
+        (row,) = [row for row in FAMILY.values() if row.identifier == name]
+        upper = np.array([int(word.rstrip("u"), 16) for word in words.split(", ")], "<u4").view(np.int8)
+        levels = row.format.levels
+        assert len(levels) <= 16
+        np.testing.assert_array_equal(upper[: len(levels) // 2], levels[len(levels) // 2 :])
+        np.testing.assert_array_equal(levels, -levels[::-1])
+
+
+def test_registration_is_small() -> None:
+    patches = sorted((ROOT / "ggml-patch" / "patches" / "optional").glob("004[01]-vulkan*"))
+    files = [file for patch in patches for file in ([patch] if patch.is_file() else sorted(patch.glob("*.patch")))]
+    assert len(files) == 3
+    added = [line for file in files for line in file.read_text().splitlines() if re.match(r"\+(?!\+\+)", line)]
+    assert len(added) <= 150
