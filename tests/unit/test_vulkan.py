@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from gguf_itq3s.codec.family import FAMILY
 ROOT = Path(__file__).resolve().parents[2]
 SHADERS = ROOT / "ggml-patch" / "src" / "vulkan" / "vulkan-shaders"
 GLSLC = ROOT / "scripts" / "check" / "vulkan" / "glslc"
+
+Compile = Callable[..., tuple[bytes, int]]
 
 #: Says what it compiles to, preprocesses to its source, and counts its calls.
 COMPILER = """#!{python}
@@ -34,7 +37,7 @@ else:
 
 
 @pytest.fixture
-def compile_shader(tmp_path: Path):
+def compile_shader(tmp_path: Path) -> Compile:
     """Run the check's glslc on a source; what it wrote, and how often the compiler was called in all."""
     calls = tmp_path / "calls"
     compiler = tmp_path / "compiler"
@@ -55,7 +58,7 @@ def compile_shader(tmp_path: Path):
     return run
 
 
-def test_shaders_are_compiled_once(compile_shader) -> None:
+def test_shaders_are_compiled_once(compile_shader: Compile) -> None:
     first, calls = compile_shader("void main() {}", "-O")
     assert (first, calls) == (b"compiled void main() {}", 1)
     assert compile_shader("void main() {}", "-O") == (first, 1)
@@ -66,7 +69,7 @@ def test_shaders_are_compiled_once(compile_shader) -> None:
     assert compile_shader("void main() { }")[1] == 3
 
 
-def test_dependencies_name_what_was_asked_for(compile_shader, tmp_path: Path) -> None:
+def test_dependencies_name_what_was_asked_for(compile_shader: Compile, tmp_path: Path) -> None:
     for _ in range(2):
         listed = tmp_path / "listed.d"
         compile_shader(
@@ -75,14 +78,14 @@ def test_dependencies_name_what_was_asked_for(compile_shader, tmp_path: Path) ->
         assert listed.read_text() == f"{tmp_path / 'shader.spv'}: {tmp_path / 'shader.comp'} types.glsl\n"
 
 
-def test_types_that_are_not_wanted_become_stubs(compile_shader) -> None:
+def test_types_that_are_not_wanted_become_stubs(compile_shader: Compile) -> None:
     stub, calls = compile_shader("", "-DDATA_A_IQ2_S=1", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")
     assert stub.startswith(b"stub") and len(stub) % 4 and calls == 0
     assert compile_shader("", "-DDATA_A_ITQ2_S=1", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")[0] == b"compiled "
     assert compile_shader("", "-DA_TYPE=float", ITQ3S_GLSLC_TYPES="F16 ITQ2_S")[0] == b"compiled "
 
 
-def test_integer_dot_products_stand_behind_the_extensions(compile_shader) -> None:
+def test_integer_dot_products_stand_behind_the_extensions(compile_shader: Compile) -> None:
     head = "#version 450\n#extension GL_EXT_integer_dot_product : require\n#ifdef A\n#extension B : require\n#endif\n"
     text = compile_shader(f'{head}#extension C : require\n#include "x"\n', ITQ3S_GLSLC_DOT="1")[0].decode()
     assert "GL_EXT_integer_dot_product" not in text

@@ -7,12 +7,12 @@
 
 struct ggml_vk_itq_rotation {
     // What `rotated` is the rotation of, until the graph ends or a product reads another.
-    const ggml_tensor * source = nullptr;
+    const ggml_tensor *   source = nullptr;
     // Describes the rotated activation to upstream's code: F32, contiguous, at the start of `buffer`.
-    ggml_tensor           rotated {};
-    ggml_backend_buffer_t buffer = nullptr;
+    ggml_tensor           rotated{};
+    ggml_backend_buffer_t buffer    = nullptr;
     // Whether it has been written; products of integers do without.
-    bool written = false;
+    bool                  written   = false;
     // Whether products that read it may be in flight.
-    bool need_sync = false;
+    bool                  need_sync = false;
 };

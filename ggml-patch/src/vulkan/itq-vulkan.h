@@ -70,8 +70,8 @@ static const ggml_tensor * ggml_vk_itq_src1(ggml_backend_vk_context * ctx, vk_co
         for (int i = 1; i < GGML_MAX_DIMS; ++i) {
             rotated.nb[i] = rotated.nb[i - 1] * rotated.ne[i - 1];
         }
-        rotation.source  = src1;
-        rotation.written = false;
+        rotation.source                  = src1;
+        rotation.written                 = false;
         // upstream's copies of it in another type are of what it was before
         ctx->prealloc_y_last_tensor_used = nullptr;
     }
