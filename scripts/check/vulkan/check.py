@@ -142,7 +142,8 @@ def compile_traps(tree: Path, programs: Path) -> Path:
 def validate(programs: Path) -> int:
     """Have spirv-val look at the shaders that are ours or decode our types; how many they are."""
     shaders = sorted((programs.parent / "ggml" / "src" / "ggml-vulkan" / "vulkan-shaders.spv").glob("*.spv"))
-    ours = [path for path in shaders if re.search(rf"itq|{OURS}", path.name)]
+    # Those of Valve's dot products have a capability that spirv-val does not know, as spirv-opt, which upstream spares them.
+    ours = [path for path in shaders if re.search(rf"itq|{OURS}", path.name) and "_dot2" not in path.name]
     if len(ours) < 100:
         raise CheckError(f"{len(ours)} shaders of our types were compiled")
     for path in ours:
