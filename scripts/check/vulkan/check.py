@@ -57,12 +57,15 @@ CONFIGURATIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "no F16": {"LP_NATIVE_VECTOR_WIDTH": "256", "GGML_VK_DISABLE_F16": "1"},
     "no fusion": {"LP_NATIVE_VECTOR_WIDTH": "256", "GGML_VK_DISABLE_FUSION": "1"},
 }
+WITH_INTEGERS: Final = CONFIGURATIONS["integers, subgroups of 16"]
 QUICK: Final = ("subgroups of 8", "integers, subgroups of 16")
 OPERATIONS: Final = "MUL_MAT,MUL_MAT_ID,GET_ROWS,CPY"
 #: Relative difference of the perplexities of both backends, windows of text, tokens that are written.
 MOST: Final = 0.002
 WINDOWS: Final = 4
 WRITTEN: Final = 24
+#: Of the bundled model.
+LAYERS: Final = 6
 CONVERT: Final = (sys.executable, "-m", "gguf_itq3s.cli", "convert")
 
 
@@ -209,6 +212,44 @@ def written(programs: Path, model: Path, environment: Mapping[str, str], *option
     return done.stdout.strip()
 
 
+def dispatches(programs: Path, work: Path, model: Path, environment: Mapping[str, str]) -> float:
+    """Dispatches that writing one more token takes."""
+    counter = work / "count-dispatches.so"
+    source = ROOT / "tests" / "vulkan" / "count-dispatches.c"
+    called(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", source, "-o", counter, "-ldl"])
+    counts = []
+    for tokens in (3, 11):
+        said = called(
+            [programs / "llama-completion", "-m", model, "-p", "The old man", "-n", str(tokens), "-no-cnv", "--temp",
+             "0", "--seed", "1", "--ignore-eos", "-ngl", "99"],
+            env={**environment, "LD_PRELOAD": str(counter)},
+        )  # fmt: skip
+        counts.append(int(re.findall(r"(\d+) dispatches", said)[-1]))
+    return (counts[1] - counts[0]) / 8
+
+
+def more_dispatches(programs: Path, work: Path, environment: Mapping[str, str]) -> str:
+    """How many dispatches a layer takes more in ITQ3_S than in Q4_K, in floating point and with integers."""
+    said = []
+    for name, values, most in (("floats", CONFIGURATIONS["subgroups of 8"], 4), ("integers", WITH_INTEGERS, 0)):
+        here = {**environment, **values}
+        counts = [dispatches(programs, work, converted(work, outtype), here) for outtype in ("itq3_s", "q4_k_s")]
+        more = (counts[0] - counts[1]) / LAYERS
+        if more > most:
+            raise CheckError(f"{name}: ITQ3_S takes {more} dispatches a layer more than Q4_K")
+        said.append(f"{more:g} with {name}")
+    return "dispatches a layer more than Q4_K's: " + ", ".join(said)
+
+
+def converted(work: Path, outtype: str) -> Path:
+    """The bundled model in a type, made anew."""
+    model = work / f"demo-{outtype}.gguf"
+    model.unlink(missing_ok=True)
+    source = ROOT / "models" / "demo-llama"
+    called([*CONVERT, source, model, "--outtype", outtype, "--pure", "--token-embedding-type", "f16"], cwd=ROOT)
+    return model
+
+
 def splits(programs: Path, model: Path, text: Path, environment: Mapping[str, str]) -> list[str]:
     """Backends of the splits of the graph, in order, as the scheduler prints them."""
     said = called(
@@ -242,21 +283,7 @@ def whole_model(programs: Path, work: Path, environment: Mapping[str, str]) -> s
     worst = 0.0
     said = []
     for name in ("itq3_s", "itq2_s"):
-        model = work / f"demo-{name}.gguf"
-        model.unlink(missing_ok=True)
-        called(
-            [
-                *CONVERT,
-                ROOT / "models" / "demo-llama",
-                model,
-                "--outtype",
-                name,
-                "--pure",
-                "--token-embedding-type",
-                "f16",
-            ],
-            cwd=ROOT,
-        )
+        model = converted(work, name)
         cpu = perplexity(programs, model, text, environment, "--device", "none")
         for options in (("-ngl", "99"), ("-ngl", "3")):
             found = perplexity(programs, model, text, environment, *options)
@@ -333,6 +360,8 @@ def main() -> int:
                 stub_fails(programs, environment)
                 said.append("a stub fails")
             said.append(whole_model(programs, work, environment))
+            if not args.device:
+                said.append(more_dispatches(programs, work, environment))
     except (CheckError, cuda_check.CheckError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
