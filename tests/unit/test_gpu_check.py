@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from scripts.bench import random_model
+from scripts.check.gpu import report
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "check" / "gpu"
@@ -105,7 +106,9 @@ elif name == "llama-bench":
     with open(after("-m"), "rb") as model:
         if model.read(4) != b"GGUF":
             sys.exit("error: not a model")
-    entry = '{"backends": "CUDA", "n_prompt": %d, "n_gen": %d, "samples_ts": [100.5, 99.5, 100.0]}'
+    backend = "Vulkan" if "vulkan" in sys.argv[0] else "CUDA"
+    entry = f'{{"backends": "{backend}", "gpu_info": "Made Up by {backend}", '
+    entry += '"n_prompt": %d, "n_gen": %d, "samples_ts": [100.5, 99.5, 100.0]}'
     print(f"[{entry % (512, 0)}, {entry % (0, 128)}]")
 else:  # git, make, patch, xz, tar, or anything that was not thought of
     sys.exit(99)
@@ -153,7 +156,7 @@ class Machine:
         for name in ("bash", "env"):
             (self.path / name).symlink_to(self.find(name))
         text = PROGRAM.replace("PYTHON", sys.executable, 1).replace("HERE_FOLDER", str(folder))
-        for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", *FORBIDDEN):
+        for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "glslc", "compute-sanitizer", *FORBIDDEN):
             self.script(f"path/{name}", text)
         for name in BUILT:
             self.script(f"programs/{name}", text)
@@ -229,7 +232,7 @@ def ggml_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-ALL = ("build", "ops", "sanitizer", "perplexity", "perf", "llama_bench")
+ALL = ("build", "ops", "sanitizer", "perplexity", "perf", "llama_bench", "vulkan")
 
 
 @pytest.mark.slow
@@ -262,13 +265,20 @@ def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     assert "7 0 57344 16 1 1 0 2 2 8192 57344 1 1 0 0 0 0 0 8192 16 1 1 0 0 0 0 itq3_s.16" in lines
 
     # cuBLAS of the package, under the names that a linker looks for
-    configure, compiled = machine.arguments("cmake")
+    configure, compiled = machine.arguments("cmake")[:2]
     links = machine.folder / "work" / "cublas"
     assert f"-DCMAKE_LIBRARY_PATH={links / 'lib'}" in configure and f"-isystem={links / 'include'}" in configure
     assert (links / "lib" / "libcublas.so").read_text() == "made up"
     assert (links / "lib" / "libcublasLt.so").exists() and (links / "include" / "cublas_v2.h").exists()
     assert "-G Ninja" in configure and "-DGGML_CUDA_FA=ON" in configure and "ARCHITECTURES=90-real" in configure
     assert all(name in compiled for name in BUILT)
+
+    # the Vulkan backend, built beside
+    configure, compiled = machine.arguments("cmake")[2:]
+    assert "-DGGML_VULKAN=ON" in configure and "CUDA" not in configure and "build-vulkan" in compiled
+    assert "## Vulkan: Made Up by Vulkan" in text and "| 1 column, ITQ2_S over IQ2_XXS |  | 1x |  |" in text
+    tests = machine.arguments("test-backend-ops")
+    assert sum("-b Vulkan0" in call for call in tests) == 2 + len(report.PERF_TYPES)
 
     # nothing that is done is done again
     again = machine.run()
@@ -283,9 +293,28 @@ def test_programs_built_elsewhere(machine: Machine) -> None:
     done = machine.run("--build", str(machine.folder / "programs"))
     assert machine.stages() == {
         "ops": "done", "sanitizer": "skipped", "perplexity": "done", "perf": "failed", "llama_bench": "failed",
+        "vulkan": "skipped",
     }, done.stdout + done.stderr  # fmt: skip
     assert "| sanitizer | skipped; compute-sanitizer not found |" in (machine.out / "gpu_check.md").read_text()
     assert machine.problems("perf") == ["libggml-base.so: not there; look at --build"]
+
+
+@pytest.mark.slow
+def test_vulkan_needs_no_tool_of_nvidias(machine: Machine, ggml_base: Path) -> None:
+    shutil.copy(ggml_base, machine.folder / "programs")
+    for name in ("nvidia-smi", "nvcc"):
+        (machine.path / name).unlink()
+    done = machine.run("--only", "vulkan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert machine.stages() == {**dict.fromkeys(ALL, "not run"), "vulkan": "done"}
+    machine.set_faults(no_cases="GET_ROWS:itq2_s", perf="1")
+    machine.run("--only", "vulkan")
+    problems = machine.problems("vulkan")
+    assert "GET_ROWS of itq2_s: 0 cases passed, 1 or more expected" in problems and "perf-itq3_s: exit 1" in problems
+    assert problems[-1].startswith("not measured: itq3_s itq3_s.1, ")
+    (machine.path / "glslc").unlink()
+    machine.run("--only", "vulkan")
+    assert machine.stages()["vulkan"] == "skipped"
 
 
 @pytest.mark.slow
@@ -320,7 +349,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_run_again(machine: Machine, gg
     )
     done = machine.run(*prebuilt)
     assert done.returncode == 1
-    assert machine.stages() == {**dict.fromkeys(ALL[1:5], "failed"), "llama_bench": "done"}
+    assert machine.stages() == {**dict.fromkeys(ALL[1:5], "failed"), "llama_bench": "done", "vulkan": "skipped"}
     assert machine.problems("ops") == ["all: GET_ROWS of tq1_0: 0 cases passed, 1 or more expected"]
     assert machine.problems("sanitizer") == ["racecheck: 3 errors"]
     assert machine.problems("perplexity") == [

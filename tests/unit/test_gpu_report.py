@@ -47,8 +47,10 @@ def test_every_stage_is_judged() -> None:
 def test_nothing_measured_says_so(tmp_path: Path) -> None:
     data, text = run(tmp_path)
     assert all(cell["value"] == "not measured" and cell["met"] is None for cell in data["table"])
-    assert text.count("not measured") == 1 + len(data["table"]) + len(report.PERPLEXITIES) + 2 * len(report.BENCH_RUNS)
-    operations = sum(len(names) for names in report.OPERATION_RUNS.values())
+    cells = [*data["table"], *data["vulkan"]["table"]]
+    runs = [*report.BENCH_RUNS, *report.VULKAN_BENCH_RUNS]
+    assert text.count("not measured") == 3 + len(cells) + len(report.PERPLEXITIES) + 2 * len(runs)
+    operations = sum(len(names) for names in (*report.OPERATION_RUNS.values(), report.VULKAN_OPERATIONS))
     assert text.count("not run") == len(report.TYPES) * operations + len(report.SANITIZERS) + len(gpu_check.STAGES)
 
 
@@ -104,6 +106,20 @@ def test_measurements_that_were_broken_off_are_kept_and_said_to_be(tmp_path: Pat
     write(tmp_path, "perf-tq2_0", HEADER + insert("MUL_MAT", "name=tq2_0.1,type=f32", us=2.0), end=None)
     assert report.read_perf(tmp_path) == {"tq2_0 tq2_0.1": pytest.approx(2e-6)}
     assert "tq2_0: broken off" in report.perf_problems(tmp_path)
+
+
+def test_vulkan_is_reported_beside(tmp_path: Path) -> None:
+    for stage, us in (("perf", 100.0), ("vulkan-perf", 50.0)):
+        for name, factor in (("itq3_s", 1.0), ("q4_K", 1.5)):
+            write(tmp_path, f"{stage}-{name}", HEADER + insert("MUL_MAT", f"name={name}.1,type=f32", us=us * factor))
+    entry = {"backends": "Vulkan", "gpu_info": "A Card", "samples_ts": [9.0, 10.0, 11.0], "n_gen": 128, "n_prompt": 0}
+    write(tmp_path, "vulkan-bench-itq3_s", json.dumps([entry]))
+    data, text = run(tmp_path)
+    found = data["vulkan"]
+    assert found["device"] == "A Card" and found["llama_bench"] == {"itq3_s": {"tg128": 10.0}}
+    assert found["perf"] == {"itq3_s itq3_s.1": pytest.approx(50e-6), "q4_K q4_K.1": pytest.approx(75e-6)}
+    assert "1 column, ITQ3_S over Q4_K |  | 1.5x" in text and "| itq3_s | 10.0 | not measured |" in text
+    assert "ops: not run" in report.vulkan_problems(tmp_path)
 
 
 def test_operations_are_read(tmp_path: Path) -> None:

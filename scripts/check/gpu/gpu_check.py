@@ -2,7 +2,8 @@
 """Build the CUDA backend for the GPU of this machine, test it against the CPU, measure it, and report.
 
 Needs a GPU with its driver and Python 3; without --build also nvcc, CMake, a C++ compiler, cuBLAS, and ninja or make.
-No network, git, patch or xz. The stages, in order:
+No network, git, patch or xz. --only vulkan runs on any card with a Vulkan driver, and needs glslc and the headers of
+Vulkan and SPIR-V in place of nvcc and cuBLAS. The stages, in order:
 
   build        the patched llama.cpp that scripts/check/gpu/pack.py packed
   ops          test-backend-ops of the three types, also without programmatic launches
@@ -10,6 +11,7 @@ No network, git, patch or xz. The stages, in order:
   perplexity   the bundled model on the CPU and in many configurations on the GPU
   perf         test-backend-ops perf: products of the types beside others and F16
   llama_bench  llama-bench on random models of 8B shapes
+  vulkan       the same with the Vulkan backend: test-backend-ops, its perf and llama-bench; left out without glslc
 
 A program that ran to its end is not run again while its inputs are the same, so a check that was broken off goes on
 where it stopped. A stage that fails keeps no other from running that can; the exit status is 1 then. --out gets
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -116,17 +118,23 @@ class Check:
         base = self.prebuilt or self.work / "build"
         return [base / "bin", base]
 
-    def built(self, name: str) -> Path:
-        for folder in self.folders:
+    @property
+    def vulkan_folders(self) -> list[Path]:
+        """Where those with Vulkan are."""
+        base = self.prebuilt / "vulkan" if self.prebuilt else self.work / "build-vulkan"
+        return [base / "bin", base]
+
+    def built(self, name: str, folders: Sequence[Path] = ()) -> Path:
+        for folder in folders or self.folders:
             if (path := folder / name).is_file():
                 if not name.endswith(".so") and not os.access(path, os.X_OK):
                     path.chmod(0o755)
                 return path
         raise CheckError(f"{name}: not there; {'look at --build' if self.prebuilt else 'the build has not made it'}")
 
-    def run_env(self) -> dict[str, str]:
-        """Where the programs find their libraries."""
-        folders = [*self.folders, *(cublas.library_folders(self.nvcc) if self.nvcc else [])]
+    def run_env(self, programs: Sequence[Path] = ()) -> dict[str, str]:
+        """Where the programs, in those folders or the usual ones, find their libraries."""
+        folders = [*(programs or self.folders), *(cublas.library_folders(self.nvcc) if self.nvcc else [])]
         folders += cublas.packages(self.cublas_places)
         folders += [f for base in map(Path, sys.path) for f in sorted(base.glob("nvidia/cuda_runtime/lib"))]
         before = os.environ.get("LD_LIBRARY_PATH")
@@ -220,9 +228,10 @@ def unpack(check: Check) -> None:
         old.unlink()
         changed = True
     if changed:  # programs of another source must not be tested, whatever the build ends like
-        for path in [f / name for f in check.folders for name in (*PROGRAMS, "libggml-cuda.so")]:
+        libraries = ("libggml-cuda.so", "libggml-vulkan.so")
+        for path in [f / name for f in (*check.folders, *check.vulkan_folders) for name in (*PROGRAMS, *libraries)]:
             path.unlink(missing_ok=True)
-        for path in check.results.glob("build-*"):
+        for path in [p for stage in ("build", "vulkan") for p in check.results.glob(f"{stage}-co[nm]*")]:
             path.unlink()
 
 
@@ -258,33 +267,44 @@ def cublas_options(check: Check, nvcc: str) -> list[str]:
     ]
 
 
-def build(check: Check) -> None:
-    unpack(check)
-    nvcc, cmake = check.nvcc or need("nvcc"), need("cmake")
+def configured(check: Check, folder: Path, *options: str) -> list[str]:
+    """Command that configures a build of the source in ``folder``, which is emptied if it was of another generator."""
+    cmake = need("cmake")
     ninja = shutil.which("ninja") or shutil.which("ninja-build")
     if ninja is None and shutil.which("make") is None:
         raise CheckError("neither ninja nor make is on PATH")
-    folder = check.work / "build"
     generator = "Ninja" if ninja else "Unix Makefiles"
     cache = folder / "CMakeCache.txt"
     if cache.exists() and f"CMAKE_GENERATOR:INTERNAL={generator}" not in cache.read_text():
         shutil.rmtree(folder)
-    configure = [
+    return [
         cmake, "-G", generator, *([f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []),
         "-S", str(check.tree), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON",
-        "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON", f"-DCMAKE_CUDA_ARCHITECTURES={check.arch}-real",
-        f"-DCMAKE_CUDA_COMPILER={nvcc}", *cublas_options(check, nvcc), *driver_options(check, nvcc),
-        # the libraries that libggml-cuda.so needs are found when it is run
-        "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined",
-        "-DGGML_CUDA=ON", "-DGGML_CUDA_FA=ON", "-DGGML_CUDA_NCCL=OFF", "-DGGML_NATIVE=ON", "-DGGML_CCACHE=OFF",
+        "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON", *options, "-DGGML_NATIVE=ON", "-DGGML_CCACHE=OFF",
         "-DLLAMA_BUILD_TESTS=ON", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_APP=OFF",
         "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_NUMBER=0",
         "-DLLAMA_BUILD_COMMIT=pinned", "-DGIT_EXE=OFF",
     ]  # fmt: skip
-    compile_all = [cmake, "--build", str(folder), "--parallel", str(check.jobs), "--target", *PROGRAMS]
+
+
+def compiled(check: Check, folder: Path, *programs: str) -> list[str]:
+    """Command that compiles them."""
+    return [need("cmake"), "--build", str(folder), "--parallel", str(check.jobs), "--target", *programs]
+
+
+def build(check: Check) -> None:
+    unpack(check)
+    nvcc, folder = check.nvcc or need("nvcc"), check.work / "build"
+    configure = configured(
+        check, folder, f"-DCMAKE_CUDA_ARCHITECTURES={check.arch}-real", f"-DCMAKE_CUDA_COMPILER={nvcc}",
+        *cublas_options(check, nvcc), *driver_options(check, nvcc),
+        # the libraries that libggml-cuda.so needs are found when it is run
+        "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined",
+        "-DGGML_CUDA=ON", "-DGGML_CUDA_FA=ON", "-DGGML_CUDA_NCCL=OFF",
+    )  # fmt: skip
     check.run(Step("build-configure", configure))
     if report.finished(check.results, "build-configure"):
-        check.run(Step("build-compile", compile_all, limit=86400))
+        check.run(Step("build-compile", compiled(check, folder, *PROGRAMS), limit=86400))
 
 
 def ops(check: Check) -> None:
@@ -335,11 +355,16 @@ def perf_cases(ggml: random_model.Ggml) -> str:
     return "\n".join(cases) + "\n"
 
 
+def perf_command(check: Check, program: str, ggml: random_model.Ggml) -> list[str]:
+    """test-backend-ops perf on our cases; the backend and which of them remain to be said."""
+    cases = check.results / "cases"
+    cases.write_text(perf_cases(ggml))
+    return [program, "perf", "--test-file", str(cases), "--output", "sql"]
+
+
 def perf(check: Check) -> None:
     program, env = str(check.built("test-backend-ops")), check.run_env()
-    cases = check.results / "cases"
-    cases.write_text(perf_cases(random_model.Ggml(check.built("libggml-base.so"))))
-    tests = [program, "perf", "-b", "CUDA0", "--test-file", str(cases), "--output", "sql", "-p"]
+    tests = [*perf_command(check, program, random_model.Ggml(check.built("libggml-base.so"))), "-b", "CUDA0", "-p"]
     # The same product many times over would quantize its activations once.
     for name in (*report.PERF_TYPES, "copy", "small"):
         check.run(Step(f"perf-{name}", [*tests, f"name={name}[.]"], {**env, **NO_SHARING}))
@@ -360,26 +385,65 @@ def folder_for(check: Check, size: int) -> Path:
     return check.work
 
 
-def llama_bench(check: Check) -> None:
-    program, env = str(check.built("llama-bench")), check.run_env()
-    ggml = random_model.Ggml(check.built("libggml-base.so"))
-    for name in report.MODELS:
-        runs = [run for run, model in report.BENCH_RUNS.items() if model == name]
-        if time.monotonic() >= check.end or all(report.finished(check.results, f"llama_bench-{run}") for run in runs):
+def bench(check: Check, folders: Sequence[Path], stage: str, runs: Mapping[str, str]) -> None:
+    """llama-bench of every run's model; the programs are in ``folders``."""
+    program, env = str(check.built("llama-bench", folders)), check.run_env(folders)
+    ggml = random_model.Ggml(check.built("libggml-base.so", folders))
+    for name in dict.fromkeys(runs.values()):
+        steps = [run for run, model in runs.items() if model == name]
+        if time.monotonic() >= check.end or all(report.finished(check.results, f"{stage}-{run}") for run in steps):
             continue
         model = folder_for(check, random_model.size_of(ggml, check.shape, name)) / "gpu-check-model.gguf"
-        bench = [program, "-m", str(model), "-p", "512", "-n", "128", "-r", "5", "-ngl", "99", "-fa", "1", "-o", "json"]
+        options = "-p 512 -n 128 -r 5 -ngl 99 -fa 1 -o json"
         try:
             random_model.write_model(model, ggml, check.shape, name)
-            for run in runs:
-                check.run(Step(f"llama_bench-{run}", bench, {**env, **(NO_SHARING if "noshare" in run else {})}))
+            for run in steps:
+                command = [program, "-m", str(model), *options.split()]
+                check.run(Step(f"{stage}-{run}", command, {**env, **(NO_SHARING if "noshare" in run else {})}))
         finally:
             model.unlink(missing_ok=True)
 
 
+def llama_bench(check: Check) -> None:
+    bench(check, check.folders, "llama_bench", report.BENCH_RUNS)
+
+
+def build_vulkan(check: Check) -> None:
+    """Compile the programs with the Vulkan backend.
+
+    Raises:
+        NotRunError: this machine lacks what that takes.
+    """
+    if check.prebuilt:
+        if not any((folder / "libggml-vulkan.so").exists() for folder in check.vulkan_folders):
+            raise NotRunError(f"{check.prebuilt / 'vulkan'}: programs with Vulkan are not there")
+        return
+    if shutil.which("glslc") is None:
+        raise NotRunError("glslc not found")
+    unpack(check)
+    folder = check.vulkan_folders[-1]
+    check.run(Step("vulkan-configure", configured(check, folder, "-DGGML_VULKAN=ON")))
+    if report.finished(check.results, "vulkan-configure"):
+        programs = ("test-backend-ops", "llama-bench")
+        check.run(Step("vulkan-compile", compiled(check, folder, *programs), limit=86400))
+
+
+def vulkan(check: Check) -> None:
+    build_vulkan(check)
+    folders = check.vulkan_folders
+    env = check.run_env(folders)
+    program = str(check.built("test-backend-ops", folders))
+    tests = [program, "test", "-b", "Vulkan0", "-p", TYPE_FILTER, "--output", "sql", "-o"]
+    check.run(Step("vulkan-ops", [*tests, ",".join(report.VULKAN_OPERATIONS)], env, limit=1800))
+    measure = perf_command(check, program, random_model.Ggml(check.built("libggml-base.so", folders)))
+    for name in report.VULKAN_PERF_RUNS:
+        check.run(Step(f"vulkan-perf-{name}", [*measure, "-b", "Vulkan0", "-p", f"name={name}[.]"], env))
+    bench(check, folders, "vulkan-bench", report.VULKAN_BENCH_RUNS)
+
+
 STAGES: Final[dict[str, Callable[[Check], None]]] = {
     "build": build, "ops": ops, "sanitizer": sanitizer, "perplexity": perplexity, "perf": perf,
-    "llama_bench": llama_bench,
+    "llama_bench": llama_bench, "vulkan": vulkan,
 }  # fmt: skip
 
 
@@ -403,7 +467,7 @@ def key_of(check: Check) -> str:
     """What the results depend on."""
     inputs = [HERE / "gpu_check.py", Path(random_model.__file__), check.packed / "demo-itq3_s.gguf"]
     inputs += [check.packed / "text.txt", *([] if check.prebuilt else [check.packed / "llama.cpp.tar.xz"])]
-    for folder in check.folders if check.prebuilt else []:
+    for folder in (*check.folders, *check.vulkan_folders) if check.prebuilt else []:
         inputs += [p for p in sorted(folder.glob("*")) if p.name in PROGRAMS or ".so" in p.name]
     compiler = output_of([check.nvcc, "--version"]) if check.nvcc and not check.prebuilt else ""
     total = hashlib.sha256(f"{check.gpu} {check.arch} {check.shape} {compiler}".encode())
@@ -449,8 +513,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace) -> Check:
     start = time.monotonic()
-    gpu, arch = "none", args.arch
-    if not arch or args.only != ["build"]:
+    gpu, arch = "none", args.arch or ""
+    if set(args.only) == {"vulkan"}:
+        gpu = "the first Vulkan device"
+    elif not arch or args.only != ["build"]:
         gpu, found = find_gpu()
         arch = arch or found
     if args.build is not None and not args.build.is_dir():

@@ -31,7 +31,7 @@ LEFT_OUT: Final = (
     "tools/server/tests",
     "tools/server/themes",
 )
-BACKENDS: Final = ("blas", "cpu", "cuda")
+BACKENDS: Final = ("blas", "cpu", "cuda", "vulkan")
 
 
 class PackError(RuntimeError):

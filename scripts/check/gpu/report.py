@@ -13,7 +13,7 @@ import math
 import re
 import sqlite3
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,10 +46,16 @@ BENCH_RUNS: Final = {"itq3_s": "itq3_s", "itq3_s-noshare": "itq3_s", **{name: na
 ROWS, LENGTH = 57344, 8192
 PERF_TYPES: Final = ("itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
 COLUMNS: Final = (1, 4, 8, 16, 64, 128, 512)
-#: Those at which our types are also multiplied by cuBLAS, as F16.
+#: Names of their times.
+PRODUCTS: Final = tuple(f"{name} {name}.{n}" for name in PERF_TYPES for n in COLUMNS)
+#: Columns at which our types are also multiplied by cuBLAS, as F16.
 CUBLAS_COLUMNS: Final = (128, 512)
 #: Runs of test-backend-ops perf: a type's products; copies; a small product with and without its own activations.
 PERF_RUNS: Final = (*PERF_TYPES, "copy", "small", "shared", "cublas")
+#: With the Vulkan backend.
+VULKAN_OPERATIONS: Final = {"MUL_MAT": 24, "MUL_MAT_ID": 6, "GET_ROWS": 1}
+VULKAN_PERF_RUNS: Final = (*PERF_TYPES, "copy")
+VULKAN_BENCH_RUNS: Final = {name: name for name in MODELS}
 COPIED: Final = 2**28  # numbers of 4 bytes
 BLOCK_BYTES: Final = {"itq3_s": 100, "itq2_s": 66, "tq1_0": 54, "tq2_0": 66}  # 256 weights
 
@@ -191,11 +197,11 @@ def perplexity_problems(work: Path) -> list[str]:
     return problems
 
 
-def read_perf(work: Path) -> dict[str, float]:
+def read_perf(work: Path, stage: str = "perf", runs: tuple[str, ...] = PERF_RUNS) -> dict[str, float]:
     """Seconds a product by "RUN TYPE.COLUMNS"; under "copy" the bytes a second that a copy reads and writes."""
     result = {}
-    for run in PERF_RUNS:
-        for case in cases_of(work, f"perf-{run}"):
+    for run in runs:
+        for case in cases_of(work, f"{stage}-{run}"):
             found = re.match(r"name=([\w.]+),", case["op_params"])
             key = "copy" if run == "copy" else f"{run} {found[1] if found else ''}"
             value = float(case["bandwidth_gb_s"]) * 2**30 if run == "copy" else float(case["time_us"]) * 1e-6
@@ -206,22 +212,29 @@ def read_perf(work: Path) -> dict[str, float]:
 
 def perf_problems(work: Path) -> list[str]:
     measured, problems = read_perf(work), endings(work, "perf", PERF_RUNS)
-    expected = [f"{name} {name}.{n}" for name in PERF_TYPES for n in COLUMNS]
+    expected = list(PRODUCTS)
     expected += [f"cublas {name}.{n}" for name in TYPES for n in CUBLAS_COLUMNS]
     missing = [name for name in (*expected, "copy", "small small.1", "shared small.1") if name not in measured]
     return problems + ([f"not measured: {', '.join(missing)}"] if missing else [])
 
 
-def read_llama_bench(work: Path) -> dict[str, dict[str, float]]:
-    """Tokens a second of every run: medians of tg128 and pp512. Only what ran on CUDA counts."""
+def bench_entries(work: Path, name: str) -> list[dict[str, Any]]:
+    """What llama-bench wrote; nothing if it was broken off."""
+    try:
+        entries = json.loads((work / f"{name}.out").read_text())
+    except (OSError, ValueError):
+        return []
+    return entries if isinstance(entries, list) else []
+
+
+def read_llama_bench(
+    work: Path, stage: str = "llama_bench", runs: Mapping[str, str] = BENCH_RUNS, backend: str = "CUDA"
+) -> dict[str, dict[str, float]]:
+    """Tokens a second of every run: medians of tg128 and pp512. Only what ran on the backend counts."""
     result: dict[str, dict[str, float]] = {}
-    for name in BENCH_RUNS:
-        try:
-            entries = json.loads((work / f"llama_bench-{name}.out").read_text())
-        except (OSError, ValueError):
-            continue
-        for entry in entries:
-            if "CUDA" not in entry.get("backends", "") or not entry.get("samples_ts"):
+    for name in runs:
+        for entry in bench_entries(work, f"{stage}-{name}"):
+            if backend not in entry.get("backends", "") or not entry.get("samples_ts"):
                 continue
             prompt, generated = entry["n_prompt"], entry["n_gen"]
             key = f"pp{prompt}" if not generated else f"tg{generated}"
@@ -239,9 +252,36 @@ def llama_bench_problems(work: Path) -> list[str]:
     return problems
 
 
+def vulkan_problems(work: Path) -> list[str]:
+    builds = [name for name in ("configure", "compile") if (work / f"vulkan-{name}.txt").exists()]
+    problems = endings(work, "vulkan", tuple(builds))
+    if problems:
+        return problems
+    perfs, benches = (f"perf-{run}" for run in VULKAN_PERF_RUNS), (f"bench-{run}" for run in VULKAN_BENCH_RUNS)
+    problems = endings(work, "vulkan", ("ops", *perfs, *benches))
+    if (work / "vulkan-ops.txt").exists():
+        problems += case_problems(work, "vulkan-ops", VULKAN_OPERATIONS)
+    found = vulkan_of(work)
+    missing = [name for name in (*PRODUCTS, "copy") if name not in found["perf"]]
+    missing += [f"llama-bench {name}" for name in VULKAN_BENCH_RUNS if len(found["llama_bench"].get(name, {})) != 2]
+    return problems + ([f"not measured: {', '.join(missing)}"] if missing else [])
+
+
+def vulkan_of(work: Path) -> dict[str, Any]:
+    """What was measured with the Vulkan backend: device, cases of test-backend-ops, products, tokens a second."""
+    entries = [e for run in VULKAN_BENCH_RUNS for e in bench_entries(work, f"vulkan-bench-{run}")]
+    devices = [str(e["gpu_info"]) for e in entries if e.get("gpu_info")]
+    return {
+        "device": devices[0] if devices else NOT_MEASURED,
+        "test_backend_ops": count_cases(work, "vulkan-ops"),
+        "perf": read_perf(work, "vulkan-perf", VULKAN_PERF_RUNS),
+        "llama_bench": read_llama_bench(work, "vulkan-bench", VULKAN_BENCH_RUNS, "Vulkan"),
+    }
+
+
 PROBLEMS: Final = {
     "build": build_problems, "ops": ops_problems, "sanitizer": sanitizer_problems, "perplexity": perplexity_problems,
-    "perf": perf_problems, "llama_bench": llama_bench_problems,
+    "perf": perf_problems, "llama_bench": llama_bench_problems, "vulkan": vulkan_problems,
 }  # fmt: skip
 
 
@@ -270,65 +310,123 @@ class Cell:
     met: bool | None = None
 
 
-def table(measured: dict[str, float]) -> list[Cell]:
-    """The performance table; cells whose measurement is missing say so, and without a target are information."""
-    cells: list[Cell] = []
+class Table:
+    """Cells made of times that :func:`read_perf` found; those without a target are information."""
 
-    def add(what: str, value: float | None, unit: str, target: float | None = None, most: bool = False) -> None:
+    def __init__(self, measured: dict[str, float]) -> None:
+        self.measured = measured
+        self.cells: list[Cell] = []
+
+    def add(self, what: str, value: float | None, unit: str, target: float | None = None, most: bool = False) -> None:
         scale = 100 if unit == "%" else 1
         cell = Cell(what, "" if target is None else f"{'at most ' if most else ''}{target * scale:g}{unit}")
         if value is not None:
             cell.value = f"{value * scale:.3g}{unit}"
             if target is not None:
                 cell.met = value <= target if most else value >= target
-        cells.append(cell)
+        self.cells.append(cell)
 
-    def ratio(numerator: str, denominator: str) -> float | None:
-        a, b = measured.get(numerator), measured.get(denominator)
+    def ratio(self, numerator: str, denominator: str) -> float | None:
+        a, b = self.measured.get(numerator), self.measured.get(denominator)
         return a / b if a and b else None
 
-    def over(columns: int, name: str, other: str, target: float | None = None) -> None:
+    def over(self, columns: int, name: str, other: str, target: float | None = None) -> None:
+        """How much faster a type's product is than another's."""
         what = f"{columns} column{'s' if columns > 1 else ''}, {name.upper()} over {other.upper()}"
-        add(what, ratio(f"{other} {other}.{columns}", f"{name} {name}.{columns}"), "x", target)
+        self.add(what, self.ratio(f"{other} {other}.{columns}", f"{name} {name}.{columns}"), "x", target)
 
-    for name in ("itq3_s", "itq2_s", "tq2_0", "tq1_0"):
-        seconds, copied = measured.get(f"{name} {name}.1"), measured.get("copy")
+    def bandwidth(self, name: str, target: float | None = None) -> None:
+        """Bytes of weights that a product of one column reads, of what a copy reads and writes in the time."""
+        seconds, copied = self.measured.get(f"{name} {name}.1"), self.measured.get("copy")
         size = ROWS * LENGTH // 256 * BLOCK_BYTES[name]
         fraction = size / seconds / copied if seconds and copied else None
-        target = 0.8 if name == "itq3_s" else None
-        add(f"1 column, {name.upper()}, fraction of measured copy bandwidth", fraction, "", target)
-    over(1, "itq3_s", "q4_K", 1.3)
-    over(1, "itq3_s", "iq3_s", 1.2)
-    over(1, "itq3_s", "q3_K")
-    over(1, "itq2_s", "itq3_s", 1.25)
-    over(1, "itq2_s", "q2_K")
-    over(1, "itq2_s", "iq2_xxs")
-    kept = ratio("shared small.1", "small small.1")
+        self.add(f"1 column, {name.upper()}, fraction of measured copy bandwidth", fraction, "", target)
+
+
+def table(measured: dict[str, float]) -> list[Cell]:
+    """The performance table; cells whose measurement is missing say so."""
+    found = Table(measured)
+    for name in ("itq3_s", "itq2_s", "tq2_0", "tq1_0"):
+        found.bandwidth(name, 0.8 if name == "itq3_s" else None)
+    found.over(1, "itq3_s", "q4_K", 1.3)
+    found.over(1, "itq3_s", "iq3_s", 1.2)
+    found.over(1, "itq3_s", "q3_K")
+    found.over(1, "itq2_s", "itq3_s", 1.25)
+    found.over(1, "itq2_s", "q2_K")
+    found.over(1, "itq2_s", "iq2_xxs")
+    kept = found.ratio("shared small.1", "small small.1")
     share = None if kept is None else 1 - kept
-    add("1 column, 4096 x 4096, rotating and rounding the activations, share of the time", share, "%", 0.05, most=True)
-    over(1, "tq2_0", "f16", 6.0)
-    over(1, "tq1_0", "f16", 6.0)
-    over(16, "tq2_0", "f16", 4.0)
-    over(16, "itq3_s", "f16", 3.0)
-    add("512 columns, time of ITQ3_S over F16", ratio("itq3_s itq3_s.512", "f16 f16.512"), "x", 1.5, most=True)
-    over(512, "itq3_s", "q4_K", 1.0)
-    over(512, "itq3_s", "iq3_s")
-    over(512, "itq2_s", "iq2_xxs")
-    over(512, "itq2_s", "q2_K")
+    what = "1 column, 4096 x 4096, rotating and rounding the activations, share of the time"
+    found.add(what, share, "%", 0.05, most=True)
+    found.over(1, "tq2_0", "f16", 6.0)
+    found.over(1, "tq1_0", "f16", 6.0)
+    found.over(16, "tq2_0", "f16", 4.0)
+    found.over(16, "itq3_s", "f16", 3.0)
+    times = found.ratio("itq3_s itq3_s.512", "f16 f16.512")
+    found.add("512 columns, time of ITQ3_S over F16", times, "x", 1.5, most=True)
+    found.over(512, "itq3_s", "q4_K", 1.0)
+    found.over(512, "itq3_s", "iq3_s")
+    found.over(512, "itq2_s", "iq2_xxs")
+    found.over(512, "itq2_s", "q2_K")
     for n in (4, 8, 64, 128):
         for other in ("q4_K", "iq3_s", "f16"):
-            over(n, "itq3_s", other)
+            found.over(n, "itq3_s", other)
     # Where this is under 1, GGML_CUDA_ITQ3S_CUBLAS_COLUMNS is worth setting.
     for n in CUBLAS_COLUMNS:
         for name in TYPES:
-            gain = ratio(f"cublas {name}.{n}", f"{name} {name}.{n}")
-            add(f"{n} columns, {name.upper()} by MMQ over F16 by cuBLAS", gain, "x")
-    return cells
+            gain = found.ratio(f"cublas {name}.{n}", f"{name} {name}.{n}")
+            found.add(f"{n} columns, {name.upper()} by MMQ over F16 by cuBLAS", gain, "x")
+    return found.cells
+
+
+def vulkan_table(measured: dict[str, float]) -> list[Cell]:
+    """The same of the Vulkan backend; nothing was promised of a card there."""
+    found = Table(measured)
+    for name in TYPES:
+        found.bandwidth(name)
+    for n in (1, 4, 8, 64, 512):
+        for name, others in (("itq3_s", ("q4_K", "iq3_s", "q3_K", "f16")), ("itq2_s", ("itq3_s", "iq2_xxs", "q2_K"))):
+            for other in others:
+                found.over(n, name, other)
+    return found.cells
 
 
 def rows_of(header: list[str], rows: list[list[str]]) -> list[str]:
     """A Markdown table and an empty line before it."""
     return ["", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))]
+
+
+def cells_of(cells: list[dict[str, Any]]) -> list[str]:
+    """The cells of a table as Markdown."""
+    verdict = {None: "", True: "yes", False: "no"}
+    rows = [[c["what"], c["target"], c["value"], verdict[c["met"]]] for c in cells]
+    return rows_of(["what", "at least", "measured", "met"], rows)
+
+
+def times_of(perf: dict[str, float]) -> list[str]:
+    """Microseconds of every product as Markdown."""
+
+    def microseconds(name: str) -> str:
+        return f"{1e6 * perf[name]:.2f}" if name in perf else ""
+
+    rows = [[f"columns {n}", *(microseconds(f"{name} {name}.{n}") for name in PERF_TYPES)] for n in COLUMNS]
+    return rows_of(["microseconds", *PERF_TYPES], rows)
+
+
+def speeds_of(found: dict[str, dict[str, float]], runs: Mapping[str, str]) -> list[str]:
+    """Tokens a second as Markdown."""
+
+    def tokens(run: str, key: str) -> str:
+        speed = found.get(run, {}).get(key)
+        return f"{speed:.1f}" if speed else NOT_MEASURED
+
+    rows = [[run, tokens(run, "tg128"), tokens(run, "pp512")] for run in runs]
+    return rows_of(["llama-bench, type of the layers", "tg128, tokens/s", "pp512, tokens/s"], rows)
+
+
+def cases_row(counts: dict[str, int] | None) -> list[str]:
+    """Cases of a type and operation by outcome."""
+    return [str(n) for n in counts.values()] if counts else ["not run", "", ""]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -337,35 +435,17 @@ def markdown(result: dict[str, Any]) -> str:
               for name, s in result["stages"].items()]  # fmt: skip
     lines += rows_of(["stage", "result", "seconds"], [[cell.replace("\n", " ") for cell in row] for row in stages])
     perf: dict[str, float] = result["perf"]
-    copied = f"{perf['copy'] / 1e9:.0f} GB/s" if "copy" in perf else NOT_MEASURED
+
+    def copied(perf: dict[str, float]) -> str:
+        return f"{perf['copy'] / 1e9:.0f} GB/s" if "copy" in perf else NOT_MEASURED
+
     lines += [
         "",
         f"Products of {ROWS} x {LENGTH} weights, gate and up of a 70B Llama, by test-backend-ops perf; F16 is "
         "llama.cpp's, by cuBLAS where it has many columns. Every product rotates and rounds its activations. Copy "
-        f"bandwidth (read and written): {copied}.",
+        f"bandwidth (read and written): {copied(perf)}.",
     ]
-    verdict = {None: "", True: "yes", False: "no"}
-    lines += rows_of(
-        ["what", "at least", "measured", "met"],
-        [[c["what"], c["target"], c["value"], verdict[c["met"]]] for c in result["table"]],
-    )
-
-    def microseconds(name: str) -> str:
-        return f"{1e6 * perf[name]:.2f}" if name in perf else ""
-
-    lines += rows_of(
-        ["microseconds", *PERF_TYPES],
-        [[f"columns {n}", *(microseconds(f"{name} {name}.{n}") for name in PERF_TYPES)] for n in COLUMNS],
-    )
-
-    def tokens(run: str, key: str) -> str:
-        speed = result["llama_bench"].get(run, {}).get(key)
-        return f"{speed:.1f}" if speed else NOT_MEASURED
-
-    lines += rows_of(
-        ["llama-bench, type of the layers", "tg128, tokens/s", "pp512, tokens/s"],
-        [[run, tokens(run, "tg128"), tokens(run, "pp512")] for run in BENCH_RUNS],
-    )
+    lines += [*cells_of(result["table"]), *times_of(perf), *speeds_of(result["llama_bench"], BENCH_RUNS)]
     lines += [
         "",
         "A Llama of 8B shapes (32 layers of 4096, feed-forward 14336, 8 of 32 heads for keys and values, 32000 tokens) "
@@ -377,8 +457,7 @@ def markdown(result: dict[str, Any]) -> str:
         for op in names:
             for name in TYPES:
                 counts = result["test_backend_ops"].get(run, {}).get(op, {}).get(name)
-                numbers = [str(n) for n in counts.values()] if counts else ["not run", "", ""]
-                rows.append([op if run == "all" else f"{op}-{run}", name, *numbers])
+                rows.append([op if run == "all" else f"{op}-{run}", name, *cases_row(counts)])
     lines += rows_of(["test-backend-ops", "type", "passed", "failed", "not supported"], rows)
     rows = []
     for tool in SANITIZERS:
@@ -390,6 +469,13 @@ def markdown(result: dict[str, Any]) -> str:
         change = f"{100 * (ppl[name] / ppl['cpu'] - 1):+.3f}%" if name in ppl and "cpu" in ppl else ""
         rows.append([name, f"{ppl[name]:.4f}" if name in ppl else NOT_MEASURED, change])
     lines += rows_of(["perplexity of the bundled model", "PPL", "against the CPU"], rows)
+    found = result["vulkan"]
+    lines += ["", f"## Vulkan: {found['device']}", ""]
+    lines.append(f"The same products by Vulkan. Copy bandwidth (read and written): {copied(found['perf'])}.")
+    lines += [*cells_of(found["table"]), *times_of(found["perf"]), *speeds_of(found["llama_bench"], VULKAN_BENCH_RUNS)]
+    counts = found["test_backend_ops"]
+    rows = [[op, name, *cases_row(counts.get(op, {}).get(name))] for op in VULKAN_OPERATIONS for name in TYPES]
+    lines += rows_of(["test-backend-ops", "type", "passed", "failed", "not supported"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -405,6 +491,7 @@ def write_report(work: Path, out: Path, gpu: str, stages: list[str]) -> dict[str
     Returns:
         what :func:`stage_of` gives, by stage.
     """
+    vulkan = vulkan_of(work)
     result: dict[str, Any] = {
         "gpu": gpu,
         "stages": {name: stage_of(work, name) for name in stages},
@@ -414,6 +501,7 @@ def write_report(work: Path, out: Path, gpu: str, stages: list[str]) -> dict[str
         "perplexity": read_perplexity(work),
         "perf": read_perf(work),
         "llama_bench": read_llama_bench(work),
+        "vulkan": {**vulkan, "table": [dataclasses.asdict(cell) for cell in vulkan_table(vulkan["perf"])]},
     }
     (out / "logs").mkdir(parents=True, exist_ok=True)
     files = {"gpu_check.json": json.dumps(result, indent=1) + "\n", "gpu_check.md": markdown(result)}

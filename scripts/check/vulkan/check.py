@@ -253,23 +253,10 @@ def converted(work: Path, outtype: str) -> Path:
 def splits(programs: Path, model: Path, text: Path, environment: Mapping[str, str]) -> list[str]:
     """Backends of the splits of the graph, in order, as the scheduler prints them."""
     said = called(
-        [
-            programs / "llama-perplexity",
-            "-m",
-            model,
-            "-f",
-            text,
-            "-c",
-            "512",
-            "--chunks",
-            "1",
-            "-ngl",
-            "99",
-            "-lv",
-            "5",
-        ],
+        [programs / "llama-perplexity", "-m", model, "-f", text, "-c", "512", "--chunks", "1", "-ngl", "99", "-lv",
+         "5"],
         env={**environment, "GGML_SCHED_DEBUG": "2"},
-    )
+    )  # fmt: skip
     graphs = said.split("## SPLIT #0")
     return [
         "CPU" if "CPU" in name else name for name in re.findall(r"## SPLIT #\d+: (\S+)", "## SPLIT #0" + graphs[-1])
