@@ -24,7 +24,7 @@ ITQ_INLINE int symbol_word(int bits, int k) {
 }
 
 ITQ_INLINE int symbol_bit(int bits, int k) {
-    return 8 * (k / 64) + (bits == 1 ? (k / 8 % 8) ^ 2 : 2 * ((k / 16 % 4) ^ 1));
+    return 8 * (k / 64) + (bits == 1 ? ITQ2_S_SYMBOL_BIT(k / 8 % 8) : 2 * ((k / 16 % 4) ^ 1));
 }
 
 #define COPY_ZERO_POINT_1(to, from) (to) = (from)

@@ -25,7 +25,15 @@
 // the same bit of sel[t - 1], or of sel[7] a bit lower. Symbols lie so that a byte of them and the grids of a few places
 // are taken together by one mask:
 // - ITQ3_S: the symbol of p = 16*a + 8*h + t is in bits 2*(a ^ 1) of qs[2*t + h];
-// - ITQ2_S: that of p = 8*g + t is bit g ^ 2 of qs[t].
+// - ITQ2_S: that of p = 8*g + t is bit ITQ2_S_SYMBOL_BIT(g) of qs[t]: g ^ 2, or, where a byte can be looked up by six of
+//   its bits, 4 5 0 1 6 7 2 3 for g = 0 .. 7.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VBMI__)
+#    define ITQ_SIX_BIT_INDICES
+#    define ITQ2_S_SYMBOL_BIT(g) ((4 - (g) / 2 % 2 * 4) + (g) / 4 * 2 + (g) % 2)
+#else
+#    define ITQ2_S_SYMBOL_BIT(g) ((g) ^ 2)
+#endif
 typedef struct {
     uint32_t sel[8][ITQ_PANEL_ROWS];
     uint32_t qs[16][ITQ_PANEL_ROWS];

@@ -226,6 +226,7 @@ ITQ_INLINE __m512i table_itq3_s(int lower_is_grid, int h) {
                                                                                            6, 10, 14, 3, 7, 11, 15)));
 }
 
+#if !defined(ITQ_SIX_BIT_INDICES)
 ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
     static const int8_t levels[8] = ITQ2_S_LEVELS;
     // 4*symbol + grid at the index symbols*4 + grid, and at grid*4 + symbols, of symbol 0 or 1 of the two
@@ -236,11 +237,17 @@ ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
     const __m128i       table = _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64));
     return _mm512_broadcast_i32x4(_mm_shuffle_epi8(table, at));
 }
+#endif
 
-// 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
-ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
-    const __m512i even = _mm512_set1_epi8(0x55);
-    __m512i       s[14];  // selectors of t = -6 .. 7
+// Bits of `b` where bytes of `mask` have a bit, else of `a`. GCC has the result in the register of the first operand: if that
+// is the last use of `a`, nothing is copied, where with the mask as the first every merge copies it.
+ITQ_INLINE __m512i merge(__m512i a, __m512i b, int mask) {
+    return _mm512_ternarylogic_epi64(a, b, _mm512_set1_epi8((char) mask), 0xD8);
+}
+
+// The checks of the selectors of t, a bit of each for every weight.
+ITQ_INLINE void checks_of_selectors(const uint32_t * sel, __m512i c1[8], __m512i c0[8]) {
+    __m512i s[14];  // selectors of t = -6 .. 7
     UNROLL(8) for (int t = 0; t < 8; ++t) {
         s[6 + t] = _mm512_load_si512(sel + ROWS * t);
     }
@@ -248,10 +255,18 @@ ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
         s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
     }
     UNROLL(8) for (int t = 0; t < 8; ++t) {
-        const __m512i c1 = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
-        const __m512i c0 = _mm512_xor_si512(s[4 + t], s[2 + t]);
-        grids[2 * t]     = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
-        grids[2 * t + 1] = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
+        c1[t] = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
+        c0[t] = _mm512_xor_si512(s[4 + t], s[2 + t]);
+    }
+}
+
+// 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
+ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
+    __m512i c1[8], c0[8];
+    checks_of_selectors(sel, c1, c0);
+    UNROLL(8) for (int t = 0; t < 8; ++t) {
+        grids[2 * t]     = merge(_mm512_add_epi8(c1[t], c1[t]), c0[t], 0x55);
+        grids[2 * t + 1] = merge(c1[t], _mm512_srli_epi16(c0[t], 1), 0x55);
     }
 }
 
@@ -259,24 +274,74 @@ ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
 #define SYMBOLS_ITQ3_S(i) (i)
 #define SYMBOLS_ITQ2_S(i) ((i) / 2)
 
-#define LEVELS_OF_TRELLIS(type, SYMBOLS, x, F)                                                              \
-    __m512i grids[16];                                                                                      \
-    grids_of_selectors((x)->sel[0], grids);                                                                 \
-    UNROLL(16) for (int i = 0; i < 16; ++i) {                                                               \
-        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);                                     \
-        const __m512i even    = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), grids[i], symbols, 0xCA); \
-        const __m512i odd     = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), symbols, grids[i], 0xCA); \
-        const __m512i table_e = table_##type(1, i % 2);                                                     \
-        const __m512i table_o = table_##type(0, i % 2);                                                     \
-        const int     p       = 8 * (i % 2) + i / 2;                                                        \
-        ITQ_PREFETCH_PART(x, i, 16);                                                                        \
-        F(look_up(table_e, even), p, 4 * i)                                                                 \
-        F(look_up(table_o, odd), 16 + p, 4 * i + 1)                                                         \
-        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2)                                  \
-        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 48 + p, 4 * i + 3)                                   \
+#define LEVELS_OF_TRELLIS(type, SYMBOLS, x, F)                             \
+    __m512i grids[16];                                                     \
+    grids_of_selectors((x)->sel[0], grids);                                \
+    UNROLL(16) for (int i = 0; i < 16; ++i) {                              \
+        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);    \
+        const __m512i even    = merge(symbols, grids[i], 0x33);            \
+        const __m512i odd     = merge(grids[i], symbols, 0x33);            \
+        const __m512i table_e = table_##type(1, i % 2);                    \
+        const __m512i table_o = table_##type(0, i % 2);                    \
+        const int     p       = 8 * (i % 2) + i / 2;                       \
+        ITQ_PREFETCH_PART(x, i, 16);                                       \
+        F(look_up(table_e, even), p, 4 * i)                                \
+        F(look_up(table_o, odd), 16 + p, 4 * i + 1)                        \
+        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2) \
+        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 48 + p, 4 * i + 3)  \
     }
 #define LEVELS_ITQ3_S(x, F) LEVELS_OF_TRELLIS(itq3_s, SYMBOLS_ITQ3_S, x, F)
-#define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, SYMBOLS_ITQ2_S, x, F)
+
+#if !defined(ITQ_SIX_BIT_INDICES)
+#    define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, SYMBOLS_ITQ2_S, x, F)
+#else
+// Levels plus 64 of ITQ2_S by six bits of a byte: symbols, c1 and c0 of two weights, bits g and g + 1 of a byte, in an order
+// that depends on g / 2. A byte is merged for two weights, and half of these need no shift.
+ITQ_INLINE void tables_itq2_s(__m512i tables[8]) {
+#    define BIT(i, at)          ((i) >> (at) & 1)
+#    define INDEX(i, q, c1, c0) (4 * BIT(i, q) + 2 * BIT(i, c1) + BIT(i, c0))
+#    define INDICES4(i, q, c1, c0) \
+        INDEX(i, q, c1, c0), INDEX(i + 1, q, c1, c0), INDEX(i + 2, q, c1, c0), INDEX(i + 3, q, c1, c0)
+#    define INDICES16(i, q, c1, c0) \
+        INDICES4(i, q, c1, c0), INDICES4(i + 4, q, c1, c0), INDICES4(i + 8, q, c1, c0), INDICES4(i + 12, q, c1, c0)
+#    define INDICES(q, c1, c0) \
+        { INDICES16(0, q, c1, c0), INDICES16(16, q, c1, c0), INDICES16(32, q, c1, c0), INDICES16(48, q, c1, c0) }
+    // where an index has symbol, c1 and c0, for each g
+    static const uint8_t indices[8][64] = { INDICES(4, 2, 0), INDICES(5, 3, 1), INDICES(0, 4, 2), INDICES(1, 5, 3),
+                                            INDICES(4, 0, 2), INDICES(5, 1, 3), INDICES(0, 2, 4), INDICES(1, 3, 5) };
+    static const int8_t  levels[8]      = ITQ2_S_LEVELS;
+    const __m128i        table          = _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64));
+    UNROLL(8) for (int g = 0; g < 8; ++g) {
+        tables[g] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_loadu_si512(indices[g]));
+    }
+#    undef INDICES
+#    undef INDICES16
+#    undef INDICES4
+#    undef INDEX
+#    undef BIT
+}
+
+#    define LEVELS_ITQ2_S(x, F)                                                                            \
+        __m512i c1[8], c0[8], tables[8];                                                                   \
+        checks_of_selectors((x)->sel[0], c1, c0);                                                          \
+        tables_itq2_s(tables);                                                                             \
+        UNROLL(8) for (int t = 0; t < 8; ++t) {                                                            \
+            const __m512i symbols = _mm512_load_si512((x)->qs[t]);                                         \
+            const __m512i up = _mm512_slli_epi16(c1[t], 2), down = _mm512_srli_epi16(c1[t], 2);            \
+            const __m512i outer    = merge(symbols, c0[t], 0xC3);                                          \
+            const __m512i inner    = merge(c0[t], symbols, 0xC3);                                          \
+            const __m512i pairs[4] = { merge(outer, up, 0x0C), merge(up, inner, 0xCF),                     \
+                                       _mm512_srli_epi16(merge(inner, down, 0x0C), 2),                     \
+                                       _mm512_srli_epi16(merge(outer, down, 0x30), 2) };                   \
+            UNROLL(4) for (int a = 0; a < 4; ++a) {                                                        \
+                if (a % 2 == 0) {                                                                          \
+                    ITQ_PREFETCH_PART(x, 2 * t + a / 2, 16);                                               \
+                }                                                                                          \
+                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a]), 16 * a + t, 8 * t + 2 * a)             \
+                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a + 1]), 16 * a + 8 + t, 8 * t + 2 * a + 1) \
+            }                                                                                              \
+        }
+#endif
 
 #define GEMM_OF_TYPE(NAME, name, ...) GEMM(name, scales_##name, LEVELS_##NAME, 64)
 ITQ_TYPES(GEMM_OF_TYPE)
@@ -576,10 +641,10 @@ static void itq_repack_itq2_s_avx512(const void * rows, size_t row_size, int n_r
         }
         transpose_16x16(q);
         UNROLL(8) for (int t = 0; t < 8; ++t) {
-            // bit g goes to g ^ 2
-            const __m512i low  = _mm512_slli_epi16(q[t], 2);
-            const __m512i high = _mm512_srli_epi16(q[t], 2);
-            _mm512_store_si512(codes->qs[t], _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x33), high, low, 0xCA));
+            // bit g goes to ITQ2_S_SYMBOL_BIT(g)
+            const __m512i even_pairs = merge(_mm512_slli_epi16(q[t], 4), _mm512_srli_epi16(q[t], 2), 0x03);
+            const __m512i odd_pairs  = merge(_mm512_slli_epi16(q[t], 2), _mm512_srli_epi16(q[t], 4), 0x0C);
+            _mm512_store_si512(codes->qs[t], merge(even_pairs, odd_pairs, 0xCC));
             _mm512_store_si512(codes->sel[t], q[8 + t]);
         }
     }
