@@ -82,43 +82,60 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
     return _mm256_load_si256((const __m256i *) decoded->operands[p][half]);
 }
 
-#define DIRECT_COLUMNS 3
+// GCC would put off additions that may be made in any order, and keep what they add in memory.
+#if defined(__GNUC__) || defined(__clang__)
+#    define IN_ORDER(sum) __asm__("" : "+x"(sum))
+#else
+#    define IN_ORDER(sum) ((void) 0)
+#endif
 
-// TILE_COLUMNS columns share the loads of operands. CHAINS sums of a column take turns, because dpbusd has a latency;
-// the products of 16 bits have none in their chain but the addition, and their parts take the registers.
+#if defined(__clang__)
+#    define UNROLLED_4 _Pragma("unroll 4")
+#elif defined(__GNUC__)
+#    define UNROLLED_4 _Pragma("GCC unroll 4")
+#else
+#    define UNROLLED_4
+#endif
+
+// Columns that share the loads of operands: TILE_COLUMNS of those of a decoded block, DIRECT_TILE of levels that come from
+// the table. Blocks are decoded to memory for more than DIRECT_COLUMNS. CHAINS sums of a column take turns, because
+// dpbusd has a latency; the products of 16 bits have none in their chain but the addition.
 #if defined(__AVXVNNI__)
-#    define TILE_COLUMNS 6
-#    define CHAINS       4
+#    define TILE_COLUMNS   6
+#    define DIRECT_TILE    4
+#    define DIRECT_COLUMNS 4
+#    define CHAINS         4
 #else
-#    define TILE_COLUMNS 4
-#    define CHAINS       1
+#    define TILE_COLUMNS   4
+#    define DIRECT_TILE    4
+#    define DIRECT_COLUMNS 12
+#    define CHAINS         1
 #endif
+#define MAX_TILE 6
 
-#define TILE_CASE(n, columns, ...)         \
-    case n:                                \
-        columns(__VA_ARGS__, n, out + c_); \
+#define TILE_CASE(n, width, columns, first, out, ...)          \
+    case n:                                                    \
+        if ((n) <= (width)) {                                  \
+            columns(__VA_ARGS__, (first) + c_, n, (out) + c_); \
+        }                                                      \
         break;
-#if TILE_COLUMNS == 6
-#    define TILE_CASES_5_6(columns, ...) TILE_CASE(5, columns, __VA_ARGS__) TILE_CASE(6, columns, __VA_ARGS__)
-#else
-#    define TILE_CASES_5_6(columns, ...)
-#endif
 
-// columns(decoded, scales, y, index of the first column, their number, out) for all nc columns of a block, in tiles of
-// about the same width.
-#define EACH_TILE(columns, decoded, scales, y, first, nc, out)                                \
-    for (int c_ = 0, n_, left_ = (nc + TILE_COLUMNS - 1) / TILE_COLUMNS; c_ < nc; c_ += n_) { \
-        n_ = (nc - c_ + left_ - 1) / left_;                                                   \
-        --left_;                                                                              \
-        switch (n_) {                                                                         \
-            TILE_CASE(1, columns, decoded, scales, y, (first) + c_)                           \
-            TILE_CASE(2, columns, decoded, scales, y, (first) + c_)                           \
-            TILE_CASE(3, columns, decoded, scales, y, (first) + c_)                           \
-            TILE_CASE(4, columns, decoded, scales, y, (first) + c_)                           \
-            TILE_CASES_5_6(columns, decoded, scales, y, (first) + c_)                         \
-            default:                                                                          \
-                break;                                                                        \
-        }                                                                                     \
+// columns(..., index of the first column, their number, out) for all nc columns of a block, in tiles of about the same
+// width, which the compiler knows.
+#define EACH_TILE(width, columns, first, nc, out, ...)                                  \
+    for (int c_ = 0, n_, left_ = ((nc) + (width) - 1) / (width); c_ < (nc); c_ += n_) { \
+        n_ = ((nc) - c_ + left_ - 1) / left_;                                           \
+        --left_;                                                                        \
+        switch (n_) {                                                                   \
+            TILE_CASE(1, width, columns, first, out, __VA_ARGS__)                       \
+            TILE_CASE(2, width, columns, first, out, __VA_ARGS__)                       \
+            TILE_CASE(3, width, columns, first, out, __VA_ARGS__)                       \
+            TILE_CASE(4, width, columns, first, out, __VA_ARGS__)                       \
+            TILE_CASE(5, width, columns, first, out, __VA_ARGS__)                       \
+            TILE_CASE(6, width, columns, first, out, __VA_ARGS__)                       \
+            default:                                                                    \
+                break;                                                                  \
+        }                                                                               \
     }
 
 static inline __m256i sum_chains(const __m256i acc[CHAINS]) {
@@ -166,7 +183,7 @@ struct selectors {
     __m256i at[SELECTORS_BEFORE + 8];
 };
 
-static inline void load_selectors(const uint32_t sel[8][ITQ_PANEL_ROWS], int half, struct selectors * s) {
+static inline void load_selectors(const uint32_t sel[][ITQ_PANEL_ROWS], int half, struct selectors * s) {
     for (int t = 0; t < 8; ++t) {
         s->at[SELECTORS_BEFORE + t] = load_words(sel[t], half);
     }
@@ -191,8 +208,8 @@ struct indices {
     __m256i odd[16];   // 4*grid + symbols
 };
 
-ITQ_INLINE void make_indices(const int bits, const uint32_t (*sel)[ITQ_PANEL_ROWS],
-                             const uint32_t (*qs)[ITQ_PANEL_ROWS], int half, struct indices * indices) {
+ITQ_INLINE void make_indices(const int bits, const uint32_t sel[][ITQ_PANEL_ROWS], const uint32_t qs[][ITQ_PANEL_ROWS],
+                             int half, struct indices * indices) {
     const __m256i mask = _mm256_set1_epi8(0x33);
 
     struct selectors selectors;
@@ -209,17 +226,11 @@ ITQ_INLINE void make_indices(const int bits, const uint32_t (*sel)[ITQ_PANEL_ROW
     }
 }
 
-// Levels plus 64 of the four places of index 2*t + h, 16 apart.
-static inline void levels_of_word(const struct level_tables * tables, const struct indices * indices, int word,
-                                  __m256i levels[4]) {
-    const __m256i low  = _mm256_set1_epi8(0x0F);
-    const __m256i even = indices->even[word];
-    const __m256i odd  = indices->odd[word];
-    const int     h    = word % 2;
-    levels[0]          = _mm256_shuffle_epi8(tables->even[h], _mm256_and_si256(even, low));
-    levels[1]          = _mm256_shuffle_epi8(tables->odd[h], _mm256_and_si256(odd, low));
-    levels[2]          = _mm256_shuffle_epi8(tables->even[h], _mm256_and_si256(_mm256_srli_epi16(even, 4), low));
-    levels[3]          = _mm256_shuffle_epi8(tables->odd[h], _mm256_and_si256(_mm256_srli_epi16(odd, 4), low));
+// Levels plus 64 of two places, 32 apart, of which a register has the indices in the lower and the upper nibbles.
+static inline void levels_of_nibbles(__m256i table, __m256i indices, __m256i levels[2]) {
+    const __m256i low = _mm256_set1_epi8(0x0F);
+    levels[0]         = _mm256_shuffle_epi8(table, _mm256_and_si256(indices, low));
+    levels[1]         = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(indices, 4), low));
 }
 
 // Scales of a block and, where there are zero-points, of what they take.
@@ -251,12 +262,86 @@ ITQ_INLINE void add_block(float * out, __m256i acc, struct block_scales s, const
     _mm256_storeu_ps(out, multiply_add(v, _mm256_set1_ps(d1), _mm256_loadu_ps(out)));
 }
 
-// Columns c .. c + n - 1 of a block that is decoded.
-ITQ_INLINE void columns_levels(const decoded_block * decoded, const struct block_scales s[2], const int has_min,
-                               const struct itq_columns * y, int64_t at, const int n, float out[][ITQ_PANEL_ROWS]) {
+// A block of a panel: the indices of the levels of both halves of its rows, and where its codes are, for requests of memory.
+struct indexed_block {
+    struct indices halves[2];
+    const char *   codes;
+};
+
+// Sums of a block's products with the columns at .. at + n - 1, levels straight from the table. Both halves share the
+// activations of a place, and a table serves 16 registers of indices: what is loaded less often is fewer instructions.
+ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struct level_tables * tables,
+                                 const struct itq_columns * y, int64_t at, const int codes_size, const int n,
+                                 __m256i acc[MAX_TILE][2]) {
+    const int chains = CHAINS > 1 && n == 1 ? 2 : 1;  // of either half
+
+    __m256i sums[MAX_TILE][2][2];
+    for (int c = 0; c < n; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            sums[c][half][0] = start_levels(y->sums[at + c]);
+            sums[c][half][1] = _mm256_setzero_si256();
+        }
+    }
+    for (int part = 0; part < 8; ++part) {
+        const int       t0    = 4 * (part % 2);
+        const int       h     = part / 2 % 2;
+        const int       a     = part / 4;
+        const __m256i   table = a == 0 ? tables->even[h] : tables->odd[h];
+        const __m256i * lo    = (a == 0 ? block->halves[0].even : block->halves[0].odd) + h + 2 * t0;
+        const __m256i * hi    = (a == 0 ? block->halves[1].even : block->halves[1].odd) + h + 2 * t0;
+        const int8_t *  q     = y->q + at * QK_K + 4 * (16 * a + 8 * h + t0);
+        const char *    codes = block->codes + codes_size / 8 * part;
+        UNROLLED_4
+        for (int t = 0; t < 4; ++t) {
+            if (codes_size * t / 32 % 64 < codes_size / 32) {  // another line begins
+                ITQ_PREFETCH_BYTES(codes + codes_size * t / 32);
+            }
+            __m256i levels[2][2];
+            levels_of_nibbles(table, lo[2 * t], levels[0]);
+            levels_of_nibbles(table, hi[2 * t], levels[1]);
+            for (int c = 0; c < n; ++c) {
+                for (int i = 0; i < 2; ++i) {
+                    const __m256i four = load_place(q + c * QK_K + 2 * PLACES * i, t);
+                    for (int half = 0; half < 2; ++half) {
+                        __m256i * sum = &sums[c][half][i % chains];
+                        *sum          = dot_levels(*sum, levels[half][i], four);
+                        IN_ORDER(*sum);
+                    }
+                }
+            }
+        }
+    }
+    ITQ_PREFETCH_BYTES(block->codes + codes_size);  // the scales
+    for (int c = 0; c < n; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            acc[c][half] = chains == 1 ? sums[c][half][0] : _mm256_add_epi32(sums[c][half][0], sums[c][half][1]);
+        }
+    }
+}
+
+static inline void decode_indexed(const struct indexed_block * block, const struct level_tables * tables,
+                                  decoded_block * decoded) {
+    for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 16; ++i) {
+            const int h = i % 2;
+            const int p = 8 * h + i / 2;
+            __m256i   even[2], odd[2];
+            levels_of_nibbles(tables->even[h], block->halves[half].even[i], even);
+            levels_of_nibbles(tables->odd[h], block->halves[half].odd[i], odd);
+            store_place(decoded, p, half, even[0]);
+            store_place(decoded, 16 + p, half, odd[0]);
+            store_place(decoded, 32 + p, half, even[1]);
+            store_place(decoded, 48 + p, half, odd[1]);
+        }
+    }
+}
+
+// The same sums from a block that is decoded.
+#if defined(__AVXVNNI__)
+ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const struct itq_columns * y, int64_t at, const int n,
+                                 __m256i acc[MAX_TILE][2]) {
     const int8_t * q = y->q + at * QK_K;
 
-    __m256i acc[TILE_COLUMNS][2];
     for (int c = 0; c < n; ++c) {
         acc[c][0] = acc[c][1] = start_levels(y->sums[at + c]);
     }
@@ -269,6 +354,57 @@ ITQ_INLINE void columns_levels(const decoded_block * decoded, const struct block
             acc[c][1]          = dot_levels(acc[c][1], hi, four);
         }
     }
+}
+#else
+// 64 times the activations of places p and p + PLACES/2: what the levels' offset adds to two sums of two products each.
+static inline void offsets_of_pairs(const int8_t * q, int16_t offsets[PLACES]) {
+    const __m256i offset = _mm256_set1_epi8(64);
+    for (int i = 0; i < 4; ++i) {
+        const __m256i a = _mm256_maddubs_epi16(offset, _mm256_loadu_si256((const __m256i *) (q + 32 * i)));
+        const __m256i b = _mm256_maddubs_epi16(offset, _mm256_loadu_si256((const __m256i *) (q + 2 * PLACES + 32 * i)));
+        _mm256_store_si256((__m256i *) (offsets + 16 * i), _mm256_add_epi16(a, b));
+    }
+}
+
+// Two places are added up in 16 bits and widened together: three multiplications in place of four, which go to two pipes
+// where additions go to three or four. Without the offset of the levels the four products of a sum are at most
+// 4 * 63 * 128 < 2^15. With it they are not, but 16 bits wrap, and what is right modulo 2^16 in the end is right.
+static inline __m256i dot_pair(__m256i acc, __m256i a, __m256i of_a, __m256i b, __m256i of_b, __m256i offset) {
+    const __m256i products = _mm256_sub_epi16(_mm256_maddubs_epi16(a, of_a), offset);
+    const __m256i four     = _mm256_add_epi16(products, _mm256_maddubs_epi16(b, of_b));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(four, _mm256_set1_epi16(1)));
+}
+
+ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const struct itq_columns * y, int64_t at, const int n,
+                                 __m256i acc[MAX_TILE][2]) {
+    const int8_t * q = y->q + at * QK_K;
+
+    _Alignas(32) int16_t offsets[MAX_TILE][PLACES];
+    for (int c = 0; c < n; ++c) {
+        offsets_of_pairs(q + c * QK_K, offsets[c]);
+        acc[c][0] = acc[c][1] = _mm256_setzero_si256();
+    }
+    for (int p = 0; p < PLACES / 2; ++p) {
+        const __m256i a_lo = load_decoded(decoded, p, 0);
+        const __m256i a_hi = load_decoded(decoded, p, 1);
+        const __m256i b_lo = load_decoded(decoded, p + PLACES / 2, 0);
+        const __m256i b_hi = load_decoded(decoded, p + PLACES / 2, 1);
+        for (int c = 0; c < n; ++c) {
+            const __m256i of_a   = load_place(q + c * QK_K, p);
+            const __m256i of_b   = load_place(q + c * QK_K, p + PLACES / 2);
+            const __m256i offset = load_place((const int8_t *) offsets[c], p);
+            acc[c][0]            = dot_pair(acc[c][0], a_lo, of_a, b_lo, of_b, offset);
+            acc[c][1]            = dot_pair(acc[c][1], a_hi, of_a, b_hi, of_b, offset);
+            IN_ORDER(acc[c][0]);
+            IN_ORDER(acc[c][1]);
+        }
+    }
+}
+#endif
+
+// Products of columns at .. at + n - 1 and a block to their part of the result.
+ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales s[2], const int has_min,
+                            const struct itq_columns * y, int64_t at, const int n, float out[][ITQ_PANEL_ROWS]) {
     for (int c = 0; c < n; ++c) {
         for (int half = 0; half < 2; ++half) {
             add_block(out[c] + HALF_ROWS * half, acc[c][half], s[half], has_min, y->sums[at + c], y->d[at + c]);
@@ -276,101 +412,63 @@ ITQ_INLINE void columns_levels(const decoded_block * decoded, const struct block
     }
 }
 
-// Few columns: levels go from the table into the products. Many: a block is decoded to memory once.
-#define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                             \
-    ITQ_INLINE void gemm_direct_##name(int64_t nb, const void * panel, const struct itq_columns * y, const int nc,  \
-                                       float out[][ITQ_PANEL_ROWS]) {                                               \
-        static const int8_t       table[n_levels] = NAME##_LEVELS;                                                  \
-        const struct level_tables tables          = load_level_tables(bits, table);                                 \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                                 \
-                                                                                                                    \
-        for (int64_t b = 0; b < nb; ++b) {                                                                          \
-            itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                                       \
-            const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                      \
-            const int8_t *            q      = y->q + b * nc * QK_K;                                                \
-            for (int half = 0; half < 2; ++half) {                                                                  \
-                struct indices indices;                                                                             \
-                make_indices(bits, (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->sel,                                 \
-                             (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->qs, half, &indices);                       \
-                                                                                                                    \
-                __m256i acc[DIRECT_COLUMNS][CHAINS];                                                                \
-                for (int c = 0; c < nc; ++c) {                                                                      \
-                    acc[c][0] = start_levels(y->sums[b * nc + c]);                                                  \
-                    for (int i = 1; i < CHAINS; ++i) {                                                              \
-                        acc[c][i] = _mm256_setzero_si256();                                                         \
-                    }                                                                                               \
-                }                                                                                                   \
-                for (int t = 0; t < 8; ++t) {                                                                       \
-                    for (int h = 0; h < 2; ++h) {                                                                   \
-                        __m256i levels[4];                                                                          \
-                        levels_of_word(&tables, &indices, 2 * t + h, levels);                                       \
-                        ITQ_PREFETCH(codes, 16 * half + 2 * t + h);                                                 \
-                        for (int a = 0; a < 4; ++a) {                                                               \
-                            for (int c = 0; c < nc; ++c) {                                                          \
-                                const __m256i four = load_place(q + c * QK_K, 16 * a + 8 * h + t);                  \
-                                acc[c][a % CHAINS] = dot_levels(acc[c][a % CHAINS], levels[a], four);               \
-                            }                                                                                       \
-                        }                                                                                           \
-                    }                                                                                               \
-                }                                                                                                   \
-                                                                                                                    \
-                const struct block_scales s = scales_##name(scales, half);                                          \
-                for (int c = 0; c < nc; ++c) {                                                                      \
-                    const int64_t at = b * nc + c;                                                                  \
-                    add_block(out[c] + HALF_ROWS * half, sum_chains(acc[c]), s, has_z, y->sums[at], y->d[at]);      \
-                }                                                                                                   \
-            }                                                                                                       \
-        }                                                                                                           \
-    }                                                                                                               \
-                                                                                                                    \
-    ITQ_INLINE void columns_##name(const decoded_block * decoded, const struct block_scales s[2],                   \
-                                   const struct itq_columns * y, int64_t at, const int n,                           \
-                                   float out[][ITQ_PANEL_ROWS]) {                                                   \
-        columns_levels(decoded, s, has_z, y, at, n, out);                                                           \
-    }                                                                                                               \
-                                                                                                                    \
-    static inline void gemm_decoded_##name(int64_t nb, const void * panel, const struct itq_columns * y, int nc,    \
-                                           float out[][ITQ_PANEL_ROWS]) {                                           \
-        static const int8_t       table[n_levels] = NAME##_LEVELS;                                                  \
-        const struct level_tables tables          = load_level_tables(bits, table);                                 \
-        memset(out, 0, (size_t) nc * sizeof(*out));                                                                 \
-                                                                                                                    \
-        for (int64_t b = 0; b < nb; ++b) {                                                                          \
-            itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                                       \
-            const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                      \
-            decoded_block             decoded;                                                                      \
-            for (int half = 0; half < 2; ++half) {                                                                  \
-                struct indices indices;                                                                             \
-                make_indices(bits, (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->sel,                                 \
-                             (const uint32_t (*)[ITQ_PANEL_ROWS]) codes->qs, half, &indices);                       \
-                for (int i = 0; i < 16; ++i) {                                                                      \
-                    __m256i levels[4];                                                                              \
-                    levels_of_word(&tables, &indices, i, levels);                                                   \
-                    for (int a = 0; a < 4; ++a) {                                                                   \
-                        store_place(&decoded, 16 * a + 8 * (i % 2) + i / 2, half, levels[a]);                       \
-                    }                                                                                               \
-                }                                                                                                   \
-            }                                                                                                       \
-            const struct block_scales s[2] = { scales_##name(scales, 0), scales_##name(scales, 1) };                \
-            EACH_TILE(columns_##name, &decoded, s, y, b * nc, nc, out)                                              \
-        }                                                                                                           \
-    }                                                                                                               \
-                                                                                                                    \
-    static inline void itq_gemm_##name##_avx2(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
-                                              float out[][ITQ_PANEL_ROWS]) {                                        \
-        switch (nc) {                                                                                               \
-            case 1:                                                                                                 \
-                gemm_direct_##name(nb, panel, y, 1, out);                                                           \
-                break;                                                                                              \
-            case 2:                                                                                                 \
-                gemm_direct_##name(nb, panel, y, 2, out);                                                           \
-                break;                                                                                              \
-            case 3:                                                                                                 \
-                gemm_direct_##name(nb, panel, y, 3, out);                                                           \
-                break;                                                                                              \
-            default:                                                                                                \
-                gemm_decoded_##name(nb, panel, y, nc, out);                                                         \
-        }                                                                                                           \
+// Few columns: levels go from the table into the products, scales after them. Many: a block is decoded to memory once.
+#define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                                \
+    static inline void load_scales_##name(const itq_scales_##name * scales, struct block_scales s[2]) {                \
+        s[0] = scales_##name(scales, 0);                                                                               \
+        s[1] = scales_##name(scales, 1);                                                                               \
+    }                                                                                                                  \
+                                                                                                                       \
+    ITQ_INLINE void indexed_columns_##name(const struct indexed_block * block, const struct level_tables * tables,     \
+                                           const itq_scales_##name * scales, const struct itq_columns * y, int64_t at, \
+                                           const int n, float out[][ITQ_PANEL_ROWS]) {                                 \
+        __m256i             acc[MAX_TILE][2];                                                                          \
+        struct block_scales s[2];                                                                                      \
+        multiply_indexed(block, tables, y, at, (int) sizeof(itq_codes_##name), n, acc);                                \
+        load_scales_##name(scales, s);                                                                                 \
+        add_columns(acc, s, has_z, y, at, n, out);                                                                     \
+    }                                                                                                                  \
+                                                                                                                       \
+    ITQ_INLINE void decoded_columns_##name(const decoded_block * decoded, const struct block_scales s[2],              \
+                                           const struct itq_columns * y, int64_t at, const int n,                      \
+                                           float out[][ITQ_PANEL_ROWS]) {                                              \
+        __m256i acc[MAX_TILE][2];                                                                                      \
+        multiply_decoded(decoded, y, at, n, acc);                                                                      \
+        add_columns(acc, s, has_z, y, at, n, out);                                                                     \
+    }                                                                                                                  \
+                                                                                                                       \
+    ITQ_INLINE void gemm_##name(int64_t nb, const void * panel, const struct itq_columns * y, const int nc,            \
+                                float out[][ITQ_PANEL_ROWS]) {                                                         \
+        static const int8_t       levels[n_levels] = NAME##_LEVELS;                                                    \
+        const struct level_tables tables           = load_level_tables(bits, levels);                                  \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                                    \
+                                                                                                                       \
+        for (int64_t b = 0; b < nb; ++b) {                                                                             \
+            const itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                          \
+            const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                         \
+            struct indexed_block      block;                                                                           \
+            block.codes = (const char *) codes;                                                                        \
+            make_indices(bits, codes->sel, codes->qs, 0, &block.halves[0]);                                            \
+            make_indices(bits, codes->sel, codes->qs, 1, &block.halves[1]);                                            \
+            if (nc <= DIRECT_COLUMNS) {                                                                                \
+                EACH_TILE(DIRECT_TILE, indexed_columns_##name, b * nc, nc, out, &block, &tables, scales, y)            \
+            } else {                                                                                                   \
+                decoded_block       decoded;                                                                           \
+                struct block_scales s[2];                                                                              \
+                decode_indexed(&block, &tables, &decoded);                                                             \
+                load_scales_##name(scales, s);                                                                         \
+                EACH_TILE(TILE_COLUMNS, decoded_columns_##name, b * nc, nc, out, &decoded, s, y)                       \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    static inline void itq_gemm_##name##_avx2(int64_t nb, const void * panel, const struct itq_columns * y, int nc,    \
+                                              float out[][ITQ_PANEL_ROWS]) {                                           \
+        if (nc == 1) {                                                                                                 \
+            gemm_##name(nb, panel, y, 1, out);                                                                         \
+        } else {                                                                                                       \
+            gemm_##name(nb, panel, y, nc, out);                                                                        \
+        }                                                                                                              \
     }
 ITQ_TYPES(GEMM_TRELLIS)
 
@@ -477,7 +575,7 @@ ITQ_INLINE void columns_tq(const decoded_block * decoded, const __m256 d0[2], co
             decode_##type(itq_codes_of_##type(panel, b), &decoded);                                                 \
             const ggml_half * d     = itq_scales_of_##type(panel, b)->d;                                            \
             const __m256      d0[2] = { load_scales(d, 0), load_scales(d, 1) };                                     \
-            EACH_TILE(columns_##type, &decoded, d0, y, b * nc, nc, out)                                             \
+            EACH_TILE(TILE_COLUMNS, columns_##type, b * nc, nc, out, &decoded, d0, y)                               \
         }                                                                                                           \
     }
 
