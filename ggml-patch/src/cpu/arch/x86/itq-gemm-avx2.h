@@ -108,7 +108,7 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
 #else
 #    define TILE_COLUMNS   4
 #    define DIRECT_TILE    4
-#    define DIRECT_COLUMNS 12
+#    define DIRECT_COLUMNS 16
 #    define CHAINS         1
 #endif
 #define MAX_TILE 6
