@@ -102,16 +102,15 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
 // dpbusd has a latency; the products of 16 bits have none in their chain but the addition.
 #if defined(__AVXVNNI__)
 #    define TILE_COLUMNS   6
-#    define DIRECT_TILE    4
 #    define DIRECT_COLUMNS 4
 #    define CHAINS         4
 #else
 #    define TILE_COLUMNS   4
-#    define DIRECT_TILE    4
 #    define DIRECT_COLUMNS 16
 #    define CHAINS         1
 #endif
-#define MAX_TILE 6
+#define DIRECT_TILE 4
+#define MAX_TILE    6
 
 #define TILE_CASE(n, width, columns, first, out, ...)          \
     case n:                                                    \
