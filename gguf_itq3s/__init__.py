@@ -1,7 +1,8 @@
-"""GGUF quantization in trellis-coded types (ITQ3_S, 3.125 bits a weight; ITQ2_S, 2.0625) and ternary types.
+"""GGUF quantization in trellis-coded types (ITQ3_S, 3.125 bits a weight; ITQ2_S, 2.0625; ITQ3_N and ITQ2_N, 3.25 and
+2.25, for rows that are no multiple of 256) and ternary types.
 
 ``import gguf_itq3s`` makes gguf-py know the types: ``gguf.quants.quantize`` and ``dequantize``, ``GGUFWriter`` and
-``GGUFReader`` then handle tensor types 500 and 502.
+``GGUFReader`` then handle tensor types 500, 502, 503 and 504.
 """
 
 from . import upstream
@@ -11,7 +12,19 @@ upstream.prefer_vendored_gguf()
 
 from .codec.native import quantize  # noqa: E402
 from .codec.registry import dequantize  # noqa: E402
-from .codec.types import ITQ2_S, ITQ3_S, MOSTLY_ITQ2_S, MOSTLY_ITQ3_S  # noqa: E402
+from .codec.types import (  # noqa: E402
+    ITQ2_N,
+    ITQ2_S,
+    ITQ3_N,
+    ITQ3_S,
+    MOSTLY_ITQ2_N,
+    MOSTLY_ITQ2_S,
+    MOSTLY_ITQ3_N,
+    MOSTLY_ITQ3_S,
+)
 
-__all__ = ["ITQ2_S", "ITQ3_S", "MOSTLY_ITQ2_S", "MOSTLY_ITQ3_S", "dequantize", "quantize"]
+__all__ = [
+    "ITQ2_N", "ITQ2_S", "ITQ3_N", "ITQ3_S", "MOSTLY_ITQ2_N", "MOSTLY_ITQ2_S", "MOSTLY_ITQ3_N", "MOSTLY_ITQ3_S",
+    "dequantize", "quantize",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -100,7 +100,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Callabl
 
     def make(name: str) -> Path:
         if name not in made:
-            kind, changes = {**FAMILIES, **MIXTURES}[name]
+            kind, changes = {**ARCHITECTURES, **FAMILIES, **MIXTURES}[name]
             torch.manual_seed(0)
             config = getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
             model = transformers.AutoModelForCausalLM.from_config(config)

@@ -41,17 +41,19 @@ static block_q8_K *       activations;
 static struct itq_columns columns;
 static float              out[MAX_COLUMNS][ITQ_PANEL_ROWS];
 
-#define RUN_PANELS(name)                                                                       \
-    static void run_##name(int nb, int nc) {                                                   \
-        itq_gemm_##name(nb, weights, &columns, nc, out);                                       \
-    }                                                                                          \
-    static void run_##name##_row(int nb, int nc) {                                             \
-        (void) nc;                                                                             \
-        itq_gemv_##name(nb, weights, sizeof(block_##name) * (size_t) nb, 1, &columns, out[0]); \
+// nb counts 256 weights, whatever the length of a block.
+#define RUN_PANELS(name, length)                                                             \
+    static void run_##name(int nb, int nc) {                                                 \
+        itq_gemm_##name(nb * (QK_K / (length)), weights, &columns, nc, out);                 \
+    }                                                                                        \
+    static void run_##name##_row(int nb, int nc) {                                           \
+        (void) nc;                                                                           \
+        const int n = nb * (QK_K / (length));                                                \
+        itq_gemv_##name(n, weights, sizeof(block_##name) * (size_t) n, 1, &columns, out[0]); \
     }
-#define RUN_PANELS_OF_TYPE(NAME, name, ...) RUN_PANELS(name)
+#define RUN_PANELS_OF_TYPE(NAME, name, bits, n_levels, length, ...) RUN_PANELS(name, length)
 ITQ_TYPES(RUN_PANELS_OF_TYPE)
-RUN_PANELS(tq2_0)
+RUN_PANELS(tq2_0, QK_K)
 
 static void run_q4_K(int nb, int nc) {
     (void) nc;
@@ -128,12 +130,13 @@ static void prepare(const struct kernel * kernel, int nb, int nc) {
     activations    = zeros(sizeof(*activations) * (size_t) nb);
     const size_t n = (size_t) nb * (size_t) nc;
     int8_t *     q = zeros(n * QK_K);
-    float *      d = zeros(n * sizeof(*d));
-    int32_t *    s = zeros(n * sizeof(*s));
+    const size_t m = n * (QK_K / 64);  // of the shortest blocks
+    float *      d = zeros(m * sizeof(*d));
+    int32_t *    s = zeros(m * sizeof(*s));
     fill(activations, sizeof(*activations) * (size_t) nb);
     fill(q, n * QK_K);
-    fill(d, n * sizeof(*d));
-    fill(s, n * sizeof(*s));
+    fill(d, m * sizeof(*d));
+    fill(s, m * sizeof(*s));
     columns = (struct itq_columns){ q, d, s };
 }
 

@@ -1,29 +1,108 @@
-"""The activations between layers, which are files in the folder of a calibration until it is done."""
+"""The activations between layers, which are files in the folder of a calibration until it is done.
+
+In float32 they are mapped as they are. numpy has no bfloat16, so such files are of 16-bit integers, the upper halves of
+float32 numbers: what is written is rounded to the nearest, ties to even, and what is read is float32 again.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
+
+#: What activations can be kept in, with the bytes of a number and the ending of the files.
+DTYPES: Final = {"float32": (4, "f32"), "bfloat16": (2, "bf16")}
 
 
-def activation_path(folder: Path, number: int, *, partial: bool = False) -> Path:
+class Activations(Protocol):
+    """What :func:`activations` gives: an array in a file, float32 to whoever reads or writes parts of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __setitem__(self, index: Any, values: Any, /) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Bfloat16Array:
+    """Numbers that are kept in bfloat16.
+
+    Args:
+        halves: uint16, where they are kept.
+    """
+
+    def __init__(self, halves: np.memmap) -> None:
+        self._halves = halves
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the array has it."""
+        return self._halves.shape
+
+    def __getitem__(self, index: Any) -> npt.NDArray[np.float32]:
+        """A copy of a part, float32."""
+        return widened(self._halves[index])
+
+    def __setitem__(self, index: Any, values: npt.NDArray[np.float32]) -> None:
+        """Round float32 values to a part."""
+        self._halves[index] = narrowed(values)
+
+    def flush(self) -> None:
+        """Write what is in memory to the file."""
+        self._halves.flush()
+
+
+def widened(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The numbers whose upper halves are given, of any shape."""
+    wide = np.asarray(halves).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """float32 of any shape, rounded to bfloat16, as the upper halves; NaN stays NaN."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def activation_path(folder: Path, number: int, dtype: str = "float32", *, partial: bool = False) -> Path:
     """The file with the inputs of a layer; ``partial`` while it is written."""
-    return folder / f"activations-{number:04d}.f32{'.partial' if partial else ''}"
+    return folder / f"activations-{number:04d}.{DTYPES[dtype][1]}{'.partial' if partial else ''}"
 
 
-def activations(folder: Path, number: int, shape: tuple[int, ...], mode: Any, *, partial: bool = False) -> np.memmap:
-    """The inputs of a layer, float32 (windows, context, hidden), in a file.
+def activations(
+    folder: Path, number: int, shape: tuple[int, ...], mode: Any, dtype: str = "float32", *, partial: bool = False
+) -> Activations:
+    """The inputs of a layer, (windows, context, hidden), in a file.
+
+    Args:
+        folder: where it is.
+        number: of the layer.
+        shape: of the array.
+        mode: as :class:`numpy.memmap` takes it.
+        dtype: one of :data:`DTYPES`.
+        partial: whether it is written still.
+
+    Returns:
+        float32 to read and to write: the mapped file, or a :class:`Bfloat16Array`.
 
     Raises:
         OSError: the file cannot be read, or there is no room for a new one.
     """
+    path, size = activation_path(folder, number, dtype, partial=partial), DTYPES[dtype][0]
     if mode == "w+" and hasattr(os, "posix_fallocate"):
         # A hole that the disk has no room for would kill the process (SIGBUS) when it is written to.
-        with activation_path(folder, number, partial=partial).open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size * math.prod(shape))
         mode = "r+"
-    return np.memmap(activation_path(folder, number, partial=partial), dtype=np.float32, mode=mode, shape=shape)
+    if dtype == "float32":
+        return np.memmap(path, dtype=np.float32, mode=mode, shape=shape)
+    return Bfloat16Array(np.memmap(path, dtype=np.uint16, mode=mode, shape=shape))

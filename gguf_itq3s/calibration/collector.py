@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..distributed.ranks import Ranks
 from .inputs import Seen, Watch
 from .layers import LayeredModel
 from .moments import Moment, rotated
@@ -25,6 +26,7 @@ class Collector:
     def __init__(self, model: LayeredModel, number: int, layer: torch.nn.Module, options: CalibrationOptions) -> None:
         self._groups = model.layout.groups(number, layer)
         self._moments = {group.key: Moment(group.columns, options.full(group.columns)) for group in self._groups}
+        self._device = model.device
         self._watch = Watch(model, number, layer, self._groups, self._add)
 
     def _add(self, seen: Seen) -> None:
@@ -32,6 +34,16 @@ class Collector:
             rows = seen.rows(group)
             if rows.shape[0]:
                 self._moments[group.key].add(rotated(rows))
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Add up over all ranks; only the first has the sums then."""
+        import torch
+
+        moments = list(self._moments.values())
+        counts = ranks.numbers(*(moment.tokens for moment in moments))
+        with torch.inference_mode():  # in which they were made
+            for moment, tokens in zip(moments, counts, strict=True):
+                moment.add_up(ranks, tokens, self._device, 0)
 
     def statistics(self) -> dict[str, np.ndarray]:
         """The second moments by key."""

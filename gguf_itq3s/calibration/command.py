@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_hessian_argument
+from ..distributed.joining import joined
+from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_dtype_argument, add_hessian_argument
 from .pipeline import calibrate
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion."
@@ -24,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add_arguments(parser, CalibrationOptions)
     add_hessian_argument(parser, FULL_COLUMNS)
+    add_dtype_argument(parser)
     trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 
@@ -31,7 +33,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     values = {key: value for key, value in vars(args).items() if key in CalibrationOptions.__dataclass_fields__}
-    manifest = calibrate(CalibrationOptions(**values), args.out)
+    options = CalibrationOptions(**values)
+    with joined(args.out, options.device, sys.stderr) as (ranks, messages):
+        manifest = calibrate(options, args.out, messages, ranks)
+    if not ranks.first:
+        return 0
     matrices = len(manifest.entries)
     print(f"{args.out}: statistics of {matrices} matrices from {manifest.tokens} tokens", file=sys.stderr)
     return 0

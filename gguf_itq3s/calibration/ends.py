@@ -17,7 +17,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
-from ..codec.transform import BLOCK
+from ..codec.transform import rotation_block
+from ..distributed.ranks import ALONE, Ranks
 from ..rounding import hessian
 from .activations import activations
 from .layers import LayeredModel, Stop
@@ -33,8 +34,8 @@ class Ends:
 
     Attributes:
         frequency: float64 (tokens of the vocabulary,), share of the text's tokens.
-        output: rotated second moment of the output matrix's inputs, (n, n) or (n / 256, 256, 256); None where its
-            rows are not whole blocks.
+        output: rotated second moment of the output matrix's inputs, (n, n) or (n / b, b, b) as in
+            :mod:`gguf_itq3s.rounding.hessian`; None where its rows are not whole blocks.
     """
 
     frequency: npt.NDArray[np.float64]
@@ -42,25 +43,27 @@ class Ends:
 
 
 def collect(
-    model: LayeredModel, folder: Path, windows: np.ndarray, batches: Sequence[slice], *, full: bool
+    model: LayeredModel, folder: Path, text: np.ndarray, batches: Sequence[slice], *, full: bool, ranks: Ranks = ALONE
 ) -> dict[str, np.ndarray]:
     """The contents of :data:`ENDS`.
 
     Args:
         model: the model.
-        folder: with the activations behind the last layer.
-        windows: int64 (windows, context).
-        batches: windows that run together.
+        folder: with the activations of this rank behind the last layer.
+        text: int64 (windows, context), of all ranks.
+        batches: windows of this rank that run together.
         full: whether the second moment is kept whole.
+        ranks: those that have others of the text's windows; only the first has the second moment then.
     """
     import torch
 
     rows = model.model.get_output_embeddings().weight.shape[0]
-    result = {"frequency": np.bincount(windows.reshape(-1), minlength=rows).astype(np.float64) / windows.size}
-    if model.hidden % BLOCK:
+    result = {"frequency": np.bincount(text.reshape(-1), minlength=rows).astype(np.float64) / text.size}
+    if not rotation_block(model.hidden):
         return result
     moment = Moment(model.hidden, full)
-    source = activations(folder, model.layers, (*windows.shape, model.hidden), "r")
+    own = text[ranks.part(len(text))]
+    source = activations(folder, model.layers, (*own.shape, model.hidden), "r", model.dtype)
 
     def see(_: Any, args: tuple[torch.Tensor, ...]) -> None:
         moment.add(rotated(args[0]))
@@ -74,6 +77,7 @@ def collect(
                     head(torch.from_numpy(np.array(source[batch])).to(model.device))
         finally:
             handle.remove()
+    moment.add_up(ranks, text.size, model.device, 0)
     return {**result, "output": moment.mean()}
 
 
@@ -91,7 +95,7 @@ def read(folder: Path) -> Ends | None:
             frequency = np.asarray(file.get_tensor("frequency"), dtype=np.float64)
             output = file.get_tensor("output") if "output" in file.keys() else None  # noqa: SIM118
         if output is not None:
-            hessian.columns_of(output)
+            hessian.check_form(output)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise UserError(path, f"cannot be read: {error}", "calibrate again") from error
     finite = np.isfinite(frequency).all() and (output is None or np.isfinite(output).all())

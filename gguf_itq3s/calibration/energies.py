@@ -88,7 +88,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
     with tempfile.TemporaryDirectory() as scratch:
         keywords = model.start(Path(scratch), inputs, batches, 0)
-        hidden = np.array(activations(Path(scratch), 0, (*inputs.shape, model.hidden), "r"))
+        hidden = np.array(activations(Path(scratch), 0, (*inputs.shape, model.hidden), "r", model.dtype)[:])
     means: dict[str, npt.NDArray[np.float64]] = {}
     norms: dict[str, str] = {}
     progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")

@@ -10,7 +10,7 @@ import gguf
 
 from ..checkpoint import experts
 from ..checkpoint.channels import Norms, plan_norms
-from ..codec.transform import BLOCK
+from ..codec.transform import rotation_block
 from ..rounding.factors import tensor_entry
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Group:
 
     Attributes:
         key: its name in statistics.
-        columns: length of the input, a multiple of 256.
+        columns: length of the input, a multiple of 64.
         norm: the norm that the input comes from, by GGUF name, if its readers are known: statistics leave its gain out;
             else None.
         path: of the module whose input it is.
@@ -104,7 +104,7 @@ class Layout:
         found: dict[str, Group] = {}
 
         def add(reader: Reader, columns: int, norm: str | None, *, inner: bool = False, stacked: bool = False) -> None:
-            if columns % BLOCK or reader.name not in self._tensors:
+            if not rotation_block(columns) or reader.name not in self._tensors:
                 return
             shared = experts.gate_and_up(reader.entry) if norm is None else norm
             key = f"{shared}[{reader.expert}]" if norm and reader.expert is not None else shared

@@ -50,7 +50,8 @@ class Seen:
         tokens = torch.where((chosen == group.expert).any(-1))[0]
         if not group.inner:
             return inputs[tokens]
-        gates, ups = (self.raw[tokens] @ self.module.gate_up_proj[group.expert].T).chunk(2, dim=-1)
+        weights = self.module.gate_up_proj[group.expert]
+        gates, ups = (self.raw[tokens].to(weights.dtype) @ weights.T).chunk(2, dim=-1)
         return self.module.act_fn(gates) * ups
 
 
@@ -131,7 +132,8 @@ class Watch:
                 plain = raw
             else:
                 plain = self._plain[group.norm] if factor is None else raw * factor.to(raw)
-            self._receive(Seen(module, groups, raw, plain))
+            with self._model.products(quick=False):
+                self._receive(Seen(module, groups, raw, plain))
 
         return hook
 
@@ -143,6 +145,7 @@ class Watch:
             states = args[0] if args else keywords["hidden_states"]
             raw = states.reshape(-1, states.shape[-1])
             chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
-            self._receive(Seen(module, groups, raw, raw if norm is None else self._plain[norm], chosen))
+            with self._model.products(quick=False):
+                self._receive(Seen(module, groups, raw, raw if norm is None else self._plain[norm], chosen))
 
         return hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
 from .activations import activation_path, activations
 from .groups import Layout
-from .options import RunOptions
+from .options import CalibrationOptions, RunOptions
+from .products import RUNS_IN_BFLOAT16, quick_bfloat16
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +35,18 @@ class LayeredModel:
         hidden: width of the activations between them.
         context: longest window.
         arch: ``general.architecture``.
+        dtype: what activations are kept in between layers, by name.
+        in_bfloat16: whether the matrices of layers are in bfloat16, and products with them.
         checkpoint: the same model as GGUF tensors.
         layout: names of its modules and tensors.
     """
 
-    def __init__(self, options: RunOptions, checkpoint: Checkpoint) -> None:
+    def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
         import torch
 
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
+        self.dtype = options.dtype
+        self.in_bfloat16 = RUNS_IN_BFLOAT16 and self.dtype == "bfloat16" and quick_bfloat16(self.device)
         try:
             with patched(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
                 self.config = transformers.AutoConfig.from_pretrained(options.model)
@@ -55,6 +60,8 @@ class LayeredModel:
         self.base, self.prefix = decoder_of(self.model)
         text = self.config.get_text_config()
         self.layers, self.hidden = len(self.base.layers), int(text.hidden_size)
+        if self.in_bfloat16:
+            _to_bfloat16(self.base.layers)
         self.context = int(getattr(text, "max_position_embeddings", 2048))
         self.arch = checkpoint.model.arch
         self.weights = _Weights(checkpoint.files)
@@ -98,7 +105,8 @@ class LayeredModel:
                 embedding.weight[torch.from_numpy(rows[0])] = torch.from_numpy(rows[1]).to(self.device)
         self._make_buffers()
         keywords: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layers)]
-        target = None if done else activations(folder, 0, (*windows.shape, self.hidden), "w+", partial=True)
+        shape = (*windows.shape, self.hidden)
+        target = None if done else activations(folder, 0, shape, "w+", self.dtype, partial=True)
         first: list[torch.Tensor] = []
 
         def catch(number: int) -> Any:
@@ -129,12 +137,12 @@ class LayeredModel:
             layer.forward = forward
         if target is not None:
             target.flush()
-            activation_path(folder, 0, partial=True).replace(activation_path(folder, 0))
+            activation_path(folder, 0, self.dtype, partial=True).replace(activation_path(folder, 0, self.dtype))
         embedding.to("meta")
         return keywords
 
     def load(self, number: int) -> torch.nn.Module:
-        """One layer with its weights, in float32 on the device."""
+        """One layer with its weights on the device: in float32, or its matrices in bfloat16."""
         layer = self.base.layers[number]
         layer.to_empty(device=self.device)
         self._fill(layer, f"{self.prefix}.{number}")
@@ -148,9 +156,29 @@ class LayeredModel:
         """Run a layer on float32 (windows, context, hidden)."""
         import torch
 
-        with torch.inference_mode():
+        with torch.inference_mode(), self.products():
             out = layer(torch.from_numpy(np.array(hidden)).to(self.device), **keywords)
-        return (out[0] if isinstance(out, tuple) else out).cpu().numpy()
+        return (out[0] if isinstance(out, tuple) else out).float().cpu().numpy()
+
+    def products(self, *, quick: bool = True) -> AbstractContextManager[object]:
+        """A context in which products are in bfloat16 where the model runs in it; the residual stream stays in float32.
+
+        Args:
+            quick: False within such a context for what is not of the model, such as sums over its activations.
+        """
+        import torch
+
+        if not self.in_bfloat16:
+            return nullcontext()
+        # The cache is for weights in float32, which there are none of.
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=quick, cache_enabled=False)
+
+    @property
+    def form(self) -> dict[str, str]:
+        """By name, what precision decides the result; empty for float32, of which earlier versions know nothing."""
+        if self.dtype == "float32":
+            return {}
+        return {"dtype": self.dtype, "products": "bfloat16" if self.in_bfloat16 else "float32"}
 
     @contextmanager
     def head(self, weights: np.ndarray | None = None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -172,6 +200,7 @@ class LayeredModel:
                     module.weight.copy_(torch.from_numpy(weights))
             else:
                 self._fill(module, names[embedding] if tied else names[module])
+        del weights  # as large as the matrix
         own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -205,6 +234,15 @@ class LayeredModel:
             buffers = [buffer for _, buffer in module.named_buffers()]
             if buffers and not list(module.parameters()) and all(buffer.is_meta for buffer in buffers):
                 setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
+
+
+def _to_bfloat16(layers: torch.nn.Module) -> None:
+    """Make the matrices of layers, which hold nothing yet, bfloat16; norms and biases are few numbers and stay."""
+    import torch
+
+    for parameter in layers.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def decoder_of(model: Any) -> tuple[Any, str]:
@@ -257,8 +295,33 @@ class _Weights:
             singles = [self._find(single) for expert in range(shape[0]) for single in stack.singles(expert)]
             if None not in singles:
                 return torch.cat([self._read(single) for single in singles if single]).reshape(shape)
+        raise self._absent(name)
+
+    def expert(self, name: str, number: int, shape: torch.Size) -> torch.Tensor:
+        """One matrix of a parameter that stacks those of the experts, (rows, columns), as :meth:`get` gives it.
+
+        Args:
+            name: of the parameter.
+            number: of the expert.
+            shape: of the matrix.
+
+        Raises:
+            UserError: it is not in the checkpoint.
+        """
+        import torch
+
+        if found := self._find(name):
+            with safe_open(self._files[found], framework="pt") as file:
+                return file.get_slice(found)[number]
+        if stack := experts.stack(name):
+            singles = [self._find(single) for single in stack.singles(number)]
+            if None not in singles:
+                return torch.cat([self._read(single) for single in singles if single]).reshape(shape)
+        raise self._absent(name)
+
+    def _absent(self, name: str) -> UserError:
         place = next(iter(self._files.values())).parent
-        raise UserError(place, "transformers wants this tensor, and the checkpoint has none of it", "update it", name)
+        return UserError(place, "transformers wants this tensor, and the checkpoint has none of it", "update it", name)
 
     def _find(self, name: str) -> str | None:
         """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""

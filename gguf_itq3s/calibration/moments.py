@@ -7,28 +7,54 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..codec.transform import BLOCK, hadamard_matrix
+from ..codec.transform import hadamard_matrix, rotation_block
+from ..distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Activations (..., n) as float32 (tokens, n / 256, 256), each block through the Walsh-Hadamard transform."""
-    return rotate(x.reshape(-1, x.shape[-1]).float()).reshape(-1, x.shape[-1] // BLOCK, BLOCK)
+    """Activations (..., n) as float32 (tokens, n / b, b), each block through the Walsh-Hadamard transform; b is
+    :func:`gguf_itq3s.codec.transform.rotation_block`."""
+    return rotate(x.reshape(-1, x.shape[-1]).float()).reshape(-1, *_blocks(x.shape[-1]))
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """The Walsh-Hadamard transform of every 256 elements of the last axis, in the precision of ``x``."""
+def rotate(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+    """The Walsh-Hadamard transform of every block of the last axis, in the precision of ``x``.
+
+    Args:
+        x: (..., n), whole blocks.
+        block: a power of two; None for that of rows of n columns.
+    """
     import torch
 
-    rows = x.reshape(-1, BLOCK)
-    return (rows @ torch.from_numpy(hadamard_matrix()).to(rows)).reshape(x.shape)
+    block = block or rotation_block(x.shape[-1])
+    rows = x.reshape(-1, block)
+    return (rows @ torch.from_numpy(hadamard_matrix(block)).to(rows)).reshape(x.shape)
 
 
-def rotate_both(moment: torch.Tensor) -> torch.Tensor:
-    """A second moment (n, n) or (n / 256, 256, 256) to the rotated basis, or back."""
-    return rotate(rotate(moment).mT.contiguous()).mT
+def rotate_both(moment: torch.Tensor, block: int | None = None) -> torch.Tensor:
+    """A second moment (n, n) or (n / b, b, b) to the rotated basis, or back; ``block`` as :func:`rotate` takes it."""
+    return rotate(rotate(moment, block).mT.contiguous(), block).mT
+
+
+def in_basis(moment: torch.Tensor, block: int) -> torch.Tensor:
+    """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in another basis."""
+    plain = rotate_both(moment)
+    if block == 1:
+        return plain
+    if plain.ndim == 3:
+        parts = plain.shape[1] // block
+        cut = plain.reshape(len(plain), parts, block, parts, block)
+        plain = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, block, block)
+    return rotate_both(plain, block)
+
+
+def _blocks(columns: int) -> tuple[int, int]:
+    """How many blocks rows are rotated in, and their length."""
+    block = rotation_block(columns)
+    return columns // block, block
 
 
 #: Rows of a sum that are computed at a time: a product in float32 beside it.
@@ -40,26 +66,38 @@ class Moment:
     """A running sum of products of rotated activations: of a second moment, or of two inputs.
 
     Attributes:
-        columns: n, a multiple of 256.
-        full: (n, n), or the diagonal blocks (n / 256, 256, 256).
+        columns: n, a multiple of 64.
+        full: (n, n), or the diagonal blocks (n / b, b, b).
         total: float64 sum of the outer products.
         tokens: how many.
+        symmetric: whether it is a second moment.
     """
 
     columns: int
     full: bool
     total: torch.Tensor | None = None
     tokens: int = 0
+    symmetric: bool = True
 
-    def add(self, right: torch.Tensor, left: torch.Tensor | None = None) -> None:
-        """Add ``left^T right`` of activations (tokens, n / 256, 256) that :func:`rotated` gave; left: right itself."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sum."""
+        count, block = _blocks(self.columns)
+        return (self.columns, self.columns) if self.full else (count, block, block)
+
+    def begun(self, device: torch.device) -> torch.Tensor:
+        """The sum, zeros where nothing was added yet."""
         import torch
 
-        shape = (self.columns, self.columns) if self.full else (self.columns // BLOCK, BLOCK, BLOCK)
         if self.total is None:
-            self.total = torch.zeros(shape, dtype=torch.float64, device=right.device)
+            self.total = torch.zeros(self.shape, dtype=torch.float64, device=device)
+        return self.total
+
+    def add(self, right: torch.Tensor, left: torch.Tensor | None = None) -> None:
+        """Add ``left^T right`` of activations (tokens, n / b, b) that :func:`rotated` gave; left: right itself."""
+        total = self.begun(right.device)
         if not self.full:
-            self.total += (right if left is None else left).permute(1, 2, 0) @ right.transpose(0, 1)
+            total += (right if left is None else left).permute(1, 2, 0) @ right.transpose(0, 1)
         else:
             flat = right.reshape(-1, self.columns)
             other = flat if left is None else left.reshape(-1, self.columns)
@@ -68,14 +106,30 @@ class Moment:
                 # A second moment is symmetric: what is left of the panel is above it.
                 first = start if left is None else 0
                 product = other[:, start:end].T @ flat[:, first:]
-                self.total[start:end, first:] += product
+                total[start:end, first:] += product
                 if left is None:
-                    self.total[end:, start:end] += product[:, end - start :].T
+                    total[end:, start:end] += product[:, end - start :].T
         self.tokens += right.shape[0]
+
+    def add_up(self, ranks: Ranks, tokens: float, device: torch.device, owner: int | None = None) -> None:
+        """Add up over all ranks.
+
+        Args:
+            ranks: those that have seen other tokens.
+            tokens: that all of them have seen.
+            device: of the sum, where nothing was added here.
+            owner: who gets it; None for all.
+        """
+        if tokens and not ranks.alone:
+            total = self.begun(device)
+            if self.full and self.symmetric:
+                ranks.add_symmetric(total, owner)
+            else:
+                ranks.add(total, owner=owner)
+        self.tokens = int(tokens)
 
     def mean(self) -> np.ndarray:
         """float32, the sum over the tokens; zeros where nothing was added."""
         if self.total is None:
-            shape = (self.columns, self.columns) if self.full else (self.columns // BLOCK, BLOCK, BLOCK)
-            return np.zeros(shape, dtype=np.float32)
+            return np.zeros(self.shape, dtype=np.float32)
         return (self.total / self.tokens).float().cpu().numpy()

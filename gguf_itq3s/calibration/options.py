@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from ..base.errors import UserError, positive
+from .activations import DTYPES
 
 FORMS: Final = ("full", "block")
 #: Widest input whose full Hessian is collected by default: in a folder of statistics, where each takes disk, and while
@@ -68,10 +69,12 @@ class CalibrationOptions(RunOptions):
     Attributes:
         hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         widest: input whose full Hessian is collected where ``hessian`` does not say.
+        dtype: what activations are kept in, one of :data:`gguf_itq3s.calibration.activations.DTYPES`.
     """
 
     hessian: str | None = None
     widest: int = FULL_COLUMNS
+    dtype: str = "float32"
 
     purpose = "calibrated"
 
@@ -107,3 +110,11 @@ def add_hessian_argument(parser: argparse._ActionsContainer, widest: int) -> Non
     parser.add_argument(
         "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {widest} columns, else block)"
     )
+
+
+def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
+    """``--dtype`` on a parser or a group of one."""
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default=CalibrationOptions.dtype,
+        help="what activations are kept in; bfloat16 halves their files (default: %(default)s)",
+    )  # fmt: skip

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TextIO
 
 import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
-from ..base.journal import save_arrays
+from ..base.journal import key_of, save_arrays
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
+from ..distributed.folders import keep_own, leave_own
+from ..distributed.joining import own_batch
+from ..distributed.ranks import ALONE, Ranks, of_all
 from ..rounding import hessian
-from . import ends
-from .activations import activation_path, activations
+from . import ends, expert_collector
+from .activations import Activations, activation_path, activations
 from .collector import Collector
 from .layers import LayeredModel
 from .options import CalibrationOptions
@@ -30,113 +34,184 @@ from .text import windows
 
 #: Folder for statistics that are being written.
 _PARTIAL: Final = "partial"
+#: In the folder of one of several processes.
+_ACTIVATIONS: Final = "activations"
 
 
 @quick_products()
-def calibrate(options: CalibrationOptions, out: Path) -> Manifest:
+def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = None, ranks: Ranks = ALONE) -> Manifest:
     """Run the model and write the statistics.
 
     Args:
         options: model and text.
         out: the folder to write.
+        messages: where progress goes; None for stderr.
+        ranks: the processes that share the text; the first of them writes.
 
     Returns:
-        The manifest of the finished folder.
+        The manifest of the finished folder; on a rank that does not write, without its entries.
 
     Raises:
         UserError: the model, the text or the folder cannot be used.
         KeyboardInterrupt: interrupted; the same call continues.
     """
-    check_output(out, (options.model, *options.text), folder=True)
+    if ranks.first:
+        check_output(out, (options.model, *options.text), folder=True)
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
     if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
     model = LayeredModel(options, checkpoint)
     inputs = windows(options, model.context)
+    if len(inputs) < ranks.size:
+        what = f"cannot be calibrated by {ranks.size} processes with {len(inputs)} windows of text"
+        raise of_all(UserError(options.model, what, "give more --tokens, or start fewer"))
     manifest = Manifest(
         model=model_hash(checkpoint.files),
         arch=checkpoint.model.arch,
         text=hashlib.sha256(inputs.tobytes()).hexdigest(),
         tokens=int(inputs.size),
-        options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto"},
+        options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto", **model.form},
     )
+    ranks.agree(
+        out, checkpoint=manifest.model, text=manifest.text,
+        options=repr((manifest.options, options.batch, options.widest)),
+    )  # fmt: skip
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if (out / MANIFEST).exists():
+        if ranks.first and (out / MANIFEST).exists():
             found = read_manifest(out)
             if not found.same_run(manifest):
                 what = "holds a calibration of another model, text or other options"
                 raise UserError(out, what, "choose another folder")
             manifest = found
-        if not manifest.complete:
-            _run(options, out, model, inputs, manifest)
+        if not ranks.tell(manifest.complete):
+            key = key_of(manifest.model, manifest.text, options.batch, model.form)
+            own = keep_own(out, key, ranks, "activations", (_ACTIVATIONS,))
+            own = own if ranks.alone else own / _ACTIVATIONS
+            _run(options, out, own, model, inputs, manifest, messages, ranks)
+        leave_own(out, ranks)
         # Also of runs that were killed, the last of them when it was done.
-        for path in out.glob("activations-*"):
+        for path in out.glob("activations-*") if ranks.first else ():
             path.unlink()
-        shutil.rmtree(out / _PARTIAL, ignore_errors=True)
+        if ranks.first:
+            shutil.rmtree(out / _PARTIAL, ignore_errors=True)
     except OSError as error:
         raise output_error(out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues from {out}") from None
-    if not manifest.entries:
-        what = "has no matrix with statistics: rows have to be a multiple of 256 long"
+    if ranks.first and not manifest.entries:
+        what = "has no matrix with statistics: rows have to be a multiple of 64 long"
         raise UserError(options.model, what, "convert it without a calibration")
     return manifest
 
 
-def _run(options: CalibrationOptions, out: Path, model: LayeredModel, inputs: np.ndarray, manifest: Manifest) -> None:
-    """All layers that are not done yet."""
+def _run(
+    options: CalibrationOptions, out: Path, own: Path, model: LayeredModel, text: np.ndarray, manifest: Manifest,
+    messages: TextIO | None, ranks: Ranks,
+) -> None:  # fmt: skip
+    """All layers that are not done yet; those are run again that another number of processes has done.
 
-    batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
-    done = _layers_done(out, manifest)
-    with tqdm(total=model.layers * len(batches), unit="batch", initial=done * len(batches)) as bar:
-        keywords = model.start(out, inputs, batches, done)
-        for number in range(done, model.layers):
+    Args:
+        options: of the run.
+        out: folder of the statistics.
+        own: folder of this rank's activations.
+        model: the model.
+        text: int64 (windows, context), of all ranks.
+        manifest: of what is done, on the first rank.
+        messages: where progress goes.
+        ranks: those that share the text.
+    """
+    inputs = text[ranks.part(len(text))]
+    batch = own_batch(options.batch, options.device)
+    batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+    done = ranks.tell(_layers_done(out, manifest))
+    begin = done if ranks.all(activation_path(own, done, model.dtype).exists()) else 0
+    with tqdm(total=model.layers * len(batches), unit="batch", initial=begin * len(batches), file=messages) as bar:
+        keywords = model.start(own, inputs, batches, begin)
+        for number in range(begin, model.layers):
             bar.set_postfix_str(f"layer {number}", refresh=False)
-            layer = model.load(number)
-            collector = Collector(model, number, layer, options)
-            source = activations(out, number, (*inputs.shape, model.hidden), "r")
-            target = activations(out, number + 1, (*inputs.shape, model.hidden), "w+", partial=True)
-            for batch in batches:
-                target[batch] = model.step(layer, source[batch], keywords[number][len(target[batch])])
-                bar.update()
-            collector.close()
-            file = f"layer-{number:04d}.safetensors"
-            statistics = collector.statistics()
-            flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
-            for key, value in statistics.items():
-                if not np.isfinite(value).all():
-                    what = f"gives inputs of layer {number} that are NaN or infinite"
-                    raise UserError(options.model, what, "repair the checkpoint or download it again", key)
-                # An expert may have seen no token; a matrix that all tokens pass cannot.
-                if key in flat and not key.endswith("]"):
-                    what = f"gives inputs of layer {number} that tell no column from another"
-                    raise UserError(options.model, what, "repair the checkpoint or download it again", key)
-            # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
-            partial = out / _PARTIAL
-            partial.mkdir(exist_ok=True)
-            save_arrays(statistics, out / file, partial)
+            shape = (*inputs.shape, model.hidden)
+            source = activations(own, number, shape, "r", model.dtype)
+            target = activations(own, number + 1, shape, "w+", model.dtype, partial=True)
+            # Several processes have the layer whole: their sums are not added up group by group.
+            large = expert_collector.find(model, number, options) if ranks.alone else None
+            if large is None:
+                collects = number >= done
+                parts = _collected(
+                    options, model, number, source, target, batches, keywords[number], bar.update, ranks, collects
+                )
+            else:
+                parts = expert_collector.collect(
+                    large, options, out / _PARTIAL / "experts", source, target, batches, keywords[number], bar.update
+                )
+            for file, statistics, entries in parts:
+                if number >= done and ranks.first:
+                    _keep(options, out, file, number, statistics, entries, manifest)
+            shutil.rmtree(out / _PARTIAL / "experts", ignore_errors=True)
             target.flush()
             del source, target
-            activation_path(out, number + 1, partial=True).replace(activation_path(out, number + 1))
-            for name, (key, tokens, norm) in collector.entries().items():
-                manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
-            if number + 1 == model.layers:
-                found = ends.collect(model, out, inputs, batches, full=options.full(model.hidden))
-                save_arrays(found, out / ends.ENDS, partial)
-            manifest.complete = number + 1 == model.layers
-            manifest.write(out)
-            activation_path(out, number).unlink()
-            model.unload(number)
+            activation_path(own, number + 1, model.dtype, partial=True).replace(
+                activation_path(own, number + 1, model.dtype)
+            )
+            if number >= done:
+                if number + 1 == model.layers:
+                    found = ends.collect(model, own, text, batches, full=options.full(model.hidden), ranks=ranks)
+                    if ranks.first:
+                        save_arrays(found, out / ends.ENDS, out / _PARTIAL)
+                manifest.complete = number + 1 == model.layers
+                if ranks.first:
+                    manifest.write(out)
+                ranks.meet()  # until then the inputs of the layer may be asked for again
+            activation_path(own, number, model.dtype).unlink()
+
+
+def _collected(
+    options: CalibrationOptions, model: LayeredModel, number: int, source: Activations, target: Activations,
+    batches: Sequence[slice], keywords: Mapping[int, dict[str, Any]], done: Callable[[], Any], ranks: Ranks,
+    collects: bool,
+) -> Iterator[expert_collector.Part]:  # fmt: skip
+    """Run a layer on all windows and take its statistics, as :func:`.expert_collector.collect` in one part."""
+    layer = model.load(number)
+    collector = Collector(model, number, layer, options) if collects else None
+    for batch in batches:
+        hidden = source[batch]
+        target[batch] = model.step(layer, hidden, keywords[len(hidden)])
+        done()
+    if collector is not None:
+        collector.close()
+        collector.add_up(ranks)
+        if ranks.first:
+            yield f"layer-{number:04d}.safetensors", collector.statistics(), collector.entries()
+    model.unload(number)
+
+
+def _keep(
+    options: CalibrationOptions, out: Path, file: str, number: int, statistics: dict[str, np.ndarray],
+    entries: Mapping[str, tuple[str, int, str | None]], manifest: Manifest,
+) -> None:  # fmt: skip
+    """Write statistics of a layer, and note them."""
+    flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
+    for key, value in statistics.items():
+        if not np.isfinite(value).all():
+            what = f"gives inputs of layer {number} that are NaN or infinite"
+            raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+        # An expert may have seen no token; a matrix that all tokens pass cannot.
+        if key in flat and not key.endswith("]"):
+            what = f"gives inputs of layer {number} that tell no column from another"
+            raise UserError(options.model, what, "repair the checkpoint or download it again", key)
+    # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
+    partial = out / _PARTIAL
+    partial.mkdir(exist_ok=True)
+    save_arrays(statistics, out / file, partial)
+    for name, (key, tokens, norm) in entries.items():
+        manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
 
 
 def _layers_done(folder: Path, manifest: Manifest) -> int:
-    """How many layers are finished, with the activations behind the last one at hand."""
+    """How many layers are finished."""
     files = {entry.file for entry in manifest.entries.values()}
     done = 0
     while f"layer-{done:04d}.safetensors" in files and (folder / f"layer-{done:04d}.safetensors").exists():
         done += 1
-    while done and not activation_path(folder, done).exists():
-        done -= 1
     return done

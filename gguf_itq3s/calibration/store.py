@@ -38,7 +38,7 @@ class Entry:
 
     Attributes:
         file: safetensors file in the folder.
-        key: tensor in it, float32 (n, n) or (n / 256, 256, 256).
+        key: tensor in it, float32 (n, n) or (n / b, b, b) as in :mod:`gguf_itq3s.rounding.hessian`.
         tokens: how many inputs were seen.
         norm: GGUF name of the norm whose gain the statistics leave out, or None.
     """
@@ -226,7 +226,7 @@ class Calibration:
         """The rotated Hessian of a matrix's inputs, without the gain of :attr:`Entry.norm`.
 
         Returns:
-            float32 (n, n) or (n / 256, 256, 256); None where there is none, or an expert saw no token.
+            float32 (n, n) or (n / b, b, b); None where there is none, or an expert saw no token.
 
         Raises:
             UserError: a file is missing or damaged.
@@ -238,7 +238,7 @@ class Calibration:
         try:
             with safe_open(path, framework="numpy") as file:
                 found = np.asarray(file.get_tensor(entry.key))
-            hessian.columns_of(found)
+            hessian.check_form(found)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise UserError(path, f"cannot be read: {error}", "calibrate again", name) from error
         if not np.isfinite(found).all() or (np.diagonal(found, axis1=-2, axis2=-1) < 0).any():

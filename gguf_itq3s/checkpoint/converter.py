@@ -146,7 +146,8 @@ def collect(converter: Any) -> list[SourceTensor]:
         sources = tuple(read) or (tensors[-1].sources if tensors else ())
         read.clear()
         shape = tuple(int(n) for n in info.shape)
-        tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data)))
+        one = partial(_matrix, data)
+        tensors.append(SourceTensor(name, shape, info.dtype, sources, lambda: _parts(data), one))
 
     writer.add_tensor, converter.get_tensors = add_tensor, noted_tensors
     converter.prepare_tensors()
@@ -160,3 +161,8 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
         with patches.patched(None, reads=True):
             part = np.asarray(chunk())
         yield part
+
+
+def _matrix(data: Any, number: int) -> np.ndarray | None:
+    with patches.patched(None, reads=True):
+        return lazy.matrix(data, number)

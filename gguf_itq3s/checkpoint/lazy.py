@@ -6,11 +6,16 @@ tensor stay in memory together. Here a value lives only until its last use.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from gguf.lazy import LazyBase
+from gguf.utility import LocalTensor, LocalTensorRange
+
+#: Operations that do the same to each matrix of a stack, which is their first argument, by the ends of their names.
+_OF_EACH: Final = ("numpy.<locals>.<lambda>", "astype.<locals>.<lambda>", "to", "float", "contiguous")
 
 
 def evaluate(tensor: Any) -> np.ndarray:
@@ -25,11 +30,7 @@ def evaluate(tensor: Any) -> np.ndarray:
     Raises:
         RuntimeError: an operation gave another shape or type than it gave on the meta tensors.
     """
-    if not isinstance(tensor, LazyBase):
-        return np.asarray(tensor)
-    uses: Counter[int] = Counter()
-    _count_uses(tensor, uses)
-    return _Evaluation(uses).value(tensor)
+    return _value(tensor) if isinstance(tensor, LazyBase) else np.asarray(tensor)
 
 
 def _count_uses(node: LazyBase, uses: Counter[int]) -> None:
@@ -61,3 +62,58 @@ class _Evaluation:
         if self.uses[key]:
             self.kept[key] = result
         return result
+
+
+def matrix(tensor: Any, number: int) -> np.ndarray | None:
+    """One matrix of a lazy stack of matrices, without the others.
+
+    Args:
+        tensor: a ``gguf.LazyNumpyTensor`` with three axes.
+        number: of the matrix.
+
+    Returns:
+        The array; None where an operation is met of which it is not known that it leaves the matrices apart.
+    """
+    if not isinstance(tensor, LazyBase) or len(tensor._meta.shape) != 3:
+        return None
+    found = _part(tensor, number)
+    return None if found is None else np.asarray(found)
+
+
+def _part(node: LazyBase, number: int) -> Any:
+    """``value(node)[number]``, or None."""
+    if node._data is not None:
+        return node._data[number]
+    name, arguments = _name(node._func), node._args
+    assert node._func is not None
+    if name.endswith("stack") and node._kwargs == {"dim": 0} and isinstance(arguments[0], (list, tuple)):
+        return _value(arguments[0][number])
+    if name.endswith("from_local_tensor.<locals>.<lambda>"):
+        whole: LocalTensor = arguments[0]
+        size = whole.data_range.size // whole.shape[0]
+        here = LocalTensorRange(whole.data_range.filename, whole.data_range.offset + number * size, size)
+        return node._func(LocalTensor(whole.dtype, tuple(whole.shape[1:]), here))
+    if not arguments or not isinstance(arguments[0], LazyBase) or len(arguments[0]._meta.shape) != 3:
+        return None
+    same = any(f".{name}".endswith(f".{end}") for end in _OF_EACH) and arguments[0]._meta.shape == node._meta.shape
+    # An index that leaves the first axis alone: [..., rows, :].
+    index = arguments[1] if name.endswith("__getitem__") else None
+    cut = isinstance(index, tuple) and index[0] is ... and len(index) <= 3 and len(node._meta.shape) == 3
+    if not (same or cut):
+        return None
+    inner = _part(arguments[0], number)
+    return None if inner is None else node._func(inner, *arguments[1:], **node._kwargs)
+
+
+def _name(function: Any) -> str:
+    """What a function of a lazy tensor is called; of a method that the library has wrapped, the method's name."""
+    name = getattr(function, "__qualname__", "")
+    if name.endswith("__getattr__.<locals>.<lambda>"):
+        return str(inspect.getclosurevars(function).nonlocals.get("name", ""))
+    return str(name)
+
+
+def _value(node: LazyBase) -> Any:
+    uses: Counter[int] = Counter()
+    _count_uses(node, uses)
+    return _Evaluation(uses).value(node)

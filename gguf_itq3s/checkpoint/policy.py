@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from ..codec.family import FAMILY
 from ..codec.types import NUMPY_TYPES
 
-#: Types whose rows are 256 weights a block, and what takes their place where a row is not whole blocks.
+#: What takes the place of a type where a row is not whole blocks of it; that may have one in its place again.
 FALLBACKS: Final[Mapping[Type, Type]] = {
     **{qtype: row.fallback for qtype, row in FAMILY.items()},
     Type.TQ1_0: Type.Q8_0,
@@ -34,6 +34,9 @@ FALLBACKS: Final[Mapping[Type, Type]] = {
     Type.Q5_K: Type.Q5_1,
     Type.Q6_K: Type.Q8_0,
 }
+
+#: What takes the place of a trellis type: one in shorter blocks where they divide the row, or IQ4_NL at once.
+FALLBACK_KINDS: Final = ("trellis", "iq4_nl")
 
 #: Types that a tensor may be given by name: all that are written without an importance matrix.
 GIVEN_TYPES: Final = tuple(
@@ -246,12 +249,18 @@ def _mix_2_bits(name: str, model: Model) -> Type | None:
     return Type.Q5_K if "attn_output.weight" in name and model.experts == 8 else None
 
 
-def fit(wanted: Type, columns: int) -> Type:
-    """``wanted``, or the type that takes its place where a row is not whole blocks of it: blocks of 32, else F16."""
-    if columns % GGML_QUANT_SIZES[wanted][0] == 0:
-        return wanted
-    fallback = FALLBACKS.get(wanted, Type.F16)
-    return fallback if columns % GGML_QUANT_SIZES[fallback][0] == 0 else Type.F16
+def fit(wanted: Type, columns: int, fallback: str = FALLBACK_KINDS[0]) -> Type:
+    """``wanted``, or the first type of its chain of :data:`FALLBACKS` that a row is whole blocks of; in the end F16.
+
+    Args:
+        wanted: the type.
+        columns: row length.
+        fallback: one of :data:`FALLBACK_KINDS`; with the second, no trellis type takes the place of another.
+    """
+    found, passed_over = wanted, FAMILY if fallback != FALLBACK_KINDS[0] else ()
+    while columns % GGML_QUANT_SIZES[found][0] or (found != wanted and found in passed_over):
+        found = FALLBACKS.get(found, Type.F16)
+    return found
 
 
 def choose(
@@ -265,6 +274,7 @@ def choose(
     writable: frozenset[Type] | None = None,
     overrides: Overrides = Overrides(),
     mixed: Mapping[str, Type] | None = None,
+    fallback: str = FALLBACK_KINDS[0],
 ) -> Choice:
     """The type of one tensor.
 
@@ -279,17 +289,18 @@ def choose(
         writable: the types that can be written, None for all; others become Q8_0, but for those that are given.
         overrides: types that are given by name. As in llama-quantize they count for what may be quantized.
         mixed: the types of a mix by name (:func:`.stock.mixed_types`), None for that of :func:`mix`.
+        fallback: as :func:`fit` takes it.
     """
     if not may_quantize(name, shape, model.arch) or (overrides.leave_output and name == "output.weight"):
         return Choice(stored, stored)
     columns = shape[-1]
     given = overrides.given(name, tied=model.tied, quantized=target != Type.F16, pure=pure)
     if given is not None and stored in _FLOATS:
-        return Choice(fit(given, columns), given)
+        return Choice(fit(given, columns, fallback), given)
     if target == Type.F16 or stored != Type.F16:
         return Choice(stored, stored)
     wanted = target if pure else mix(name, columns, target, model) if mixed is None else mixed[name]
-    chosen = fit(wanted, columns)
+    chosen = fit(wanted, columns, fallback)
     if writable is not None and chosen not in writable:
         chosen = fit(Type.Q8_0, columns)
     return Choice(chosen, wanted)

@@ -22,7 +22,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -181,8 +181,14 @@ class Rescaling:
                     raise UserError(folder, str(problem), remedy, tensor.label) from problem
                 start += len(part)
 
+        def matrix(tensor: SourceTensor, number: int) -> np.ndarray | None:
+            found = tensor.load_matrix(number)
+            return None if found is None else self.scale(tensor.name, found[None], number)[0]
+
         def of(tensor: SourceTensor) -> SourceTensor:
-            return replace(tensor, load=lambda: rescaled(tensor)) if self.touches(tensor.name) else tensor
+            if not self.touches(tensor.name):
+                return tensor
+            return replace(tensor, load=lambda: rescaled(tensor), load_matrix=partial(matrix, tensor))
 
         return [of(tensor) for tensor in tensors] if self else list(tensors)
 

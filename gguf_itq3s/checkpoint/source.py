@@ -42,6 +42,7 @@ class SourceTensor:
             out together, each has all of them.
         load: yields the tensor's parts in order, arrays whose leading axis runs over the tensor's; parts of a tensor
             that comes quantized are uint8.
+        load_matrix: one matrix of a stack, by its number, without the others; None where they come together only.
     """
 
     name: str
@@ -49,6 +50,7 @@ class SourceTensor:
     stored: Type
     sources: tuple[str, ...]
     load: Callable[[], Iterator[np.ndarray]] = field(repr=False)
+    load_matrix: Callable[[int], np.ndarray | None] = field(default=lambda _: None, repr=False)
 
     @property
     def label(self) -> str:
@@ -70,6 +72,11 @@ class SourceTensor:
         """All of it, float32."""
         parts = [np.asarray(part, dtype=np.float32) for part in self.load()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def matrix(self, number: int) -> np.ndarray | None:
+        """One matrix of a stack, float32; None where it cannot be had without the others."""
+        found = self.load_matrix(number)
+        return None if found is None else np.asarray(found, dtype=np.float32)
 
     def vector(self) -> np.ndarray:
         """All weights in one float32 vector, for norms."""

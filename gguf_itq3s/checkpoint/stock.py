@@ -22,6 +22,7 @@ from gguf import LlamaFileType
 from ..base.errors import UserError
 from ..codec import native
 from .loadable import hole
+from .policy import Choice
 from .source import Checkpoint
 
 #: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
@@ -86,6 +87,17 @@ class F16File:
         Raises:
             UserError: there is no built library, it cannot read the metadata, or there is a limit on the size of files.
         """
+        choices = self.choices(file_type, statistics=statistics, given=given, pruned=pruned)
+        return {name: choice.wanted for name, choice in choices.items()}
+
+    def choices(
+        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = (),
+        pruned: Sequence[int] = (),
+    ) -> dict[str, Choice]:  # fmt: skip
+        """The types that llama-quantize mixes, and those that it writes in rows that are not whole blocks of them.
+
+        Arguments and errors are those of :meth:`mixed_types`; a few types are not written without statistics.
+        """
         kind = file_type.name.removeprefix("MOSTLY_")
         base = native.library_path()
         tool = base.with_name(f"llama-quantize{'.exe' if base.suffix == '.dll' else ''}") if base else None
@@ -104,8 +116,9 @@ class F16File:
                     what = "there can be no file of its size in F16, which llama-quantize is asked about"
                     raise UserError(self.folder, what, "raise the limit on the size of files (ulimit -f)")
                 log = self._log_of([str(tool), "--dry-run", *words, path, kind, "1"])
-        types = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(log)}
-        return types | {name: Type[wanted.upper()] for name, wanted in _WANTED.findall(log)}
+        written = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(log)}
+        wanted = {name: Type[asked.upper()] for name, asked in _WANTED.findall(log)}
+        return {name: Choice(qtype, wanted.get(name, qtype)) for name, qtype in written.items()}
 
     def _log_of(self, command: Sequence[str]) -> str:
         """What llama-quantize says."""

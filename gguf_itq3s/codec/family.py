@@ -5,7 +5,7 @@ Importing this module makes ``GGUFWriter`` and ``GGUFReader`` of gguf-py know th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,7 @@ import gguf
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from .formats import ITQ2_S_FORMAT, ITQ3_S_FORMAT, Format
+from .formats import ITQ2_N_FORMAT, ITQ2_S_FORMAT, ITQ3_N_FORMAT, ITQ3_S_FORMAT, Format
 from .members import add_member
 
 
@@ -29,6 +29,7 @@ class TrellisType:
         follows: the file type whose mix llama-quantize makes.
         in_mix: types of that mix, and what takes their place.
         rotated: whether a block is the Walsh-Hadamard transform of its weights.
+        version: least ``itq3s.version`` of a file that holds it.
     """
 
     format: Format
@@ -38,6 +39,7 @@ class TrellisType:
     follows: LlamaFileType
     in_mix: Mapping[Type, Type]
     rotated: bool = True
+    version: int = 1
 
     @property
     def name(self) -> str:
@@ -57,21 +59,24 @@ class TrellisType:
 
 def _row(
     fmt: Format, number: int, follows: LlamaFileType, in_mix: Mapping[Type, Type] | None = None,
-    fallback: Type = Type.IQ4_NL,
+    fallback: Type = Type.IQ4_NL, version: int = 1,
 ) -> TrellisType:  # fmt: skip
     """A row, with its members in the enums of gguf-py."""
     qtype = add_member(gguf.GGMLQuantizationType, fmt.name, number)
     file_type = add_member(gguf.LlamaFileType, f"MOSTLY_{fmt.name}", number)
     gguf.GGML_QUANT_SIZES[qtype] = (fmt.block, fmt.block_bytes)
-    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {})
+    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {}, version=version)
 
 
-_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 500, LlamaFileType.MOSTLY_IQ3_S)
+# Rows that are no multiple of 256 are in blocks of 64 where these divide them, by the mix of the longer type.
+_ITQ3_N: Final = _row(ITQ3_N_FORMAT, 503, LlamaFileType.MOSTLY_IQ3_S, version=2)
+_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 500, LlamaFileType.MOSTLY_IQ3_S, fallback=_ITQ3_N.type)
 # What the mix of IQ2_XXS has at more bits is in Q2_K, and of its larger relatives in IQ3_S.
-_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 502, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type})
+_ITQ2_N: Final = _row(ITQ2_N_FORMAT, 504, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_N.type}, version=2)
+_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 502, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type}, _ITQ2_N.type)
 
 #: The types, the first the one that is taken where none is named.
-FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S)}
+FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ3_N, _ITQ2_N)}
 DEFAULT: Final = next(iter(FAMILY.values()))
 
 
@@ -92,6 +97,20 @@ def trellis_type(qtype: Type) -> TrellisType:
     return FAMILY[qtype]
 
 
+def file_version(types: Iterable[Type]) -> int:
+    """``itq3s.version`` of a file that holds tensors of these types; 0 where none is of the family."""
+    return max((FAMILY[qtype].version for qtype in types if qtype in FAMILY), default=0)
+
+
+#: The versions of files that are read.
+FILE_VERSIONS: Final = tuple(sorted({row.version for row in FAMILY.values()}))
+
+
 def is_rotated(qtype: Type) -> bool:
     """Whether blocks of a type are rotated, so that they are rounded with the Hessian of the rotated inputs."""
     return qtype in FAMILY and FAMILY[qtype].rotated
+
+
+def rotation(qtype: Type) -> int:
+    """How many weights of a row are rotated together in a type; 1 where none are."""
+    return FAMILY[qtype].format.block if is_rotated(qtype) else 1

@@ -132,9 +132,9 @@ class NativeLibrary:
         """The calibrated encoder alone; :func:`gguf_itq3s.rounding.ldlq.quantize` checks arguments and reads errors.
 
         Args:
-            weights: float32 (m, n), n a multiple of 256.
+            weights: float32 (m, n), whole blocks of the type, of b weights.
             qtype: a trellis type.
-            feedback: float32 (n, n), or (n / 256, 256, 256): unit upper triangular.
+            feedback: float32 (n, n), or (n / b, b, b): unit upper triangular.
             weight: float32 (n,), positive.
             segment: columns committed at a time.
             lookahead: columns searched past a segment before it is committed.

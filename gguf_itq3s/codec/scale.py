@@ -30,6 +30,22 @@ def block_rms(x: FloatArray) -> FloatArray:
     return np.sqrt(fold_sum(x * x) * np.float32(1.0 / x.shape[0]))
 
 
+def block_magnitude(x: FloatArray, fmt: Format) -> FloatArray:
+    """What start scales are taken from: the RMS of each column, or its largest magnitude, as the format says.
+
+    Args:
+        x: float32 (n, m) rotated weights.
+        fmt: the format.
+
+    Returns:
+        float32 (m,), 0 where the RMS is: squares that underflow leave a block to zero.
+    """
+    rms = block_rms(x)
+    if fmt.peak_in_levels is None:
+        return rms
+    return np.where(rms > 0, np.abs(x).max(axis=0), np.float32(0))
+
+
 def fit_scale(x: FloatArray, levels: FloatArray) -> npt.NDArray[np.float16]:
     """The least-squares scale d = 32 <x, L> / <L, L> of each column, rounded to float16.
 
@@ -59,15 +75,16 @@ def solve(x: FloatArray, effort: str, fmt: Format) -> tuple[IndexArray, IndexArr
     Raises:
         ValueError: unknown effort.
     """
-    starts = fmt.start_rms(effort)
-    rms = block_rms(x)
-    alive = rms > 0
-    safe_rms = np.where(alive, rms, np.float32(1))
+    starts = fmt.start_levels(effort)
+    magnitude = block_magnitude(x, fmt)
+    alive = magnitude > 0
+    safe_magnitude = np.where(alive, magnitude, np.float32(1))
     best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
     best_indices, best_selectors = np.empty(x.shape, dtype=np.uint8), np.empty(x.shape, dtype=np.uint8)
     best_d = np.empty(x.shape[1], dtype=np.float16)
-    for rms_in_levels in starts:
-        indices, selectors = search(np.multiply(x, rms_in_levels / safe_rms, dtype=np.float32), fmt.trellis, fmt.levels)
+    for magnitude_in_levels in starts:
+        scaled = np.multiply(x, magnitude_in_levels / safe_magnitude, dtype=np.float32)
+        indices, selectors = search(scaled, fmt.trellis, fmt.levels)
         levels = fmt.level_values[indices]
         d = fit_scale(x, levels)
         residual = x - levels * (d.astype(np.float32) * np.float32(1 / 32))

@@ -1,4 +1,4 @@
-"""The rotation: a fast Walsh-Hadamard transform (FWHT) over blocks of 256.
+"""The rotation: a fast Walsh-Hadamard transform (FWHT) over blocks of 256, or of 64.
 
 ``H`` is the normalised Walsh-Hadamard matrix in natural (Sylvester) order; it is symmetric and orthogonal, so it is
 its own inverse and ``dot(H v, x) == dot(v, H x)``. The arithmetic is float32 with one fixed order of operations
@@ -12,8 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 256
+#: Where 256 does not divide a row.
+SHORT_BLOCK = 64
 
 FloatArray = npt.NDArray[np.float32]
+
+
+def rotation_block(columns: int) -> int:
+    """The length of the blocks that rows of so many columns, and the statistics of their inputs, are rotated in.
+
+    It depends on the row length alone, so that statistics serve every type: 256 where that divides it, else 64, else 0
+    for rows that are not rotated.
+    """
+    return next((block for block in (BLOCK, SHORT_BLOCK) if columns and columns % block == 0), 0)
 
 
 def hadamard_matrix(n: int = BLOCK) -> npt.NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -10,14 +11,15 @@ from typing import Any, Final
 from .. import upstream
 from ..base import report
 from ..base.errors import positive
-from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_hessian_argument
+from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
 from ..calibration.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
+from ..checkpoint.policy import FALLBACK_KINDS
 from ..codec.family import FAMILY
 from ..codec.formats import CODECS
-from ..codec.native import processors
 from ..codec.ternary import SCALES
+from ..distributed.joining import joined, own_processors
 from .options import (
     EFFORTS,
     OUTTYPES,
@@ -32,7 +34,7 @@ from .options import (
     TypeOptions,
 )
 from .overrides import bits_per_weight, layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
-from .pipeline import Conversion, convert
+from .pipeline import Conversion, convert_together
 
 #: The trellis types, as help names them.
 _TRELLIS: Final = ", ".join(row.name for row in FAMILY.values())
@@ -128,6 +130,11 @@ def _add_types(group: argparse._ArgumentGroup) -> None:
         help="with PATTERN=TYPE, separated by spaces or line breaks",
     )  # fmt: skip
     group.add_argument("--leave-output-tensor", action="store_true", help="output.weight is not quantized")
+    group.add_argument(
+        "--fallback", choices=FALLBACK_KINDS, default=TypeOptions.fallback,
+        help="in rows that are no multiple of 256: trellis types in blocks of 64 where these divide the row, or IQ4_NL "
+        "(default: %(default)s)",
+    )  # fmt: skip
 
 
 def _add_encoder(group: argparse._ArgumentGroup) -> None:
@@ -169,7 +176,7 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--damping", type=float, metavar="X", help="of the Hessians, share of the mean diagonal")
     group.add_argument("--segment", type=int, metavar="N", help="columns the calibrated search commits at a time")
     group.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
-    group.add_argument("--threads", type=positive, default=processors(), metavar="N", help="default: %(default)s")
+    group.add_argument("--threads", type=positive, default=own_processors(), metavar="N", help="default: %(default)s")
     group.add_argument(
         "--native", action=argparse.BooleanOptionalAction, default=EncoderOptions.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
@@ -191,6 +198,7 @@ def _add_calibrate(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     add_run_arguments(group, CalibrationOptions)
     add_hessian_argument(group, FULL_COLUMNS_AT_ONCE)
+    add_dtype_argument(group)
 
 
 def _add_ternary(group: argparse._ArgumentGroup) -> None:
@@ -264,7 +272,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out and args.outfile:
         args.parser.error("argument --outfile: not allowed with out.gguf")
     started = time.monotonic()
-    done = convert(_options(args))
+    options = _options(args)
+    with joined(options.to.out or options.model, options.run.device, sys.stderr) as (ranks, messages):
+        done = convert_together(options, messages, ranks)
+    if done is None:
+        return 0
     print(describe(done))
     verb = "would write" if args.dry_run else "wrote"
     first, count = done.parts[0].path, len(done.parts)

@@ -18,7 +18,7 @@ from ..base.errors import UserError
 from ..checkpoint.channels import ROUTERS, Channels, Plan
 from ..checkpoint.rescaling import LARGEST, STEPS, Equalization
 from ..checkpoint.source import SourceTensor
-from ..codec.transform import BLOCK
+from ..codec.transform import SHORT_BLOCK, rotation_block
 from ..rounding import equalize as best
 from ..rounding.factors import Inputs
 
@@ -99,7 +99,7 @@ def neutral(plan: Plan, powers: Powers) -> Equalization:
     exponents = {
         source: np.zeros((max(1, channels.experts), channels.count), dtype=np.int8)
         for source, channels in plan.channels.items()
-        if channels.count * channels.repeats % BLOCK == 0 and _part(source) in powers
+        if rotation_block(channels.count * channels.repeats) and _part(source) in powers
     }
     return Equalization(plan.channels.values(), exponents)
 
@@ -109,8 +109,8 @@ def _exponents(
 ) -> tuple[npt.NDArray[np.int8], _Cost] | str:
     """Exponents (experts or 1, count) of some channels and what they gain, or why there are none."""
     columns = channels.count * channels.repeats
-    if columns % BLOCK:
-        return f"{columns} columns are not whole blocks of {BLOCK}"
+    if not rotation_block(columns):
+        return f"{columns} columns are not whole blocks of {SHORT_BLOCK}"
     experts = [*range(channels.experts)] if channels.experts else [None]
     known: list[Vector | None] = [np.ones(columns)] * len(experts)  # where their power is 0
     if inputs is not None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import gguf
 from gguf import GGMLQuantizationType as Type
@@ -14,14 +13,12 @@ from gguf import GGMLQuantizationType as Type
 from .. import __version__
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
 from ..checkpoint.source import Checkpoint, padded
-from ..codec.family import is_trellis
+from ..codec.family import file_version
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
 from .job import Job
 from .options import ConvertOptions, Destination
 from .types import file_type
-
-FORMAT_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ def header(job: Job) -> Head:
     if not options.plain and not options.request.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type(checkpoint, choices, options))
-    if any(is_trellis(choice.type) for choice in choices):
-        writer.add_uint32("itq3s.version", FORMAT_VERSION)
+    if version := file_version(choice.type for choice in choices):
+        writer.add_uint32("itq3s.version", version)
         writer.add_string("itq3s.codec", options.encoder.codec)
         writer.add_string("itq3s.effort", options.encoder.effort)
         calibrated = 1.0  # of what is quantized layer by layer, corrected then

@@ -10,6 +10,7 @@ from ..base.report import TensorRow
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
+from ..distributed.ranks import ALONE, Ranks
 from ..rounding.factors import HessianFactors, Statistics
 from . import overrides, prune, statistics, types
 from .encoder import encoder_of
@@ -26,6 +27,7 @@ class Job:
     Args:
         options: what and how.
         messages: where warnings and progress go.
+        ranks: the processes that calibrate together.
 
     Attributes:
         encoder: weights to bytes.
@@ -43,8 +45,8 @@ class Job:
         UserError: the checkpoint or the statistics cannot be used.
     """
 
-    def __init__(self, options: ConvertOptions, messages: TextIO) -> None:
-        self.options, self.messages = options, messages
+    def __init__(self, options: ConvertOptions, messages: TextIO, ranks: Ranks = ALONE) -> None:
+        self.options, self.messages, self.ranks = options, messages, ranks
         self.encoder = encoder_of(options, messages)
         read = open_checkpoint(
             options.model, model_name=options.model_name, verbose=options.verbose,

@@ -56,7 +56,7 @@ def choose_for_size(job: Job) -> None:
         key = header.fingerprint(head, any_size, job.checkpoint)
         job.plan = budget.choose_layerwise(there, _sequential(job), job.factors_of, job.work, key)
     job.choices = job.plan.choices
-    if job.options.to.dry_run and not kept:
+    if job.options.to.dry_run and not kept and job.ranks.first:
         shutil.rmtree(job.work, ignore_errors=True)
 
 
@@ -85,5 +85,5 @@ def _sequential(job: Job) -> Sequential:
     blocks = FisherBlocks(asked.fisher_block, asked.fisher_block) if asked.fisher_block else FisherBlocks()
     return Sequential(
         replace(job.options.run, widest=FULL_COLUMNS_AT_ONCE), source, job.options.encoder.damping,
-        blocks if asked.fisher else None, job.messages,
+        blocks if asked.fisher else None, job.messages, job.ranks,
     )  # fmt: skip

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from ..base import report
 from ..checkpoint import policy
+from ..checkpoint.policy import Choice
+from ..checkpoint.source import SourceTensor
 from ..codec import native
 from ..codec.family import is_trellis
+from ..codec.types import bits_per_weight
 from .job import Job
 
 
 def say_types(job: Job) -> None:
-    """One warning for the rows that are not whole blocks, one notice for types that need the built library."""
-    odd, unwritable = [], set()
-    writable = job.encoder.writable
+    """A line for the rows in trellis types of shorter blocks, one warning for other rows that are not whole blocks, one
+    notice for types that need the built library."""
+    odd, unwritable, short = [], set(), defaultdict[Type, list[tuple[SourceTensor, Choice]]](list)
+    writable, fallback = job.encoder.writable, job.options.fallback
     for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
-        fitted = policy.fit(choice.wanted, tensor.shape[-1])
-        if fitted != choice.wanted:
+        fitted = policy.fit(choice.wanted, tensor.shape[-1], fallback)
+        if fitted != choice.wanted and is_trellis(choice.type):
+            short[choice.type].append((tensor, choice))
+        elif fitted != choice.wanted:
             odd.append(f"  {tensor.name}: {tensor.shape[-1]} columns, {choice.wanted.name} -> {choice.type.name}")
         if writable is not None and fitted not in writable and fitted != choice.type:
             unwritable.add(f"{fitted.name} -> {choice.type.name}")
+    for qtype, found in short.items():
+        print(_short(qtype, found), file=job.messages)
     if odd:
         what = f"rows of {len(odd)} tensors are not whole blocks, another type is used"
         print("\n".join([f"warning: {what}:", *odd]), file=job.messages)
     if unwritable:
         changes = ", ".join(sorted(unwritable))
         print(f"note: without the built library: {changes}; {native.build_command()} adds it", file=job.messages)
+
+
+def _short(qtype: Type, found: Sequence[tuple[SourceTensor, Choice]]) -> str:
+    """What it is worth that some tensors are in a trellis type of shorter blocks."""
+    instead = policy.fit(found[0][1].wanted, found[0][0].shape[-1], policy.FALLBACK_KINDS[1])
+    saved = sum(tensor.bytes_in(instead) - tensor.bytes_in(qtype) for tensor, _ in found)
+    longer = max(GGML_QUANT_SIZES[choice.wanted][0] for _, choice in found)
+    return (
+        f"{len(found)} matrices whose rows are no multiple of {longer} are in {qtype.name}: "
+        f"{bits_per_weight(qtype):g} bits a weight where {instead.name} has {bits_per_weight(instead):g}; "
+        f"{report.size(saved)} saved"
+    )
 
 
 def say_unknown(job: Job) -> None:

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from ..calibration.options import CalibrationOptions
-from ..checkpoint.policy import GIVEN_TYPES, Overrides
+from ..checkpoint.policy import FALLBACK_KINDS, GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
 from ..checkpoint.stock import STOCK_TYPES
 from ..codec import formats
@@ -79,6 +79,8 @@ class TypeOptions:
         output_tensor_type: the same for the output matrix.
         tensor_types: patterns of names and the type of what they match.
         leave_output_tensor: the output matrix stays as it would be in an F16 file.
+        fallback: what takes the place of a trellis type in rows that are not whole blocks, one of
+            :data:`gguf_itq3s.checkpoint.policy.FALLBACK_KINDS`.
     """
 
     outtype: str = DEFAULT.identifier
@@ -89,6 +91,7 @@ class TypeOptions:
     output_tensor_type: str | None = None
     tensor_types: tuple[tuple[str, str], ...] = ()
     leave_output_tensor: bool = False
+    fallback: str = FALLBACK_KINDS[0]
 
     @property
     def budgeted(self) -> bool:
@@ -252,6 +255,8 @@ class ConvertOptions:
         """By name, all that decides the bytes of the file."""
         parts = (getattr(self, name) for name in _PARTS)
         values = {part.name: getattr(owner, part.name) for owner in (self, *parts) for part in fields(owner)}
+        if values["dtype"] == CalibrationOptions.dtype:
+            del values["dtype"]  # so that what earlier versions began can go on
         return {name: str(value) for name, value in values.items() if name not in {*_NEUTRAL, *_PARTS}}
 
     @property
@@ -280,6 +285,11 @@ class ConvertOptions:
     def trellis(self) -> bool:
         """Whether the type of the file is trellis-coded."""
         return self.types.outtype in TRELLIS_OUTTYPES
+
+    @property
+    def fallback(self) -> str:
+        """What takes the place of a trellis type in rows that are not whole blocks: short blocks have one codec."""
+        return self.types.fallback if self.encoder.codec == formats.CODECS[0] else FALLBACK_KINDS[1]
 
     @property
     def stock(self) -> LlamaFileType | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
+from ..base.errors import UserError
 from ..base.report import TensorRow
+from ..distributed.ranks import ALONE, Ranks, of_all
 from . import checks, header, notes
 from .job import Job
 from .options import ConvertOptions
@@ -50,12 +53,37 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
         What was written.
 
     Raises:
+        UserError: as :func:`convert_together`.
+        KeyboardInterrupt: as there.
+    """
+    done = convert_together(options, messages, ALONE)
+    assert done is not None
+    return done
+
+
+def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ranks) -> Conversion | None:
+    """Convert a checkpoint, with the processes that calibrate together.
+
+    Args:
+        options: what and how.
+        messages: where warnings and progress go; None for stderr.
+        ranks: the processes that calibrate together; the first of them writes the file.
+
+    Returns:
+        What was written; None of a process that writes nothing.
+
+    Raises:
         UserError: the checkpoint cannot be read or the file cannot be written; nothing is left under its name.
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
-    checks.check(options)
-    job = Job(options, messages or sys.stderr)
     dry, calibrate = options.to.dry_run, options.layerwise.calibrate
+    if not ranks.alone and not calibrate:
+        what = f"is converted by one process, and {ranks.size} were started"
+        raise of_all(UserError(options.model, what, "leave torchrun out, or quantize it with --calibrate"))
+    if ranks.first:
+        checks.check(options)
+    ranks.agree(options.model, options=json.dumps(options.deciding(), sort_keys=True))
+    job = Job(options, messages or sys.stderr, ranks)
     if calibrate or options.types.budgeted:
         from . import layers  # torch runs the model
     if options.types.budgeted:
@@ -65,6 +93,10 @@ def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversi
     if calibrate:
         layers.check_architecture(job)
     head = header.header(job)
+    if not ranks.first:
+        if not dry:
+            layers.quantize(job, head)
+        return None
     rows = job.rows()
     parts = parts_of(job.out, head, [row.bytes for row in rows])
     for part in parts:

@@ -13,9 +13,8 @@ from ..base.errors import UserError
 from ..base.report import TensorRow
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import SourceTensor
-from ..codec.family import is_rotated
-from ..codec.transform import BLOCK
-from ..rounding.encode import CALIBRATED_TYPES, SquaredError
+from ..codec.family import rotation
+from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
 from .job import Job
 from .output import Output
@@ -101,8 +100,8 @@ class TensorWriter:
     def _factor(self, tensor: SourceTensor, choice: Choice, number: int) -> Factor | None:
         """The factor of one matrix of a stack, None where nothing is known."""
         factors = self._job.factors
-        if factors is None or choice.type not in CALIBRATED_TYPES or tensor.shape[-1] % BLOCK:
+        if factors is None or not takes_hessian(choice.type, tensor.shape[-1]):
             return None
         if not factors.source.known(tensor.name):
             return None
-        return factors.factor(tensor.name, tensor.shape, number, rotated=is_rotated(choice.type))
+        return factors.factor(tensor.name, tensor.shape, number, block=rotation(choice.type))

@@ -63,6 +63,7 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, st
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
             pure=options.types.pure, writable=encoder.writable, overrides=given, mixed=mixed,
+            fallback=options.fallback,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip

@@ -16,26 +16,27 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..codec import blocks, native, ternary
-from ..codec.family import FAMILY, TrellisType
+from ..codec.family import FAMILY
 from ..codec.transform import BLOCK, FloatArray
+from ..torch.decode import layout_for
 
 #: Latent weights (rows, n) -> what their code decodes to, both float32.
 Encode = Callable[[FloatArray], FloatArray]
 
 
 def encoder(qtype: Type, effort: str, threads: int) -> Encode:
-    """What a matrix is after it was written in a type.
+    """What a matrix is after it was written in a type, or in that of shorter blocks which its rows ask for.
 
     Args:
         qtype: trellis-coded, or TQ2_0 (the scale of a block that has the least error).
         effort: of trellis types.
         threads: of the C library.
     """
-    row = FAMILY.get(qtype)
-    return _tq2_0 if row is None else partial(_trellis, row=row, effort=effort, threads=threads)
+    return partial(_trellis, qtype=qtype, effort=effort, threads=threads) if qtype in FAMILY else _tq2_0
 
 
-def _trellis(weights: FloatArray, row: TrellisType, effort: str, threads: int) -> FloatArray:
+def _trellis(weights: FloatArray, qtype: Type, effort: str, threads: int) -> FloatArray:
+    row = FAMILY[layout_for(qtype, weights.shape[-1]).qtype]
     data = native.quantize(weights, qtype=row.type, effort=effort, threads=threads)
     return blocks.dequantize(data, weights.shape, row.format)
 
@@ -49,15 +50,15 @@ class Coded(torch.nn.Module):
 
     Attributes:
         offset: what the code differs from the latent weight by, as of the last encoding, float32 (..., rows, n).
-        factor: learned factors of the scales, float32 (..., rows, n / 256).
+        factor: learned factors of the scales, float32 (..., rows, n / block).
     """
 
     offset: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, block: int = BLOCK) -> None:
         super().__init__()
         self.register_buffer("offset", torch.zeros_like(weight), persistent=False)
-        self.factor = torch.nn.Parameter(weight.new_ones(*weight.shape[:-1], weight.shape[-1] // BLOCK))
+        self.factor = torch.nn.Parameter(weight.new_ones(*weight.shape[:-1], weight.shape[-1] // block))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return scaled(weight + self.offset, self.factor)
@@ -69,8 +70,8 @@ class Coded(torch.nn.Module):
 
 
 def scaled(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Blocks (..., rows, n) times the factors of their scales (..., rows, n / 256)."""
-    return (code.unflatten(-1, (-1, BLOCK)) * factor[..., None]).flatten(-2)
+    """Blocks (..., rows, n) times the factors of their scales (..., rows, n / block)."""
+    return (code.unflatten(-1, (factor.shape[-1], -1)) * factor[..., None]).flatten(-2)
 
 
 def codes_of(weight: torch.Tensor, encode: Encode) -> torch.Tensor:
@@ -96,11 +97,13 @@ class CodedMatrix:
         parameter: its weight's name in the layer.
     """
 
-    def __init__(self, name: str, layer: torch.nn.Module, parameter: str = "weight") -> None:
+    def __init__(
+        self, name: str, layer: torch.nn.Module, parameter: str = "weight", block: int = BLOCK
+    ) -> None:  # fmt: skip
         self.name, self.layer, self.parameter = name, layer, parameter
         weight = getattr(layer, parameter)
         weight.requires_grad_(True)
-        torch.nn.utils.parametrize.register_parametrization(layer, parameter, Coded(weight.detach()))
+        torch.nn.utils.parametrize.register_parametrization(layer, parameter, Coded(weight.detach(), block))
 
     @property
     def _list(self) -> Any:

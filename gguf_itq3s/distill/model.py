@@ -21,6 +21,7 @@ from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..inspect.file import GGUFFile, open_gguf, rescaling_of, shape_of
+from ..torch import decode
 from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group
 from .options import TYPES, DistillOptions
@@ -131,11 +132,17 @@ class Student:
         for name, place in found.items():
             if name in codes:
                 place.weight.data.copy_(codes[name])
-            self.matrices[name] = CodedMatrix(name, place.module, place.parameter)
+            block = self._coded_as(place.weight.shape[-1]).block
+            self.matrices[name] = CodedMatrix(name, place.module, place.parameter, block)
         self._coded = found
         if not self.matrices:
             what = f"has no matrix that would be {options.type.upper()}"
-            raise UserError(options.model, what, "rows have to be a multiple of 256 long")
+            least = decode.layout_for(TYPES[options.type], 1).block
+            raise UserError(options.model, what, f"rows have to be a multiple of {least} long")
+
+    def _coded_as(self, columns: int) -> decode.Layout:
+        """What rows of so many weights are coded as."""
+        return decode.layout_for(TYPES[self.options.type], columns)
 
     def _place(self, reader: Reader, layer: torch.nn.Module, prefix: str) -> Place:
         """The parameter that holds a matrix; noted for each of its names."""
@@ -155,7 +162,7 @@ class Student:
         for name in place.names:
             tensor = self._tensors[name]
             chosen = policy.choose(tensor.name, tensor.shape, tensor.stored, qtype, self.checkpoint.model).type
-            if chosen != qtype:
+            if chosen != self._coded_as(tensor.shape[-1]).qtype:
                 return f"{chosen.name} in the converter's mix"
         tensor = self._tensors[reader.name]
         if reader.expert is None and len(tensor.sources) != 1:
@@ -231,9 +238,9 @@ class Student:
 
     def _start(self, path: Path, here: Mapping[str, Any], name: str, place: Place, rows: torch.Tensor) -> torch.Tensor:
         """The weights of a tensor in the file to start from."""
-        qtype = TYPES[self.options.type]
         tensor, source = here.get(name), self._tensors[name]
-        remedy = f"give a file of this model in {qtype.name}, written by convert-hf-to-itq3s"
+        qtype = self._coded_as(source.shape[-1]).qtype
+        remedy = f"give a file of this model in {self.options.type.upper()}, written by convert-hf-to-itq3s"
         if tensor is None or tensor.tensor_type != qtype or shape_of(tensor) != source.shape:
             raise UserError(path, f"is not a {qtype.name} matrix of this model's shape", remedy, name)
         decoded = gguf.quants.dequantize(tensor.data, qtype).reshape(source.shape)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from ..codec.family import DEFAULT, FAMILY, TrellisType
+from ..codec.transform import BLOCK
 
 Maker = Literal["none", "llama-quantize", "ggml", "package"]
 
@@ -47,6 +48,10 @@ class Row:
         return self.imatrix or self.calibrated or self.sequential
 
 
+#: The trellis types of a model whose rows are multiples of 256, and those that other rows ask for besides.
+_LONG: Final = tuple(row for row in FAMILY.values() if row.format.block == BLOCK)
+_SHORT: Final = tuple(row for row in FAMILY.values() if row.format.block != BLOCK)
+
 #: Types of llama-quantize: name, name of the ``--pure`` row (None: same as another's), whether it takes a matrix.
 _TYPES: Final = (
     ("Q8_0", "Q8_0", False),
@@ -58,7 +63,7 @@ _TYPES: Final = (
     ("IQ3_XXS", "IQ3_XXS", True),
     ("Q2_K", "Q2_K", True),
     ("IQ2_XXS", "IQ2_XXS", True),
-    *((row.name, row.name, True) for row in FAMILY.values()),
+    *((row.name, row.name, True) for row in _LONG),
 )
 
 #: llama-quantize refuses them without an importance matrix: the mix of IQ3_XXS needs IQ2_S.
@@ -112,7 +117,7 @@ def _package_rows() -> list[Row]:
     """Rows of the converter; norms are folded where a row says so."""
     rows = []
     kinds: list[tuple[str, str, str, dict[str, Any]]] = []
-    for row in FAMILY.values():
+    for row in _LONG:
         mark, named = _named(row)
         kinds += [
             (f"convert{mark}", row.name, "mix, folded", {**named, "fold_norms": True}),
@@ -200,8 +205,13 @@ def _our_row(row: TrellisType, way: str, how: str, **options: Any) -> Row:
     return _by_package(row.identifier + f"-{way}" * bool(way), row.name, f"layers, {how}", **options)
 
 
-def layer_rows() -> list[Row]:
-    """Of a real model: the matrices of the layers in one type, embedding and output in F16."""
+def layer_rows(*, short: bool = False) -> list[Row]:
+    """Of a real model: the matrices of the layers in one type, embedding and output in F16.
+
+    Args:
+        short: with the types in shorter blocks, and what llama-quantize takes in their place, for a model with rows
+            that are no multiple of 256.
+    """
     plain = {"fold_norms": False, "equalize": False}
     ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("", "no data", {"fold_norms": False}),
@@ -216,17 +226,22 @@ def layer_rows() -> list[Row]:
     # What equalization and folding are worth is shown of one type.
     rows = [
         _our_row(row, way, how, **options)
-        for row in FAMILY.values()
+        for row in (*_LONG, *_SHORT * short)
         for way, how, options in ways
         if row is DEFAULT or way in ("", "imatrix", "calibrate", "fisher")
     ]
     for qtype in ("Q3_K", "IQ3_S", "IQ3_XXS"):
         rows += [_upstream_row(qtype, imatrix=imatrix) for imatrix in (False, True)]
-    return [*rows, *(_upstream_row(qtype, imatrix=True) for qtype in ("IQ4_XS", "Q4_K", "Q2_K", "IQ2_XXS"))]
+    others = ("IQ4_XS", "Q4_K", "Q2_K", "IQ2_XXS", *("IQ4_NL",) * short)
+    return [*rows, *(_upstream_row(qtype, imatrix=True) for qtype in others)]
 
 
-def mix_rows() -> list[Row]:
-    """Of a real model: whole files as a user makes them, embedding and output quantized too."""
+def mix_rows(*, short: bool = False) -> list[Row]:
+    """Of a real model: whole files as a user makes them, embedding and output quantized too.
+
+    Args:
+        short: as of :func:`layer_rows`.
+    """
     sized = tuple(
         (
             f"bpw-{bits:g}",
@@ -241,11 +256,11 @@ def mix_rows() -> list[Row]:
         ("-calibrate", "mix, calibrated in sequence", {"sequential": True}),
         ("-fisher", "mix, calibrated in sequence, Fisher", {"sequential": True, "fisher": True}),
     )
-    theirs = ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q2_K", "IQ2_XXS")
+    theirs = ("IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q2_K", "IQ2_XXS", *("Q3_K_S", "IQ4_NL") * short)
     return [
         *(
             _by_package(f"mix-{row.identifier}{way}", row.name, how, **made, **_named(row)[1])
-            for row in FAMILY.values()
+            for row in (*_LONG, *_SHORT * short)
             for way, how, made in ways
         ),
         *(_by_package(f"mix-{key}", "mix", how, **made) for key, how, made in sized),

@@ -16,8 +16,10 @@ from gguf import Keys
 from ..base.errors import UserError
 from ..checkpoint import rescaling
 from ..checkpoint.rescaling import Rescaling
+from ..codec.family import FILE_VERSIONS, file_version
 
 _REMEDY: Final = "write or download it again"
+_VERSION: Final = "itq3s.version"
 _PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -45,10 +47,17 @@ def open_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file; any part of a split one stands for the whole.
 
     Raises:
-        UserError: there is no such file, it is not a complete GGUF file, or a part is missing or of another file.
+        UserError: there is no such file, it is not a complete GGUF file, a part is missing or of another file, or it is
+            of a version that is not known.
     """
     if not path.is_file():
         raise UserError(path, "no such file", "give a GGUF file")
+    file = _open(path)
+    _check_version(file)
+    return file
+
+
+def _open(path: Path) -> GGUFFile:
     reader = _read(path)
     count = _number(reader, Keys.Split.LLM_KV_SPLIT_COUNT, path)
     if count is None or count < 2:
@@ -79,6 +88,19 @@ def open_gguf(path: Path) -> GGUFFile:
                 raise UserError(part, "is in another part too", "take the parts of one file", tensor.name)
             seen.add(tensor.name)
     return GGUFFile(paths, readers[0].fields, tensors)
+
+
+def _check_version(file: GGUFFile) -> None:
+    """Refuse a file whose ``itq3s.version`` is not known, or is less than its tensors need; one without may be."""
+    path = file.paths[0]
+    if _VERSION not in file.fields:
+        return
+    version = contents_of(file, _VERSION)
+    if type(version) is not int or version not in FILE_VERSIONS:
+        known = " and ".join(map(str, FILE_VERSIONS))
+        raise UserError(path, f"has {_VERSION} {version!r:.40}, this program reads {known}", "take a newer one")
+    if names := sorted({t.tensor_type.name for t in file.tensors if file_version([t.tensor_type]) > version}):
+        raise UserError(path, f"has {_VERSION} {version}, which has no {' or '.join(names)}", _REMEDY)
 
 
 def contents_of(file: GGUFFile, key: str) -> object:

@@ -123,7 +123,10 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
     return {name: shapes[name] for name in names if name in shapes}
 
 
-def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool, mixed: Mapping[str, Type] | None = None) -> int:
+def weight_bytes(
+    checkpoint: Checkpoint, qtype: Type, *, pure: bool, mixed: Mapping[str, Type] | None = None,
+    fallback: str = policy.FALLBACK_KINDS[0],
+) -> int:  # fmt: skip
     """Bytes of all tensors with the matrices in a type, by the converter's own policy.
 
     Args:
@@ -131,12 +134,14 @@ def weight_bytes(checkpoint: Checkpoint, qtype: Type, *, pure: bool, mixed: Mapp
         qtype: type of the matrices.
         pure: the embedding and the output matrix are in that type too.
         mixed: as of :func:`gguf_itq3s.checkpoint.policy.choose`.
+        fallback: the same.
     """
     total = 0
     for tensor in checkpoint.tensors:
         choice = policy.choose(
-            tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure, mixed=mixed
-        )
+            tensor.name, tensor.shape, tensor.stored, qtype, checkpoint.model, pure=pure, mixed=mixed,
+            fallback=fallback,
+        )  # fmt: skip
         total += tensor.bytes_in(choice.type)
     return total
 
@@ -191,8 +196,9 @@ def compute_bytes(config: Mapping[str, Any]) -> int:
 
 
 def plan(
-    folder: Path, context: int, memory: int | None, *, outtypes: Sequence[str] = (), trust_remote_code: bool = False
-) -> dict[str, Any]:
+    folder: Path, context: int, memory: int | None, *, outtypes: Sequence[str] = (),
+    fallback: str = policy.FALLBACK_KINDS[0], trust_remote_code: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Sizes of everything.
 
     Args:
@@ -200,6 +206,7 @@ def plan(
         context: tokens of context.
         memory: bytes there are, or None.
         outtypes: the rows, of :data:`OUTTYPES`; empty for :data:`WEIGHT_TYPES`.
+        fallback: of trellis types, one of :data:`gguf_itq3s.checkpoint.policy.FALLBACK_KINDS`.
         trust_remote_code: Python code of the folder may run.
 
     Returns:
@@ -230,8 +237,8 @@ def plan(
         if file_type is not None:
             file = file or f16_file(checkpoint)
             mixed = file.mixed_types(file_type)
-        used = weight_bytes(checkpoint, qtype, pure=False, mixed=mixed)
-        pure = weight_bytes(checkpoint, qtype, pure=True)
+        used = weight_bytes(checkpoint, qtype, pure=False, mixed=mixed, fallback=fallback)
+        pure = weight_bytes(checkpoint, qtype, pure=True, fallback=fallback)
         types[name] = {"bytes": used, "pure_bytes": pure, "bits": 8 * used / weights}
     cache = {qtype.name: cache_bytes(layers, context, qtype) for qtype in CACHE_TYPES}
     result: dict[str, Any] = {
@@ -280,6 +287,10 @@ def add_parser(subparsers: Any) -> None:
         help=f"a row of the table instead of the usual ones, repeatable: {', '.join(OUTTYPES)}; the types of llama.cpp "
         "as llama-quantize mixes them, which needs the build",
     )  # fmt: skip
+    parser.add_argument(
+        "--fallback", choices=policy.FALLBACK_KINDS, default=policy.FALLBACK_KINDS[0],
+        help="of rows that are no multiple of 256, as convert takes it (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)
     scaling_plan.add_arguments(parser)
@@ -307,7 +318,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{option}", "asks the scaling law", "add --scaling")
     if args.model is None:
         raise UserError("MODEL", "is not given", "give a Hugging Face folder, or --scaling")
-    result = plan(args.model, args.ctx, args.vram, outtypes=args.outtypes, trust_remote_code=args.trust_remote_code)
+    result = plan(
+        args.model, args.ctx, args.vram, outtypes=args.outtypes, fallback=args.fallback,
+        trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
     print(json.dumps(result, indent=1) if args.json else text(result))
     return 0
 

@@ -4,6 +4,9 @@ The loss is the log-likelihood of labels sampled from the model's own prediction
 gradient is the Fisher information, the second derivative of the KL divergence from the model to a disturbed copy. The
 model runs forward once, the inputs of every layer going to disk, then backward layer by layer, each layer computed anew
 with gradients; one layer's weights are in memory at any time.
+
+Of several processes each runs its windows; the sums of a layer are added up, and the first one writes them. Labels are
+drawn for all windows in one order, so that they do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -20,18 +23,23 @@ from tqdm import tqdm
 
 from ..base.errors import UserError
 from ..base.journal import Journal, save_arrays
-from ..calibration.activations import activation_path, activations
+from ..calibration.activations import Activations, activation_path, activations
 from ..calibration.groups import Reader
 from ..calibration.layers import LayeredModel
 from ..calibration.moments import Moment, rotated
-from ..codec.transform import BLOCK
+from ..codec.transform import rotation_block
+from ..distributed.folders import keep_own, own_folder
+from ..distributed.joining import own_batch
+from ..distributed.ranks import ALONE, Ranks
 from ..rounding.target import DAMPING, decompose
 from ..torch import PackedExperts, stacked
-from .streams import Batches, split
+from .streams import Batches, Share, share, split
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
+#: In the folder, those of the inputs of layers.
+_GRADIENTS: Final = "gradients"
 #: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
 CHUNK: Final = 256
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
@@ -46,10 +54,16 @@ class OutputFisher:
         folder: where they are, or will be.
         block: rows of the blocks that are kept of a matrix with more rows than ``full``.
         full: most rows of a matrix that is kept whole.
+        ranks: those that have gradients of other windows.
     """
 
-    def __init__(self, folder: Path, *, full: int, block: int) -> None:
-        self.folder, self._full, self._block = folder, full, block
+    def __init__(self, folder: Path, *, full: int, block: int, ranks: Ranks = ALONE) -> None:
+        self.folder, self._full, self._block, self._ranks = folder, full, block, ranks
+
+    @property
+    def present(self) -> bool:
+        """Whether this process sees the files."""
+        return (self.folder / _OUTPUT).exists()
 
     def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
@@ -62,6 +76,24 @@ class OutputFisher:
             names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
             return [file.get_tensor(name) for name in names]
 
+    def shared_blocks(self, reader: Reader, number: int, owner: int | None) -> list[np.ndarray]:
+        """The same from the first rank, which has the files.
+
+        Args:
+            reader: the matrix.
+            number: of its layer.
+            owner: the rank that needs them, the others get none; None where all need them.
+        """
+        ranks = self._ranks
+        found = self.blocks(reader, number) if ranks.first else []
+        sizes = ranks.tell([len(block) for block in found])
+        if owner is None:
+            found = found or [np.empty((size, size), dtype=np.float32) for size in sizes]
+            for block in found:
+                ranks.send(0, block)
+            return found
+        return [ranks.hand(0, owner, block) for block in found or [np.empty((s, s), np.float32) for s in sizes]]
+
     def output(self) -> np.ndarray:
         """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""
         with safe_open(self.folder / _OUTPUT, framework="numpy") as file:
@@ -71,19 +103,19 @@ class OutputFisher:
         """Of the input of the first layer, the rotated Fisher matrix and the mean square of a value.
 
         Returns:
-            float32 (n, n) or (n / 256, 256, 256), and the mean square; None where n is no multiple of 256.
+            float32 (n, n) or (n / b, b, b), and the mean square; None where n is no multiple of 64.
         """
         if not (self.folder / _INPUT).exists():
             return None
         with safe_open(self.folder / _INPUT, framework="numpy") as file:
             return file.get_tensor("moment"), float(file.get_tensor("square")[0])
 
-    def collect(self, model: LayeredModel, windows: np.ndarray, batch: int, key: str, messages: TextIO) -> None:
+    def collect(self, model: LayeredModel, text: np.ndarray, batch: int, key: str, messages: TextIO) -> None:
         """Run the model forward and backward, unless that is done.
 
         Args:
             model: the model.
-            windows: int64 (windows, context).
+            text: int64 (windows, context), of all ranks.
             batch: windows at a time.
             key: of all that decides the result; what belongs to another is thrown away.
             messages: where progress goes.
@@ -92,54 +124,22 @@ class OutputFisher:
             OSError: the folder cannot be written.
             UserError: a gradient is not finite.
         """
-
+        ranks = self._ranks
         journal = Journal(self.folder / _JOURNAL, key)
-        records = journal.records()
-        if records is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-        journal.begin(len(records or ()))
         state = {"forward": 0, "left": model.layers, "few": 0, "experts": 0}
-        for record in records or ():
-            state.update(record)
+        if ranks.first:
+            records = journal.records()
+            if records is None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+            journal.begin(len(records or ()))
+            for record in records or ():
+                state.update(record)
+        key, state = ranks.tell((key, state))
+        keep_own(self.folder.parent, key, ranks, "gradients", (self.folder.name,))
         if not state["left"]:
             return
-        parts = split(len(windows), batch)
-        batches = parts.all
-        shape = (*windows.shape, model.hidden)
-
-        def done(**changes: int) -> None:
-            state.update(changes)
-            journal.note(changes)
-
-        keywords = model.start(self.folder, windows, batches, state["forward"])
-        total = 2 * model.layers + 1
-        with tqdm(total=total, unit=" layers", file=messages, desc="gradients", mininterval=0.5) as bar:
-            bar.update(state["forward"] + model.layers - state["left"])
-            for number in range(state["forward"], model.layers):
-                layer = model.load(number)
-                source = activations(self.folder, number, shape, "r")
-                target = activations(self.folder, number + 1, shape, "w+", partial=True)
-                for part in batches:
-                    target[part] = model.step(layer, source[part], keywords[number][len(source[part])])
-                self._keep(number + 1, target)
-                model.unload(number)
-                done(forward=number + 1)
-                bar.update()
-            if state["left"] == model.layers:
-                self._last(model, shape, batches)
-            bar.update()
-            for number in range(state["left"] - 1, -1, -1):
-                layer = model.load(number)
-                few, experts = self._backward(model, number, layer, shape, parts, keywords[number])
-                model.unload(number)
-                done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
-                (self.folder / "gradients" / activation_path(Path(), number + 1).name).unlink(missing_ok=True)
-                activation_path(self.folder, number).unlink()
-                bar.update()
-        activation_path(self.folder, model.layers).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "gradients", ignore_errors=True)
-        torch.cuda.empty_cache()
+        self._run(model, text, batch, state, journal, messages)
         if state["few"]:
             print(
                 f"note: {state['few']} of {state['experts']} matrices of experts saw fewer than {_PRIOR} tokens for "
@@ -148,19 +148,90 @@ class OutputFisher:
                 file=messages,
             )
 
-    def _keep(self, number: int, array: np.memmap, folder: Path | None = None) -> None:
+    def _run(
+        self, model: LayeredModel, text: np.ndarray, batch: int, state: dict[str, int], journal: Journal,
+        messages: TextIO,
+    ) -> None:  # fmt: skip
+        """Forward and backward, from where an earlier run has come to."""
+        ranks, folder = self._ranks, self._own()
+        (folder / _GRADIENTS).mkdir(parents=True, exist_ok=True)
+        own = share(len(text), own_batch(batch, model.device.type), ranks)
+        inputs, batches = text[own.numbers], own.batches.all
+        shape = (*inputs.shape, model.hidden)
+
+        def done(**changes: int) -> None:
+            ranks.meet()  # all have written what comes behind it
+            state.update(changes)
+            if ranks.first:
+                journal.note(changes)
+            ranks.meet()
+
+        there = self._has(folder, state, model.layers, model.dtype)
+        left = state["left"]  # layers below this one are to come
+        forward, backward = (state["forward"], left) if ranks.all(there) else (0, model.layers)
+        keywords = model.start(folder, inputs, batches, forward)
+        total = 2 * model.layers + 1
+        with tqdm(total=total, unit=" layers", file=messages, desc="gradients", mininterval=0.5) as bar:
+            bar.update(forward + model.layers - backward)
+            for number in range(forward, model.layers):
+                source = activations(folder, number, shape, "r", model.dtype)
+                target = activations(folder, number + 1, shape, "w+", model.dtype, partial=True)
+                self._forward(model, number, source, target, batches, keywords[number])
+                self._keep(number + 1, target, model.dtype, folder)
+                if number >= state["forward"]:
+                    done(forward=number + 1)
+                bar.update()
+            if backward == model.layers:
+                self._last(model, shape, own, _chances(text, batch))
+            bar.update()
+            for number in range(backward - 1, -1, -1):
+                few, experts = self._load_backward(
+                    model, number, shape, own.batches, keywords[number], again=number >= left
+                )
+                if number < left:
+                    done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
+                activation_path(folder / _GRADIENTS, number + 1, model.dtype).unlink(missing_ok=True)
+                activation_path(folder, number, model.dtype).unlink()
+                bar.update()
+        activation_path(folder, model.layers, model.dtype).unlink(missing_ok=True)
+        shutil.rmtree(folder / _GRADIENTS, ignore_errors=True)
+        torch.cuda.empty_cache()
+
+    def _own(self) -> Path:
+        """Where this rank has its activations and gradients."""
+        return self.folder if self._ranks.alone else own_folder(self.folder.parent, self._ranks) / self.folder.name
+
+    @staticmethod
+    def _has(folder: Path, state: dict[str, int], layers: int, dtype: str) -> bool:
+        """Whether a folder has the activations and gradients of a run that has come so far."""
+        forward, left = state["forward"], state["left"]
+        if not forward:
+            return True
+        if left < layers:
+            needed = [activation_path(folder, number, dtype) for number in range(left)]
+            needed.append(activation_path(folder / _GRADIENTS, left, dtype))
+        else:
+            needed = [activation_path(folder, number, dtype) for number in range(forward + 1)]
+        return all(path.exists() for path in needed)
+
+    def _keep(self, number: int, array: Activations, dtype: str, folder: Path) -> None:
         array.flush()
-        folder = folder or self.folder
-        activation_path(folder, number, partial=True).replace(activation_path(folder, number))
+        activation_path(folder, number, dtype, partial=True).replace(activation_path(folder, number, dtype))
 
-    def _last(self, model: LayeredModel, shape: tuple[int, ...], batches: Sequence[np.ndarray]) -> None:
-        """The gradient behind the last layer, with respect to the log-likelihood of sampled labels."""
+    def _last(self, model: LayeredModel, shape: tuple[int, ...], windows: Share, chances_of: torch.Tensor) -> None:
+        """The gradient behind the last layer, with respect to the log-likelihood of sampled labels.
 
-        folder = self.folder / "gradients"
-        folder.mkdir(exist_ok=True)
-        source = activations(self.folder, model.layers, shape, "r")
-        target = activations(folder, model.layers, shape, "w+", partial=True)
-        generator = torch.Generator().manual_seed(0)
+        Args:
+            model: the model.
+            shape: of the activations of this rank.
+            windows: those of this rank.
+            chances_of: float64 (windows, context) of the whole text, by which labels are drawn.
+        """
+
+        folder = self._own() / _GRADIENTS
+        source = activations(self._own(), model.layers, shape, "r", model.dtype)
+        target = activations(folder, model.layers, shape, "w+", model.dtype, partial=True)
+        own = chances_of[torch.from_numpy(windows.numbers)]
         squares: list[torch.Tensor] = []
 
         def watch(_: Any, __: Any, out: torch.Tensor) -> None:
@@ -168,9 +239,9 @@ class OutputFisher:
 
         with model.head() as head:
             handle = model.model.get_output_embeddings().register_forward_hook(watch)
-            for part in batches:
+            for part in windows.batches.all:
                 rows = torch.from_numpy(np.array(source[part])).flatten(0, 1)
-                chances = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+                chances = own[torch.from_numpy(part)].flatten()
                 gradients = []
                 # A vocabulary is wide: the logits of few tokens at a time, and what backpropagation keeps of them.
                 for hidden, chance in zip(rows.split(CHUNK), chances.split(CHUNK), strict=True):
@@ -181,10 +252,32 @@ class OutputFisher:
                     assert hidden.grad is not None
                     gradients.append(hidden.grad[0].cpu())
                     squares[:] = [sum(squares[1:], squares[0])]
-                target[part] = torch.cat(gradients).reshape(target[part].shape).numpy()
+                target[part] = torch.cat(gradients).reshape(len(part), *shape[1:]).numpy()
             handle.remove()
-        save_arrays({"diagonal": (squares[0] / (shape[0] * shape[1])).float().cpu().numpy()}, self.folder / _OUTPUT)
-        self._keep(model.layers, target, folder)
+        (tokens,) = self._ranks.numbers(shape[0] * shape[1])
+        self._ranks.add(squares[0], owner=0)
+        if self._ranks.first:
+            save_arrays({"diagonal": (squares[0] / tokens).float().cpu().numpy()}, self.folder / _OUTPUT)
+        self._keep(model.layers, target, model.dtype, folder)
+
+    def _forward(
+        self, model: LayeredModel, number: int, source: Activations, target: Activations,
+        batches: Sequence[np.ndarray], keywords: dict[int, dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """Run a layer on all windows."""
+        layer = model.load(number)
+        for part in batches:
+            target[part] = model.step(layer, source[part], keywords[len(part)])
+        model.unload(number)
+
+    def _load_backward(
+        self, model: LayeredModel, number: int, shape: tuple[int, ...], batches: Batches,
+        keywords: dict[int, dict[str, Any]], *, again: bool,
+    ) -> tuple[int, int]:  # fmt: skip
+        """:meth:`_backward` of a layer that is loaded for it."""
+        found = self._backward(model, number, model.load(number), shape, batches, keywords, again=again)
+        model.unload(number)
+        return found
 
     def _backward(
         self,
@@ -194,19 +287,32 @@ class OutputFisher:
         shape: tuple[int, ...],
         batches: Batches,
         keywords: dict[int, dict[str, Any]],
+        *,
+        again: bool = False,
     ) -> tuple[int, int]:
         """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another.
+
+        Args:
+            model: the model.
+            number: of the layer.
+            layer: with its weights.
+            shape: of the activations of this rank.
+            batches: its windows that run together.
+            keywords: batch size -> arguments of the layer.
+            again: the Fisher matrices are there already.
 
         Returns:
             Of experts, how many matrices saw too few tokens, and how many there are.
         """
 
-        folder = self.folder / "gradients"
-        source = activations(self.folder, number, shape, "r")
-        behind = activations(folder, number + 1, shape, "r")
-        target = activations(folder, number, shape, "w+", partial=True)
+        folder = self._own() / _GRADIENTS
+        source = activations(self._own(), number, shape, "r", model.dtype)
+        behind = activations(folder, number + 1, shape, "r", model.dtype)
+        target = activations(folder, number, shape, "w+", model.dtype, partial=True)
         sums = _Sums(self._full, self._block)
-        first = Moment(model.hidden, model.hidden <= self._full) if number == 0 and not model.hidden % BLOCK else None
+        first = (
+            Moment(model.hidden, model.hidden <= self._full) if number == 0 and rotation_block(model.hidden) else None
+        )
         square = 0.0
         tokens = 0
 
@@ -218,6 +324,8 @@ class OutputFisher:
             return hook
 
         readers = [reader for group in model.layout.groups(number, layer) for reader in group.readers]
+        if again:
+            readers, first = [], None
         handles = [
             layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry))
             for reader in readers
@@ -228,8 +336,9 @@ class OutputFisher:
             if place == len(batches.train):
                 sums.hold_out()
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
-            out = layer(hidden, **keywords[hidden.shape[0]])
-            out = out[0] if isinstance(out, tuple) else out
+            with model.products():
+                out = layer(hidden, **keywords[hidden.shape[0]])
+            out = (out[0] if isinstance(out, tuple) else out).float()
             out.backward(torch.from_numpy(np.array(behind[part])).to(model.device))
             assert hidden.grad is not None
             target[part] = hidden.grad.cpu().numpy()
@@ -241,19 +350,25 @@ class OutputFisher:
             handle.remove()
         for path, module in stacks.items():
             layer.set_submodule(path, module)
-        few, experts = sums.shrink(readers, tokens)
-        sums.draw_to_identity()
+        self._keep(number, target, model.dtype, folder)
+        if again:
+            return 0, 0
+        ranks = self._ranks
+        total_tokens, total_square = ranks.numbers(tokens, square)
+        if first is not None:
+            first.add_up(ranks, total_tokens, model.device, 0)
+            if ranks.first:
+                found = {"moment": first.mean(), "square": np.array([total_square / (total_tokens * model.hidden)])}
+                save_arrays(found, self.folder / _INPUT)
+        few, experts = sums.finish(readers, int(total_tokens), ranks)
         matrices = {}
-        for name, total in sums.means(tokens):
+        for name, total in sums.means(int(total_tokens)):
             matrices[name] = total
             if not np.isfinite(total).all():
                 what = "gives gradients that are NaN or infinite"
                 raise UserError(model.folder, what, "leave --fisher out", name.rpartition("/")[0])
-        if first is not None:
-            found = {"moment": first.mean(), "square": np.array([square / (tokens * model.hidden)])}
-            save_arrays(found, self.folder / _INPUT)
-        save_arrays(matrices, self.folder / _file(number))
-        self._keep(number, target, folder)
+        if ranks.first:
+            save_arrays(matrices, self.folder / _file(number))
         return few, experts
 
 
@@ -316,6 +431,50 @@ class _Sums:
                 total /= 1 + damping
         self._before = {}
 
+    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> tuple[int, int]:
+        """Add up over all ranks, and draw the matrices to what is known otherwise; only the first rank has them then.
+
+        Args:
+            readers: the matrices of the layer.
+            tokens: of all of them.
+            ranks: those that have other gradients.
+
+        Returns:
+            As :meth:`shrink`.
+        """
+        if not ranks.alone:
+            self._add_up(readers, ranks)
+        counts = self.shrink(readers, tokens) if ranks.first else (0, 0)
+        self.draw_to_identity()
+        return counts
+
+    def _add_up(self, readers: Sequence[Reader], ranks: Ranks) -> None:
+        """The totals on the first rank, with those before the held tokens; nothing is left on the others."""
+        entries = [reader.entry for reader in readers]
+        seen = ranks.numbers(*(self._tokens.get(entry, 0) for entry in entries))
+        held = not ranks.all(not self._before)
+        if held and not self._before:
+            self.hold_out()
+        for entry, count in zip(entries, seen, strict=True):
+            if not count:
+                continue
+            # Of an expert that no token of this rank came to, another knows the sizes.
+            known = np.zeros(ranks.size)
+            known[ranks.rank] = entry in self._totals
+            owner = int(np.argmax(ranks.numbers(*known)))
+            sizes = ranks.tell([len(part) for part in self._totals.get(entry, ())], owner)
+            # How far experts are trusted is decided without the tokens held out.
+            parts = (self._totals, self._before) if held and not entry.endswith("]") else (self._totals,)
+            for totals in parts:
+                own = totals.setdefault(entry, [torch.zeros((size, size), dtype=torch.float64) for size in sizes])
+                for part in own:
+                    ranks.add_symmetric(part, 0)
+                if not ranks.first:
+                    del totals[entry]
+            self._tokens[entry] = int(count)
+        if not ranks.first:
+            self._totals, self._before = {}, {}
+
     def add(self, entry: str, gradient: torch.Tensor) -> None:
         """Gradients (..., rows) at the outputs of a matrix."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
@@ -355,21 +514,34 @@ class _Sums:
                 blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
                 together = [sum(parts[1:], parts[0]) for parts in blocks]
             for entry in entries:
+                if together is None:
+                    few += self.draw_to_diagonal(entry)
+                    continue
                 count = self._tokens.get(entry, 0)
-                prior = _PRIOR * len(self._totals[seen[0]][0])
+                prior = _PRIOR * len(together[0])
                 few += count < prior
-                share = prior / (count + prior)
                 if count:
-                    for place, own in enumerate(self._totals[entry]):
-                        if together is None:
-                            other = own.diagonal().diag()
-                        else:
-                            other = together[place] * (own.trace() / together[place].trace().clamp(min=1e-300))
-                        own.lerp_(other, share)
-                elif together is not None:
+                    for own, every_one in zip(self._totals[entry], together, strict=True):
+                        other = every_one * (own.trace() / every_one.trace().clamp(min=1e-300))
+                        own.lerp_(other, prior / (count + prior))
+                else:
                     every = sum(self._tokens[other] for other in seen)
                     self._totals[entry] = [total / every for total in together]
         return few, len(stacked)
+
+    def of(self, entry: str) -> tuple[list[torch.Tensor], int]:
+        """The sums of a matrix, block by block, and of how many tokens they are; none and 0 where none came to it."""
+        return self._totals.get(entry, []), self._tokens.get(entry, 0)
+
+    def draw_to_diagonal(self, entry: str) -> bool:
+        """Draw the matrix of gate or up of an expert, as :meth:`shrink`; whether it saw so few tokens as are said."""
+        totals, count = self.of(entry)
+        if not count:
+            return True
+        prior = _PRIOR * len(totals[0])
+        for own in totals:
+            own.lerp_(own.diagonal().diag(), prior / (count + prior))
+        return count < prior
 
     def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
         """The sums over so many tokens, divided by them, by name; each is forgotten."""
@@ -418,6 +590,16 @@ def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _S
 def _add_halves(sums: _Sums, entries: Sequence[str], gradient: torch.Tensor) -> None:
     for entry, part in zip(entries, gradient.chunk(len(entries), dim=-1), strict=True):
         sums.add(entry, part)
+
+
+def _chances(text: np.ndarray, batch: int) -> torch.Tensor:
+    """Random numbers by which the labels of a text are drawn: float64 (windows, context), uniform in [0, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    result = torch.empty(text.shape, dtype=torch.float64)
+    for part in split(len(text), batch).all:  # in the order of a process alone
+        rows = torch.rand(len(part) * text.shape[1], generator=generator, dtype=torch.float64)
+        result[torch.from_numpy(part)] = rows.reshape(len(part), -1)
+    return result
 
 
 def _file(number: int) -> str:

@@ -1,4 +1,8 @@
-"""Matrices that are encoded: files in a folder of work, where an interrupted run goes on."""
+"""Matrices that are encoded: files in a folder of work, where an interrupted run goes on.
+
+Of several processes the first has these files. What each keeps for itself, its activations, is in a folder of its own
+below, on its machine: whose share of the windows that is follows from the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from safetensors import safe_open
 
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal, save_arrays
+from ..distributed.folders import is_own, keep_own, own_folder
+from ..distributed.ranks import Ranks
 from ..rounding.encode import SquaredError
 
 #: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
@@ -33,6 +39,8 @@ class Finished:
         files: matrix -> the file that holds it.
         unseen: the experts that no token came to.
         dampings: kind of matrix -> the damping that the last layer took.
+        layers: how many are finished.
+        writes: whether this process has the files.
     """
 
     folder: Path
@@ -41,6 +49,30 @@ class Finished:
     files: dict[str, Path] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     dampings: dict[str, float] = field(default_factory=dict)
+    layers: int = 0
+    writes: bool = True
+
+    @classmethod
+    def resume_together(cls, folder: Path, run: str, ranks: Ranks) -> Finished:
+        """As :meth:`resume`, on every rank; those that do not write know what is finished.
+
+        Args:
+            folder: of work.
+            run: key of the run.
+            ranks: who takes part.
+
+        Raises:
+            UserError: as :meth:`resume`.
+        """
+        finished = cls.resume(folder, run) if ranks.first else cls(folder, Journal(folder, run), writes=False)
+        if not ranks.alone:
+            known = ranks.tell((finished.layers, finished.dampings))
+            finished.layers, finished.dampings = known
+        try:
+            keep_own(folder, run, ranks, "streams", STREAMS)
+        except OSError as error:
+            raise output_error(own_folder(folder, ranks), error) from error
+        return finished
 
     @classmethod
     def resume(cls, folder: Path, run: str) -> Finished:
@@ -69,16 +101,12 @@ class Finished:
                 finished.errors[entry] = SquaredError(squared, energy)
             finished.unseen.update(line["unseen"])
             finished.dampings = line["dampings"]
+        finished.layers = kept
         try:
             finished.journal.begin(kept)  # also where all are kept: a kill may have torn a line behind them
         except OSError as error:
             raise output_error(folder, error) from error
         return finished
-
-    @property
-    def layers(self) -> int:
-        """How many are finished."""
-        return len(set(self.files.values()))
 
     def add(self, number: int, matrices: Mapping[str, np.ndarray]) -> None:
         """A layer is finished.
@@ -87,6 +115,9 @@ class Finished:
             number: of the layer.
             matrices: their bytes, uint8; errors, ``unseen`` and ``dampings`` are known.
         """
+        self.layers = number + 1
+        if not self.writes:
+            return
         path = self.folder / f"layer-{number:04d}.safetensors"
         save_arrays(dict(matrices), path)
         errors = {entry: (self.errors[entry].error, self.errors[entry].energy) for entry in matrices}
@@ -97,6 +128,11 @@ class Finished:
             }
         )  # fmt: skip
         self.files |= dict.fromkeys(matrices, path)
+
+    def matrix(self, entry: str) -> np.ndarray:
+        """The bytes of a matrix, uint8."""
+        with safe_open(self.files[entry], framework="numpy") as file:
+            return np.asarray(file.get_tensor(entry))
 
     def known(self, name: str) -> bool:
         """Whether a tensor is among them."""
@@ -110,8 +146,7 @@ class Finished:
     def pieces(self, name: str) -> Iterator[tuple[np.ndarray, SquaredError]]:
         """The bytes of a tensor, matrix after matrix, with the error of each."""
         for entry in self._entries(name):
-            with safe_open(self.files[entry], framework="numpy") as file:
-                yield file.get_tensor(entry).reshape(-1), self.errors[entry]
+            yield self.matrix(entry).reshape(-1), self.errors[entry]
 
     def _entries(self, name: str) -> list[str]:
         if name in self.files:
@@ -129,7 +164,8 @@ class Finished:
         """Make the folder, or take away what is in it, but for what has a key of its own."""
         known = {*_SHARED, *STREAMS}
         foreign = self.folder.exists() and (
-            not self.folder.is_dir() or bool({path.name for path in self.folder.iterdir()} - known)
+            not self.folder.is_dir()
+            or any(path.name not in known and not is_own(path.name) for path in self.folder.iterdir())
         )
         if foreign and not self.journal.present:
             what = "is in the way, and is not what an interrupted conversion has left"

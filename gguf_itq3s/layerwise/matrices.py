@@ -19,12 +19,11 @@ from ..calibration.groups import Reader
 from ..calibration.moments import rotate
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint, SourceTensor
+from ..distributed.ranks import ALONE, Ranks
 from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
-from ..rounding.fisher import OutputFactor
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
-from .backward import OutputFisher
 from .streams import Streams, Sums
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
@@ -85,13 +84,24 @@ class Matrix:
         source: of the file.
         streams: the layer in both models.
         reader: the matrix.
-        stacks: of experts, tensors that are in memory.
+        stacks: of experts, tensors that are in memory, of which single matrices cannot be read.
     """
 
     source: Source
     streams: Streams
     reader: Reader
     stacks: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
+
+    @property
+    def type(self) -> Type:
+        """The type it is written in."""
+        return self.source.types[self.reader.name]
+
+    def empty(self) -> np.ndarray:
+        """Room for its bytes, uint8 (m, bytes of a row)."""
+        rows, columns = self.source.tensors[self.reader.name].shape[-2:]
+        block, size = gguf.GGML_QUANT_SIZES[self.type]
+        return np.empty((rows, columns // block * size), dtype=np.uint8)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -107,17 +117,21 @@ class Matrix:
         name, expert = self.reader.name, self.reader.expert
         if expert is None:
             return tensors[name].whole()
+        alone = tensors[name].matrix(expert)
+        if alone is not None:
+            return alone
         key = (name, rescaled)
         if key not in self.stacks:
             self.stacks[key] = tensors[name].whole()
         return self.stacks[key][expert]
 
-    def target(self, of: Sums, decomposition: Decomposition) -> np.ndarray:
+    def target(self, of: Sums, decomposition: Decomposition, ranks: Ranks = ALONE) -> np.ndarray:
         """What it is rounded to: itself, or more where tokens that were held out speak for it.
 
         Args:
             of: sums of its inputs.
             decomposition: of their Hessian.
+            ranks: those that have the same sums and hold out other tokens; each asks for its share of the rows.
 
         Raises:
             UserError: the correction is larger than the matrix.
@@ -128,15 +142,16 @@ class Matrix:
             return self.weights
         plain = rotate(torch.from_numpy(self.weights).to(total.device))
         order = torch.from_numpy(self.order).to(total.device)
+        part = ranks.part(len(plain))
         if missing is not None:
-            asked = missing[order].float()
+            asked = self._missing(missing, order, ranks)
         else:
             assert of.cross.total is not None
-            asked = target.explained(plain, of.cross.total)
+            asked = target.explained(plain[part], of.cross.total)
         lacking = held.difference @ plain.T
         if held.written is not None:
             lacking = lacking + held.written[:, order]
-        correction = target.correction(decomposition, asked, held.inputs, lacking)
+        correction = target.correction(decomposition, asked, held.inputs, lacking, ranks)
         energy = float(correction.square().sum())
         if energy > float(plain.square().sum()):
             what = "would be rounded to a target that is further from it than it is large"
@@ -144,51 +159,91 @@ class Matrix:
             raise UserError(self.source.checkpoint.folder, what, remedy, self.reader.entry)
         return self.weights + rotate(correction).cpu().numpy() if energy else self.weights
 
+    def _missing(self, missing: torch.Tensor, order: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """What its rows of this rank's share lack, added up over all ranks, float32, rows in GGUF's order."""
+        own = None
+        for rank, part in enumerate(ranks.parts(len(order))):
+            rows = missing[order[part]]
+            ranks.add(rows, owner=rank)
+            if rank == ranks.rank:
+                own = rows.float()
+        assert own is not None
+        return own
+
     def encode(
-        self, wanted: np.ndarray, factor: Factor | None, outputs: list[tuple[np.ndarray, OutputFactor]]
+        self, wanted: np.ndarray, factor: Factor | None, blocks: list[np.ndarray], ranks: Ranks = ALONE
     ) -> tuple[np.ndarray, np.ndarray]:
         """Bytes and decoded weights; rows that make up for others' errors come after them.
 
         Args:
             wanted: what it is rounded to, float32 (m, n).
             factor: of the Hessian of its inputs, if that is known.
-            outputs: as :meth:`output_factors` gives them.
+            blocks: its output Fisher matrices, as :meth:`OutputFisher.blocks` gives them.
+            ranks: those that share the work and have the same arguments: rows, or blocks and the rest of their rows.
         """
-        encoder, qtype = self.source.encoder, self.source.types[self.reader.name]
-        if not outputs:
-            data = encoder.rows(wanted, qtype, factor)
+        qtype, data = self.type, self.empty()
+        if not blocks:
+            parts = _whole_lanes(len(data), ranks)
+            own = parts[ranks.rank]
+            if own.start < own.stop:
+                data[own] = self.source.encoder.rows(wanted[own], qtype, factor)
+            ranks.send_parts(data, parts)
             return data, gguf.quants.dequantize(data, qtype)
         decoded = np.empty_like(wanted)
-        block, size = gguf.GGML_QUANT_SIZES[qtype]
-        data = np.empty((wanted.shape[0], wanted.shape[1] // block * size), dtype=np.uint8)
-        for rows, output in outputs:
-            rows = rows[output.order]
-            errors = np.empty((len(rows), wanted.shape[1]), dtype=np.float32)
-            for group in output.groups:
-                here = wanted[rows[group]]
-                if group.start:
-                    here = here - output.feedback[: group.start, group].T @ errors[: group.start]
-                coded = encoder.rows(here, qtype, factor)
-                data[rows[group]] = coded
-                decoded[rows[group]] = gguf.quants.dequantize(coded, qtype)
-                errors[group] = decoded[rows[group]] - wanted[rows[group]]
+        pieces = list(zip(self._places(blocks), blocks, strict=True))
+        # Whole blocks as long as there is one for every rank, then all ranks at what is left.
+        pieces.sort(key=lambda piece: -len(piece[0]))
+        whole = len(pieces) // ranks.size * ranks.size if not ranks.alone else 0
+        for place, (rows, found) in enumerate(pieces[:whole]):
+            if place % ranks.size == ranks.rank:
+                self._encode_block(wanted, factor, rows, found, data, decoded, ALONE)
+        for place, (rows, _) in enumerate(pieces[:whole]):
+            coded = data[rows]
+            ranks.send(place % ranks.size, coded)
+            if place % ranks.size != ranks.rank:
+                data[rows], decoded[rows] = coded, gguf.quants.dequantize(coded, qtype)
+        for rows, found in pieces[whole:]:
+            self._encode_block(wanted, factor, rows, found, data, decoded, ranks)
         return data, decoded
 
-    def output_factors(self, gradients: OutputFisher | None, number: int) -> list[tuple[np.ndarray, OutputFactor]]:
-        """Rows in GGUF's order with the factor of their Fisher matrix, block by block; empty where none is known."""
-        if gradients is None:
-            return []
+    def _encode_block(
+        self, wanted: np.ndarray, factor: Factor | None, rows: np.ndarray, block: np.ndarray, data: np.ndarray,
+        decoded: np.ndarray, ranks: Ranks,
+    ) -> None:  # fmt: skip
+        """The rows of one output Fisher matrix, group after group, into ``data`` and ``decoded``."""
+        encoder, qtype = self.source.encoder, self.type
+        output = fisher.factorize(self._scaled(block, rows))
+        rows = rows[output.order]
+        errors = np.empty((len(rows), wanted.shape[1]), dtype=np.float32)
+        for group in output.groups:
+            here = wanted[rows[group]]
+            if group.start:
+                here = here - output.feedback[: group.start, group].T @ errors[: group.start]
+            if ranks.alone:
+                coded = encoder.rows(here, qtype, factor)
+            else:
+                coded = np.empty((len(here), data.shape[1]), dtype=np.uint8)
+                parts = _whole_lanes(len(here), ranks)
+                own = parts[ranks.rank]
+                if own.start < own.stop:
+                    coded[own] = encoder.rows(np.ascontiguousarray(here[own]), qtype, factor)
+                ranks.send_parts(coded, parts)
+            data[rows[group]] = coded
+            decoded[rows[group]] = gguf.quants.dequantize(coded, qtype)
+            errors[group] = decoded[rows[group]] - wanted[rows[group]]
+
+    def _places(self, blocks: list[np.ndarray]) -> list[np.ndarray]:
+        """The rows in GGUF's order that each block of its output Fisher matrices is of."""
         place = np.empty_like(self.order)  # row of the model -> row of the tensor
         place[self.order] = np.arange(len(self.order))
-        found, start = [], 0
-        rows = self.source.rescaling.rows(self.reader.name, self.reader.expert)
-        for block in gradients.blocks(self.reader, number):
-            here = place[start : start + len(block)]
-            if rows is not None:  # outputs times rows: gradients over rows
-                block = block / rows[here, None] / rows[here]
-            found.append((here, fisher.factorize(block)))
-            start += len(block)
-        return found
+        ends = np.cumsum([len(block) for block in blocks])
+        return [place[end - len(block) : end] for block, end in zip(blocks, ends, strict=True)]
+
+    def _scaled(self, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """A block of its output Fisher matrices in the file, whose rows may be scaled."""
+        scales = self.source.rescaling.rows(self.reader.name, self.reader.expert)
+        # Outputs times rows: gradients over rows.
+        return block if scales is None else block / scales[rows, None] / scales[rows]
 
     def put(self, decoded: np.ndarray) -> None:
         """Give the quantized layer what the file will hold, in the basis of the model."""
@@ -196,3 +251,9 @@ class Matrix:
         put = np.empty_like(decoded)
         put[self.order] = decoded
         self.streams.put(self.reader, put)
+
+
+def _whole_lanes(rows: int, ranks: Ranks) -> list[slice]:
+    """Shares of rows, in as many as the encoder has side by side."""
+    parts = ranks.parts(-(-rows // fisher.GROUP))
+    return [slice(part.start * fisher.GROUP, min(rows, part.stop * fisher.GROUP)) for part in parts]

@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import Final, TextIO
 
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError
+from ..calibration.activations import DTYPES
 from ..calibration.layers import LayeredModel
+from ..calibration.mixture import BOUND
 from ..calibration.options import CalibrationOptions
 from ..checkpoint.source import SourceTensor
-from ..codec.transform import BLOCK
+from ..codec.transform import rotation_block
+from ..distributed.joining import own_batch, processes_here
+from ..distributed.ranks import ALONE, Ranks
 from ..rounding.target import WIDE
 from .backward import CHUNK
+from .expert_streams import large
 from .matrices import EMBEDDING, Source
 from .result import MEASURED
-from .streams import WRITERS, split
+from .streams import WRITERS, Batches
 
 #: Memory of Python and its libraries, torch and transformers among them, in bytes.
 _LIBRARIES: Final = 600 << 20
@@ -48,6 +54,10 @@ class _Layer:
         kept: columns of the inputs that are kept while a layer is at work.
         solving: bytes of the sums of one passage, their decompositions and its targets.
         gradients: numbers in the output Fisher matrices.
+        large: whether experts are in memory in groups.
+        experts: weights of these.
+        grouped: numbers in their output Fisher matrices.
+        encoded: bytes that they are encoded in.
     """
 
     weights: int = 0
@@ -55,18 +65,33 @@ class _Layer:
     kept: int = 0
     solving: int = 0
     gradients: int = 0
+    large: bool = False
+    experts: int = 0
+    grouped: int = 0
+    encoded: int = 0
 
-    def add(self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks) -> None:
-        """Count a matrix, or a stack of them."""
+    def add(
+        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
+    ) -> None:
+        """Count a matrix, or a stack of them, that is encoded in a type."""
         rows, columns = tensor.shape[-2:]
         self.weights += tensor.size
         self.columns = max(self.columns, columns)
         self.kept += columns if name.endswith(WRITERS) else 0
-        n = columns if calibration.full(columns) else BLOCK
+        n = columns if calibration.full(columns) else rotation_block(columns)
         # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
         square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
+        gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
+        count = tensor.size // (rows * columns)
+        if count > 1 and self.large:
+            self.experts += tensor.size
+            self.grouped += gradients
+            self.encoded += tensor.bytes_in(qtype)
+        elif count > 1:
+            # The sums of all of them are taken at once.
+            square += (count - 1) * 2 * 8 * n * columns
         self.solving = max(self.solving, square + 8 * 7 * rows * columns)
-        self.gradients += tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
+        self.gradients += gradients
 
     def or_larger(self, other: _Layer) -> _Layer:
         """The larger of each."""
@@ -75,49 +100,74 @@ class _Layer:
 
 def check(
     folder: Path, calibration: CalibrationOptions, source: Source, model: LayeredModel, inputs: np.ndarray,
-    fisher: FisherBlocks | None, messages: TextIO,
+    batches: Batches, fisher: FisherBlocks | None, messages: TextIO, ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
     """Say what memory and disk a run takes, and find a disk that is too small before the work.
 
     Args:
-        folder: of work.
+        folder: of this rank's work.
         calibration: how the model is run.
         source: what is quantized.
         model: the model.
-        inputs: its tokens, int64 (windows, context).
+        inputs: tokens of this rank, int64 (windows, context).
+        batches: those that run together.
         fisher: the form of the output Fisher matrices, if there are some.
         messages: where it is said.
+        ranks: those that take part.
 
     Raises:
         UserError: the disk is too small.
     """
-    layers: dict[str, _Layer] = {}
+    layers: dict[int, _Layer] = {}
     for name, tensor in source.tensors.items():
         if len(tensor.shape) >= 2 and name.startswith("blk."):
-            layers.setdefault(name.split(".")[1], _Layer()).add(name, tensor, calibration, fisher or FisherBlocks())
+            number = int(name.split(".")[1])
+            if number not in layers:
+                grouped = number < model.layers and large(model, number, calibration) is not None
+                layers[number] = _Layer(large=grouped)
+            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
     largest = _Layer()
     for size in layers.values():
         largest = largest.or_larger(size)
     vocabulary, hidden = source.tensors[EMBEDDING].shape[-2:]
-    batch = min(calibration.batch, len(inputs)) * inputs.shape[1]
-    kept = split(len(inputs), calibration.batch).kept(inputs.shape[1])
+    batch = min(own_batch(calibration.batch, calibration.device), len(inputs)) * inputs.shape[1]
+    kept = batches.kept(inputs.shape[1])
     held = len(range(kept.start, kept.stop, kept.step))
-    rounding = 8 * largest.weights + largest.solving + 4 * (8 * batch + 3 * held) * largest.columns
-    # The output matrix as it was and as it is, and logits of both.
-    ends = 12 * vocabulary * hidden + 4 * 6 * MEASURED * vocabulary
-    stream = 4 * inputs.size * hidden
-    encoded = sum(tensor.bytes_in(source.types[name]) for name, tensor in source.tensors.items())
-    disk = 4 * stream + 2 * 4 * inputs.size * largest.kept + encoded
+    weight, number = 2 if model.in_bfloat16 else 4, DTYPES[model.dtype][0]
+    # Of large layers a group of experts, and what all of them are encoded in.
+    group = BOUND if largest.large else 0
+    rounding = 2 * weight * (largest.weights - largest.experts) + group + largest.encoded + largest.solving
+    rounding += 4 * (8 * batch + 3 * held) * largest.columns
+    # The output matrix and a copy of it, logits of the original and, of some tokens, of both.
+    ends = 8 * vocabulary * hidden + 4 * 2 * MEASURED * vocabulary
+    stream = number * inputs.size * hidden
+    disk = 4 * stream + 2 * number * inputs.size * largest.kept
+    if largest.large:  # what comes into the experts of both models and what they put out
+        disk += 4 * stream
+    if ranks.first:
+        disk += sum(tensor.bytes_in(source.types[name]) for name, tensor in source.tensors.items())
     backward = 0
     if fisher is not None:
-        disk += (model.layers + 3) * stream + 4 * sum(size.gradients for size in layers.values())
-        # A layer in float32, sums in float64 and what is written of them; before that the logits of a few tokens.
-        backward = 4 * largest.weights + 12 * largest.gradients + 16 * batch * largest.columns
+        disk += (model.layers + 3) * stream
+        if ranks.first:
+            disk += 4 * sum(size.gradients for size in layers.values())
+        # A layer, sums in float64 and what is written of them; before that the logits of a few tokens.
+        rest = weight * (largest.weights - largest.experts) + 12 * (largest.gradients - largest.grouped)
+        backward = rest + 2 * group + 16 * batch * largest.columns
         ends = max(ends, 6 * vocabulary * hidden + 32 * CHUNK * vocabulary)
     memory = _LIBRARIES + max(rounding, ends, backward)
-    text = f"{inputs.size} tokens through {model.layers} layers"
-    print(f"calibrating on {text}: about {report.size(memory)} of memory, {report.size(disk)} of disk", file=messages)
-    present = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if (free := shutil.disk_usage(folder).free + present) < disk:
-        what = f"needs {report.size(disk)} while it calibrates, {report.size(free)} are free"
+    tokens, whole = (int(total) for total in ranks.numbers(inputs.size, disk))
+    text = f"{tokens} tokens through {model.layers} layers"
+    if ranks.alone:
+        needs = f"about {report.size(memory)} of memory, {report.size(disk)} of disk"
+    else:
+        text += f" in {ranks.size} processes"
+        needs = f"about {report.size(memory)} of memory each, {report.size(whole)} of disk together"
+    print(f"calibrating on {text}: {needs}", file=messages)
+    # The processes of a machine share its disk.
+    here = disk if ranks.alone else min(whole, disk * processes_here())
+    work = folder if ranks.alone else folder.parent
+    present = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    if (free := shutil.disk_usage(folder).free + present) < here:
+        what = f"needs {report.size(here)} while it calibrates, {report.size(free)} are free"
         raise UserError(folder, what, "free some space, give less --tokens, or choose another folder")

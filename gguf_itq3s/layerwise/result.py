@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -10,6 +11,7 @@ import torch
 
 from ..calibration.activations import activation_path, activations
 from ..calibration.layers import LayeredModel
+from ..distributed.ranks import ALONE, Ranks
 from .finished import STREAMS
 from .matrices import Source
 from .streams import Batches
@@ -19,40 +21,60 @@ MEASURED: Final = 1024
 
 
 def say(
-    folder: Path, model: LayeredModel, source: Source, inputs: np.ndarray, batches: Batches, messages: TextIO
-) -> None:
+    folder: Path, model: LayeredModel, source: Source, inputs: np.ndarray, batches: Batches, messages: TextIO,
+    ranks: Ranks = ALONE,
+) -> None:  # fmt: skip
     """Print perplexity and KL divergence of the quantized model.
 
     Args:
-        folder: of work, with both streams behind the last layer.
+        folder: of this rank's work, with both streams behind the last layer.
         model: the original.
         source: what was quantized.
-        inputs: tokens, int64 (windows, context).
+        inputs: tokens of this rank, int64 (windows, context).
         batches: which of them are held out.
         messages: where it is said.
+        ranks: those that hold out other windows.
     """
-    behind_last = [activation_path(folder / stream, model.layers) for stream in STREAMS]
-    if not batches.held or not all(path.exists() for path in behind_last):
+    behind_last = [activation_path(folder / stream, model.layers, model.dtype) for stream in STREAMS]
+    windows = sum(map(len, batches.held)) + batches.elsewhere
+    if not windows or not ranks.all(all(path.exists() for path in behind_last)):
         return
-    numbers = np.concatenate(batches.held)
     # The second half of a window has context, and its last token no successor.
     context = inputs.shape[1]
-    count = min(context // 2 - 1, max(1, MEASURED // len(numbers)))
+    count = min(context // 2 - 1, max(1, MEASURED // windows))
     places = np.linspace(context // 2, context - 2, count).astype(np.int64)
-    labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1))
-    log_likely = []
-    for stream, weights in zip(STREAMS, (None, source.output()), strict=True):
-        behind = activations(folder / stream, model.layers, (*inputs.shape, model.hidden), "r")
-        hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
-        with torch.no_grad(), model.head(weights) as head:
-            parts = [head(part.to(model.device))[0].float().cpu() for part in hidden.split(MEASURED // 8, 1)]
-        log_likely.append(torch.log_softmax(torch.cat(parts), -1))
-    original, quantized = log_likely
-    rows = torch.arange(len(labels))
-    before, now = (float(torch.exp(-each[rows, labels].mean())) for each in log_likely)
-    divergence = float((original.exp() * (original - quantized)).sum(-1).mean())
+    sums = _sums(folder, model, source, inputs, np.concatenate(batches.held), places) if batches.held else [0.0] * 4
+    tokens, before, now, divergence = ranks.numbers(*sums)
     print(
-        f"on {len(labels)} tokens that were held out: perplexity {now:.4g}, of the original {before:.4g}; "
-        f"mean KL divergence {divergence:.4f}",
+        f"on {tokens:.0f} tokens that were held out: perplexity {np.exp(now / tokens):.4g}, of the original "
+        f"{np.exp(before / tokens):.4g}; mean KL divergence {divergence / tokens:.4f}",
         file=messages,
     )
+
+
+def _sums(
+    folder: Path, model: LayeredModel, source: Source, inputs: np.ndarray, numbers: np.ndarray, places: np.ndarray
+) -> list[float]:
+    """Over tokens: how many, what their successors cost in the original and in the quantized model, the divergence."""
+    labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1)).split(MEASURED // 8)
+
+    def log_likely(stream: str, weights: np.ndarray | None) -> Iterator[torch.Tensor]:
+        shape = (*inputs.shape, model.hidden)
+        behind = activations(folder / stream, model.layers, shape, "r", model.dtype)
+        hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
+        with torch.no_grad(), model.head(weights) as head:
+            del weights
+            for part in hidden.split(MEASURED // 8, 1):
+                yield torch.log_softmax(head(part.to(model.device))[0].float().cpu(), -1)
+
+    originals = list(log_likely(STREAMS[0], None))
+    tokens, before, now, divergence = 0, 0.0, 0.0, 0.0
+    for original, quantized, right in zip(
+        originals, log_likely(STREAMS[1], source.output()), labels, strict=True
+    ):  # a part at a time: a vocabulary is wide
+        rows = torch.arange(len(right))
+        tokens += len(right)
+        before -= float(original[rows, right].sum(dtype=torch.float64))
+        now -= float(quantized[rows, right].sum(dtype=torch.float64))
+        divergence += float((original.exp() * (original - quantized)).sum(dtype=torch.float64))
+    return [tokens, before, now, divergence]

@@ -14,30 +14,37 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, TextIO
 
+import gguf
 import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
 from ..base.journal import key_of
 from ..calibration.activations import activation_path, activations
-from ..calibration.groups import Group
+from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
-from ..calibration.moments import rotate_both
+from ..calibration.moments import in_basis
 from ..calibration.options import CalibrationOptions
 from ..calibration.products import quick_products
 from ..calibration.store import model_hash
 from ..calibration.text import windows
-from ..codec.family import is_rotated
+from ..codec.family import rotation
+from ..codec.transform import rotation_block
+from ..distributed.folders import leave_own, own_folder
+from ..distributed.joining import own_batch
+from ..distributed.ranks import ALONE, Ranks, of_all
 from ..rounding import target
-from ..rounding.encode import CALIBRATED_TYPES, SquaredError
+from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
 from ..rounding.target import WIDE, Decomposition
 from . import needs, result
 from .backward import OutputFisher
+from .expert_backward import GroupedFisher
+from .expert_streams import streams_of
 from .finished import FISHER, STREAMS, Finished
 from .matrices import Matrix, Source
 from .needs import FisherBlocks
-from .streams import Batches, Drift, Streams, Sums, split
+from .streams import Batches, Drift, Share, Streams, Sums, share
 
 #: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
 #: layer likes the next ones do.
@@ -54,6 +61,7 @@ class Sequential:
         damping: of the Hessians, share of the mean diagonal; None for what tokens held out like best.
         fisher: the form of the output Fisher matrices by which errors are fed across rows; None for no such thing.
         messages: where progress goes.
+        ranks: those that make the same run, each with its share of the text.
     """
 
     calibration: CalibrationOptions
@@ -61,6 +69,7 @@ class Sequential:
     damping: float | None
     fisher: FisherBlocks | None
     messages: TextIO
+    ranks: Ranks = ALONE
     _gradients: OutputFisher | None = field(default=None, init=False)
 
     @cached_property
@@ -69,14 +78,34 @@ class Sequential:
         return LayeredModel(self.calibration, self.source.checkpoint)
 
     @cached_property
-    def inputs(self) -> np.ndarray:
-        """The text: tokens, int64 (windows, context)."""
+    def text(self) -> np.ndarray:
+        """The whole text: tokens, int64 (windows, context)."""
         return windows(self.calibration, self.model.context)
 
     @cached_property
+    def share(self) -> Share:
+        """The windows of this rank.
+
+        Raises:
+            UserError: there is not one for every rank.
+        """
+        batch = own_batch(self.calibration.batch, self.calibration.device)
+        found = share(len(self.text), batch, self.ranks)
+        if not self.ranks.all(bool(found.batches.train)):
+            what = f"cannot be calibrated by {self.ranks.size} processes with {len(self.text)} windows of text"
+            remedy = "give more --tokens, or start fewer"
+            raise of_all(UserError(self.calibration.model, what, remedy))
+        return found
+
+    @cached_property
+    def inputs(self) -> np.ndarray:
+        """The windows of this rank: tokens, int64 (windows, context)."""
+        return self.text[self.share.numbers]
+
+    @property
     def batches(self) -> Batches:
-        """The windows that run together, and those that are held out."""
-        return split(len(self.inputs), self.calibration.batch)
+        """Those of them that run together, and those that are held out."""
+        return self.share.batches
 
     @quick_products()
     def run(self, folder: Path, fingerprint: str) -> Finished:
@@ -90,22 +119,29 @@ class Sequential:
             UserError: the model, the text or the folder cannot be used.
             KeyboardInterrupt: interrupted; the same run goes on after the last finished layer.
         """
-        finished = Finished.resume(folder, key_of(fingerprint, self.inputs.tobytes()))
+        self.ranks.agree(folder, checkpoint=model_hash(self.source.checkpoint.files), text=key_of(self.text.tobytes()))
+        key = self.ranks.tell(key_of(fingerprint, self.text.tobytes(), *self.model.form.values()))
+        finished = Finished.resume_together(folder, key, self.ranks)
         try:
-            needs.check(folder, self.calibration, self.source, self.model, self.inputs, self.fisher, self.messages)
+            own = own_folder(folder, self.ranks)
+            needs.check(
+                own, self.calibration, self.source, self.model, self.inputs, self.batches, self.fisher, self.messages,
+                self.ranks,
+            )  # fmt: skip
             self._gradients = self.collect_fisher(folder)
-            self._layers(finished)
-            result.say(folder, self.model, self.source, self.inputs, self.batches, self.messages)
+            self._layers(finished, own)
+            result.say(own, self.model, self.source, self.inputs, self.batches, self.messages, self.ranks)
         except UserError:
-            if not finished.files:
+            if not finished.layers and self.ranks.alone:
                 finished.remove()
             raise
         except OSError as error:
             raise output_error(folder, error) from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; the same command continues from {folder}") from None
+        leave_own(folder, self.ranks)
         for stream in STREAMS:
-            shutil.rmtree(folder / stream, ignore_errors=True)
+            shutil.rmtree(own / stream, ignore_errors=True)
         return finished
 
     @quick_products()
@@ -113,43 +149,76 @@ class Sequential:
         """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
         if self.fisher is None:
             return None
-        found = OutputFisher(folder / FISHER, full=self.fisher.full, block=self.fisher.block)
+        found = GroupedFisher(folder / FISHER, full=self.fisher.full, block=self.fisher.block, ranks=self.ranks)
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
         files = self.source.checkpoint.files
         form = (model_hash(files), self.fisher.full, self.fisher.block, batch, device, "a tenth held out")
-        key = key_of(form, self.inputs.shape, self.inputs.tobytes())
-        found.collect(self.model, self.inputs, batch, key, self.messages)
+        key = key_of(form, self.text.shape, self.text.tobytes(), *self.model.form.values())
+        found.collect(self.model, self.text, batch, key, self.messages)
         return found
 
-    def _layers(self, finished: Finished) -> None:
-        model, inputs, batches = self.model, self.inputs, self.batches.all
+    def _layers(self, finished: Finished, own: Path) -> None:
+        """Every layer that is not finished; those that are run again where another number of processes left off.
+
+        Args:
+            finished: what is.
+            own: folder of this rank's activations.
+        """
+        model, inputs, batches, ranks = self.model, self.inputs, self.batches.all, self.ranks
+        folders = (own / STREAMS[0], own / STREAMS[1])
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
         done = finished.layers
-        folders = (finished.folder / STREAMS[0], finished.folder / STREAMS[1])
-        keywords = model.start(folders[0], inputs, batches, done)
-        if not done:
-            model.start(folders[1], inputs, batches, done, self.source.embedded(inputs))
-        with tqdm(total=model.layers, initial=done, unit=" layers", file=self.messages, mininterval=0.5) as bar:
-            for number in range(done, model.layers):
+        # Behind the last layer nothing asks for them: only the file is to be written.
+        there = done == model.layers or all(activation_path(folder, done, model.dtype).exists() for folder in folders)
+        begin = done if ranks.all(there) else 0
+        keywords = model.start(folders[0], inputs, batches, begin)
+        if not begin:
+            model.start(folders[1], inputs, batches, begin, self.source.embedded(inputs))
+        with tqdm(total=model.layers, initial=begin, unit=" layers", file=self.messages, mininterval=0.5) as bar:
+            for number in range(begin, model.layers):
                 shape = (*inputs.shape, model.hidden)
-                before = (activations(folders[0], number, shape, "r"), activations(folders[1], number, shape, "r"))
-                streams = Streams(
-                    model, number, self.calibration, before, self.batches, keywords[number], self.source.scale, folders
-                )
+                before = tuple(activations(folder, number, shape, "r", model.dtype) for folder in folders)
+                streams = streams_of(
+                    model, number, self.calibration, before, self.batches, keywords[number], self.source.scale,
+                    folders, ranks,
+                )  # fmt: skip
                 matrices: dict[str, np.ndarray] = {}
-                for passage in streams.passages:
-                    bar.set_postfix_str(passage[0].readers[0].name, refresh=True)
+                if number < done:
+                    self._again(number, streams, finished)
+                for passage in streams.passages if number >= done else ():
+                    bar.set_postfix_str(passage[0].readers[0].entry, refresh=True)
                     matrices |= self._passage(number, streams, passage, finished)
                 self._step(number, streams, folders, shape)
                 del before
-                finished.add(number, matrices)
+                if number >= done:
+                    ranks.meet()  # all have written what comes behind it
+                    finished.add(number, matrices)
+                    ranks.meet()  # until then the inputs of the layer may be asked for again
                 for folder in folders:
-                    activation_path(folder, number).unlink()
+                    activation_path(folder, number, model.dtype).unlink()
                 bar.update()
+
+    def _again(self, number: int, streams: Streams, finished: Finished) -> None:
+        """Give the quantized layer the matrices that are finished."""
+        for passage in streams.passages:
+            for reader in [reader for group in passage for reader in group.readers]:
+                if self.source.quantized(reader.name):
+                    matrix = Matrix(self.source, streams, reader)
+                    matrix.put(gguf.quants.dequantize(self._finished(matrix, finished), matrix.type))
+
+    def _finished(self, matrix: Matrix, finished: Finished) -> np.ndarray:
+        data = matrix.empty()
+        if self.ranks.first:
+            data[...] = finished.matrix(matrix.reader.entry).reshape(data.shape)
+        self.ranks.send(0, data)
+        return data
 
     def _step(self, number: int, streams: Streams, folders: tuple[Path, Path], shape: tuple[int, ...]) -> None:
         """Write what both layers put out, unless the quantized one has lost the original."""
-        targets = [activations(folder, number + 1, shape, "w+", partial=True) for folder in folders]
+        dtype = self.model.dtype
+        targets = [activations(folder, number + 1, shape, "w+", dtype, partial=True) for folder in folders]
         drift = Drift()
         for part in self.batches.all:
             outputs = streams.step(part)
@@ -157,53 +226,114 @@ class Sequential:
             for array, values in zip(targets, outputs, strict=True):
                 array[part] = values
         streams.close()
-        if drift.mean > 1:
-            far = f"{drift.mean**0.5:.2g} times as far off as they are large"
+        if (mean := drift.mean(self.ranks)) > 1:
+            far = f"{mean**0.5:.2g} times as far off as they are large"
             remedy = (
                 "give more --tokens, text that is more like the model's, or --calibration or --imatrix in its place"
             )
-            raise UserError(self.calibration.model, f"is lost behind layer {number}: its outputs are {far}", remedy)
+            what = f"is lost behind layer {number}: its outputs are {far}"
+            raise of_all(UserError(self.calibration.model, what, remedy))
         for array, folder in zip(targets, folders, strict=True):
             array.flush()
-            activation_path(folder, number + 1, partial=True).replace(activation_path(folder, number + 1))
+            activation_path(folder, number + 1, dtype, partial=True).replace(activation_path(folder, number + 1, dtype))
 
     def _passage(
         self, number: int, streams: Streams, passage: list[Group], finished: Finished
     ) -> dict[str, np.ndarray]:
         """Round the matrices of a passage; returns their bytes."""
         matrices: dict[str, np.ndarray] = {}
-        if not any(self.source.quantized(reader.name) for group in passage for reader in group.readers):
+        groups = [group for group in passage if any(self.source.quantized(reader.name) for reader in group.readers)]
+        if not groups:
             return matrices
         sums = streams.sums(passage)
+        ranks = self.ranks
+        # Of experts each rank has some for itself; what all tokens pass, all work at together.
+        owners: list[int | None] = [None] * len(groups)
+        if not ranks.alone and len(groups) >= ranks.size:
+            owners = [place % ranks.size for place in range(len(groups))]
+        counts = ranks.numbers(*(count for group in groups for count in _tokens(sums[group.key])))
+        for place, (group, owner) in enumerate(zip(groups, owners, strict=True)):
+            tokens, held = (int(count) for count in counts[2 * place : 2 * place + 2])
+            of = sums[group.key] if owner in (None, ranks.rank) else sums.pop(group.key)
+            of.add_up(ranks, tokens, held, owner)
         stacks: dict[tuple[str, bool], np.ndarray] = {}
-        for group in passage:
-            of = sums.pop(group.key)
-            readers = [reader for reader in group.readers if self.source.quantized(reader.name)]
-            if not readers:
-                continue
-            decomposition = self._decompose(number, group, of, finished)
-            factors: dict[bool, Factor] = {}  # of the rotated Hessian, and of the one that is not
-            for reader in readers:
-                matrix = Matrix(self.source, streams, reader, stacks)
-                weights = matrix.weights
-                wanted = weights if decomposition is None else matrix.target(of, decomposition)
-                qtype = self.source.types[reader.name]
-                rotated = is_rotated(qtype)
-                if decomposition is not None and qtype in CALIBRATED_TYPES and rotated not in factors:
-                    factors[rotated] = (decomposition if rotated else _unrotated(group, of, finished)).factor()
-                factor = factors.get(rotated) if qtype in CALIBRATED_TYPES else None
-                data, decoded = matrix.encode(wanted, factor, matrix.output_factors(self._gradients, number))
-                matrices[reader.entry] = data
-                if decomposition is None:
-                    finished.unseen.add(reader.entry)
-                finished.errors[reader.entry] = SquaredError(
-                    float(np.square(decoded - weights, dtype=np.float64).sum()),
-                    float(np.square(weights, dtype=np.float64).sum()),
-                )
-                matrix.put(decoded)
+        fishers = self._fisher_blocks(number, groups, owners)
+        results: dict[str, Rounded] = {}
+        for group, owner in zip(groups, owners, strict=True):
+            if owner in (None, ranks.rank):
+                together = ranks if owner is None else ALONE
+                results |= self._group(number, streams, group, sums.pop(group.key), finished, stacks, fishers, together)
+        for group, owner in zip(groups, owners, strict=True):
+            for reader in group.readers:
+                if self.source.quantized(reader.name):
+                    matrices[reader.entry] = self._take(streams, reader, owner, results, finished)
+        if owners[-1] is not None:
+            finished.dampings = ranks.tell(finished.dampings, owners[-1])
         return matrices
 
-    def _decompose(self, number: int, group: Group, of: Sums, finished: Finished) -> Decomposition | None:
+    def _fisher_blocks(self, number: int, groups: list[Group], owners: list[int | None]) -> dict[str, list[np.ndarray]]:
+        """The output Fisher matrices by matrix: of all, where one process works alone, when they are asked for."""
+        if self._gradients is None or self.ranks.alone:
+            return {}
+        found = {}
+        for group, owner in zip(groups, owners, strict=True):
+            for reader in group.readers:
+                if self.source.quantized(reader.name):
+                    found[reader.entry] = self._gradients.shared_blocks(reader, number, owner)
+        return found
+
+    def _group(
+        self, number: int, streams: Streams, group: Group, of: Sums, finished: Finished,
+        stacks: dict[tuple[str, bool], np.ndarray], fishers: dict[str, list[np.ndarray]], ranks: Ranks,
+    ) -> dict[str, Rounded]:  # fmt: skip
+        """Round the matrices that read one input, this rank alone or all together."""
+        results: dict[str, Rounded] = {}
+        decomposition = self._decompose(number, group, of, finished, ranks)
+        factors: dict[int, Factor] = {}  # by the length of the blocks that types rotate
+        for reader in group.readers:
+            if not self.source.quantized(reader.name):
+                continue
+            matrix = Matrix(self.source, streams, reader, stacks)
+            weights = matrix.weights
+            wanted = weights if decomposition is None else matrix.target(of, decomposition, ranks)
+            block = rotation(matrix.type)
+            calibrated = decomposition is not None and takes_hessian(matrix.type, group.columns)
+            if decomposition is not None and calibrated and block not in factors:
+                own = block == rotation_block(group.columns)
+                factors[block] = (decomposition if own else _in_basis(group, of, block, finished)).factor()
+            factor = factors[block] if calibrated else None
+            blocks = fishers.pop(reader.entry, None)
+            if blocks is None:
+                blocks = [] if self._gradients is None else self._gradients.blocks(reader, number)
+            data, decoded = matrix.encode(wanted, factor, blocks, ranks)
+            error = SquaredError(
+                float(np.square(decoded - weights, dtype=np.float64).sum()),
+                float(np.square(weights, dtype=np.float64).sum()),
+            )
+            results[reader.entry] = Rounded(data, error, decomposition is None)
+            if self.ranks.alone or ranks is self.ranks:
+                matrix.put(decoded)
+        return results
+
+    def _take(
+        self, streams: Streams, reader: Reader, owner: int | None, results: dict[str, Rounded], finished: Finished
+    ) -> np.ndarray:
+        """The bytes of a matrix, which its owner gives to all, and what is to be known of it."""
+        if owner is None:
+            found = results.pop(reader.entry)
+        else:
+            matrix = Matrix(self.source, streams, reader)
+            found = results.get(reader.entry) or Rounded(matrix.empty())
+            self.ranks.send(owner, found.data)
+            error, energy, unseen = self.ranks.tell((found.error.error, found.error.energy, found.unseen), owner)
+            found = Rounded(found.data, SquaredError(error, energy), unseen)
+            matrix.put(gguf.quants.dequantize(found.data, matrix.type))
+        finished.errors[reader.entry] = found.error
+        if found.unseen:
+            finished.unseen.add(reader.entry)
+        return found.data
+
+    def _decompose(self, number: int, group: Group, of: Sums, finished: Finished, ranks: Ranks) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
         if of.hessian.total is None:
             return None
@@ -215,17 +345,37 @@ class Sequential:
             settled = kind in finished.dampings and number % _SEARCHED and len(of.hessian.total) > WIDE
             held = None if of.held is None or settled else of.held.inputs
             start = finished.dampings.get(kind, target.DAMPING)
-            finished.dampings[kind], found = target.decompose(of.hessian.total, held, start)
+            finished.dampings[kind], found = target.decompose(of.hessian.total, held, start, ranks)
         except ValueError as problem:
             entry = group.readers[0].entry
             raise UserError(self.calibration.model, str(problem), "raise --damping", entry) from problem
         return found
 
 
-def _unrotated(group: Group, of: Sums, finished: Finished) -> Decomposition:
-    """The same Hessian in the basis of types that do not rotate; the damping is the same in every basis."""
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix that is rounded.
+
+    Attributes:
+        data: its bytes, uint8 (m, bytes of a row).
+        error: of its weights.
+        unseen: whether no token came to it.
+    """
+
+    data: np.ndarray
+    error: SquaredError = SquaredError()  # noqa: RUF009 (frozen)
+    unseen: bool = False
+
+
+def _tokens(of: Sums) -> tuple[int, int]:
+    """How many tokens sums are of, and how many are held out."""
+    return of.hessian.tokens, 0 if of.held is None else len(of.held.inputs)
+
+
+def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:
+    """The same Hessian in the basis of types that rotate other blocks, or none; its damping serves in every basis."""
     assert of.hessian.total is not None
-    return Decomposition.of(rotate_both(of.hessian.total), finished.dampings[_kind(group)])
+    return Decomposition.of(in_basis(of.hessian.total, block), finished.dampings[_kind(group)])
 
 
 def _kind(group: Group) -> str:

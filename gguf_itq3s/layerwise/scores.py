@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,13 +28,14 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError
+from ..calibration import mixture
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..codec.family import is_rotated
+from ..codec.family import rotation
 from ..rounding import fisher, hessian
-from ..rounding.encode import CALIBRATED_TYPES, Encoder
+from ..rounding.encode import Encoder, takes_hessian
 from ..rounding.factors import HessianFactors, tensor_entry
 from .backward import OutputFisher
 from .matrices import EMBEDDING, OUTPUT, Source
@@ -96,24 +98,31 @@ class RowWeights:
         return self._weights.get(tensor_entry(name, expert))
 
     def _layer(self) -> Iterator[tuple[str, Vector]]:
-        layer = self._model.load(self._number)
+        model, number = self._model, self._number
         stacks: dict[str, np.ndarray] = {}
-        for group in self._model.layout.groups(self._number, layer):
-            for reader in group.readers:
-                blocks = self.gradients.blocks(reader, self._number)
+        groups = model.layout.groups(number, model.base.layers[number])
+        large = mixture.find(model, number, lambda found: 4 * found.weights)
+        with ExitStack() as stack:
+            layer = model.load(number) if large is None else stack.enter_context(large.loaded())
+            for reader in [reader for group in groups for reader in group.readers]:
+                blocks = self.gradients.blocks(reader, number)
                 if not blocks:
                     continue
-                if reader.name not in stacks:
-                    stacks[reader.name] = self._source.plain[reader.name].whole()
-                tensor = stacks[reader.name]
-                here = tensor if reader.expert is None else tensor[reader.expert]
-                own = reader.rows(layer).detach().float().cpu().numpy()
-                order = row_order.of_matrix(self._model.folder, reader.entry, own, here)
+                tensor = self._source.plain[reader.name]
+                here = None if reader.expert is None else tensor.matrix(reader.expert)
+                if here is None:
+                    whole = stacks[reader.name] if reader.name in stacks else tensor.whole()
+                    stacks[reader.name] = whole
+                    here = whole if reader.expert is None else whole[reader.expert]
+                outside = large is not None and reader.path == large.path
+                own = large.rows(reader) if large is not None and outside else reader.rows(layer)
+                of_model = own.detach().float().cpu().numpy()
+                order = row_order.of_matrix(model.folder, reader.entry, of_model, here)
                 weights = np.concatenate([fisher.factorize(block).weight for block in blocks])
                 rows = self._source.rescaling.rows(reader.name, reader.expert)
                 # Outputs times rows: gradients over rows, and these are squares.
                 yield reader.entry, weights[order] / (1.0 if rows is None else np.square(rows, dtype=np.float64))
-        self._model.unload(self._number)
+        model.unload(number)
 
 
 class Scores:
@@ -186,8 +195,8 @@ class Scores:
         costs = []
         for qtype in types:
             factor = None
-            if known and qtype in CALIBRATED_TYPES:
-                factor = self._factors.factor(tensor.name, tensor.shape, number, rotated=is_rotated(qtype))
+            if known and takes_hessian(qtype, tensor.shape[-1]):
+                factor = self._factors.factor(tensor.name, tensor.shape, number, block=rotation(qtype))
             decoded = gguf.quants.dequantize(self._encoder.rows(here, qtype, factor), qtype)
             costs.append(cost(decoded - here))
         return np.array(costs).T, np.array([energy or 1.0 for energy in cost(here)])

@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibration.activations import activations
+from ..calibration.activations import Activations, activations, narrowed, widened
 from ..calibration.groups import Group, Reader
 from ..calibration.inputs import Seen, Watch
 from ..calibration.layers import LayeredModel, Stop
 from ..calibration.moments import Moment, rotated
 from ..calibration.options import CalibrationOptions
 from ..checkpoint import row_order
+from ..distributed.ranks import ALONE, Ranks
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
@@ -39,7 +40,7 @@ HELD_WINDOWS: Final = 32
 HELD_TOKENS: Final = 4096
 
 #: In the folder of a stream: what comes into the matrices that its shortcuts need.
-_KEPT: Final = "kept"
+KEPT: Final = "kept"
 
 #: Windows by number, int64.
 Batch = npt.NDArray[np.int64]
@@ -52,10 +53,12 @@ class Batches:
     Attributes:
         train: those that statistics are taken from.
         held: those that are held out.
+        elsewhere: how many windows other ranks hold out.
     """
 
     train: tuple[Batch, ...]
     held: tuple[Batch, ...]
+    elsewhere: int = 0
 
     @property
     def all(self) -> tuple[Batch, ...]:
@@ -69,8 +72,39 @@ class Batches:
         Args:
             context: length of a window.
         """
-        tokens = sum(map(len, self.held)) * context
+        tokens = (sum(map(len, self.held)) + self.elsewhere) * context
         return slice(0, tokens, max(1, tokens // HELD_TOKENS) | 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The windows of one rank.
+
+    Attributes:
+        numbers: which of the text's they are, ascending.
+        batches: those that run together, by their places in ``numbers``.
+    """
+
+    numbers: Batch
+    batches: Batches
+
+
+def share(windows: int, batch: int, ranks: Ranks) -> Share:
+    """The windows of this rank: neighbours, as many of those held out as evens out the others.
+
+    Args:
+        windows: how many there are.
+        batch: windows at a time.
+        ranks: who runs them.
+    """
+    if ranks.alone:
+        return Share(np.arange(windows), split(windows, batch))
+    train, held = (np.concatenate(part) if part else np.arange(0) for part in _parts(windows, windows))
+    own = train[ranks.part(len(train))]
+    own_held = held[ranks.parts(len(held))[ranks.size - 1 - ranks.rank]]
+    numbers = np.sort(np.concatenate([own, own_held]))
+    places, places_held = (_batches(np.searchsorted(numbers, part), batch) for part in (own, own_held))
+    return Share(numbers, Batches(places, places_held, len(held) - len(own_held)))
 
 
 def split(windows: int, batch: int) -> Batches:
@@ -80,15 +114,18 @@ def split(windows: int, batch: int) -> Batches:
         windows: how many; a single one is not held out.
         batch: windows at a time.
     """
+    return Batches(*_parts(windows, batch))
+
+
+def _parts(windows: int, batch: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
     count = min(windows - 1, max(1, min(windows // 10, HELD_WINDOWS)))
     # From the middle of as many parts of the text.
     held = ((np.arange(count) + 0.5) * windows / count).astype(np.int64) if count else np.zeros(0, dtype=np.int64)
-    train = np.setdiff1d(np.arange(windows), held)
+    return _batches(np.setdiff1d(np.arange(windows), held), batch), _batches(held, batch)
 
-    def parts(numbers: Batch) -> tuple[Batch, ...]:
-        return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
 
-    return Batches(parts(train), parts(held))
+def _batches(numbers: Batch, batch: int) -> tuple[Batch, ...]:
+    return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
 
 
 @dataclass
@@ -112,6 +149,33 @@ class Sums:
     missing: dict[str, torch.Tensor] = field(default_factory=dict)
     held: Held | None = None
 
+    def add_up(self, ranks: Ranks, tokens: int, held: int, owner: int | None = None) -> None:
+        """Add up over all ranks, but for ``missing``, whose rows each rank asks for by itself.
+
+        Args:
+            ranks: who has sums.
+            tokens: that all of them have seen.
+            held: tokens that all of them hold out.
+            owner: who gets everything, ``missing`` and the tokens held out too; None for all.
+        """
+        if ranks.alone or not tokens:
+            return
+        device = self.device
+        for moment in (self.hessian, self.cross) if not self.missing else (self.hessian,):
+            moment.add_up(ranks, tokens, device, owner)
+        if owner is not None:
+            ranks.add(*self.missing.values(), owner=owner)
+        if held:
+            self.held = self.held or Held.none(self, device)
+            if owner is not None:
+                self.held = self.held.gathered(ranks, owner)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        totals = [self.hessian.total, *self.missing.values(), None if self.held is None else self.held.inputs]
+        return next((total.device for total in totals if total is not None), torch.device("cpu"))
+
     @property
     def differs(self) -> bool:
         """Whether the two models give different inputs."""
@@ -131,6 +195,19 @@ class Held:
     inputs: torch.Tensor
     difference: torch.Tensor
     written: torch.Tensor | None
+
+    @classmethod
+    def none(cls, of: Sums, device: torch.device) -> Held:
+        """No tokens, of a rank that holds out none where others do."""
+        empty = torch.empty((0, of.hessian.columns), device=device)
+        rows = [total.shape[0] for total in of.missing.values()]
+        return cls(empty, empty, torch.empty((0, *rows), device=device) if rows else None)
+
+    def gathered(self, ranks: Ranks, owner: int) -> Held | None:
+        """Those of all ranks on the owner, None on the others."""
+        inputs, difference = ranks.gather(owner, self.inputs), ranks.gather(owner, self.difference)
+        written = None if self.written is None else ranks.gather(owner, self.written)
+        return None if inputs is None or difference is None else Held(inputs, difference, written)
 
     def and_also(self, other: Held) -> Held:
         """These tokens and others."""
@@ -160,10 +237,10 @@ class Drift:
         self.tokens += energy.size
         self.ratios += float(np.divide(difference, energy, out=np.zeros_like(energy), where=energy > 0).sum())
 
-    @property
-    def mean(self) -> float:
-        """The mean over tokens; infinity where it is none."""
-        mean = self.ratios / max(1, self.tokens)
+    def mean(self, ranks: Ranks = ALONE) -> float:
+        """The mean over the tokens of all ranks; infinity where it is none."""
+        tokens, ratios = ranks.numbers(self.tokens, self.ratios)
+        mean = ratios / max(1, tokens)
         return mean if np.isfinite(mean) else float("inf")
 
 
@@ -199,23 +276,24 @@ class _Stream:
         self,
         model: LayeredModel,
         layer: torch.nn.Module,
-        inputs: np.ndarray,
+        inputs: Activations,
         keywords: Mapping[int, dict[str, Any]],
         folder: Path,
     ) -> None:
         self.layer, self.inputs = layer, inputs
         self._model, self._keywords, self._folder = model, keywords, folder
-        self._kept: dict[str, np.memmap] = {}  # path of a matrix -> its inputs
+        self._kept: dict[str, Activations] = {}  # path of a matrix -> its inputs
 
     def keep(self, path: str, columns: int) -> None:
         """Make room for the inputs of a matrix."""
         self._folder.mkdir(exist_ok=True)
-        self._kept[path] = activations(self._folder, len(self._kept), (*self.inputs.shape[:2], columns), "w+")
+        shape = (*self.inputs.shape[:2], columns)
+        self._kept[path] = activations(self._folder, len(self._kept), shape, "w+", self._model.dtype)
 
     def put(self, path: str, batch: Batch, values: torch.Tensor) -> None:
         """Keep the inputs of a matrix, (tokens, columns)."""
         kept = self._kept[path]
-        kept[batch] = values.reshape(len(batch), *kept.shape[1:]).cpu().numpy()
+        kept[batch] = values.reshape(len(batch), *kept.shape[1:]).float().cpu().numpy()
 
     def close(self) -> None:
         """Forget what was kept."""
@@ -257,12 +335,13 @@ class Streams:
         model: the original.
         number: of the layer.
         options: form of the sums.
-        inputs: float32 (windows, context, hidden): of the original layer, and of the quantized one.
+        inputs: two, float32 (windows, context, hidden): of the original layer, and of the quantized one.
         batches: windows that run together.
         keywords: batch size -> arguments of the layer.
         scales: matrix -> float32 (columns,), the factors of its columns in the file, whose inputs are divided by
             them; None where they are as in the model. Matrices that read the same input have the same.
         folders: where each stream keeps activations while the layer is at work.
+        ranks: those that run the same layer on other windows.
     """
 
     def __init__(
@@ -270,25 +349,42 @@ class Streams:
         model: LayeredModel,
         number: int,
         options: CalibrationOptions,
-        inputs: tuple[np.ndarray, np.ndarray],
+        inputs: tuple[Activations, ...],
         batches: Batches,
         keywords: Mapping[int, dict[str, Any]],
         scales: Callable[[Reader], npt.NDArray[np.float32] | None],
         folders: tuple[Path, Path],
+        ranks: Ranks = ALONE,
     ) -> None:
         self._model, self._number, self._options = model, number, options
         self._batches, self._scales = batches, scales
-        first = model.load(number)
+        first = self._load()
         self._streams = tuple(
-            _Stream(model, layer, stream, keywords, folder / _KEPT)
+            _Stream(model, layer, stream, keywords, folder / KEPT)
             for layer, stream, folder in zip((first, copy.deepcopy(first)), inputs, folders, strict=True)
         )
         self._modules = model.layout.modules(number, first)
         self._few = min(batches.all, key=len)  # to see how the layer runs
         self._kept = batches.kept(inputs[0].shape[1])
-        groups = model.layout.groups(number, first)
+        groups = self._groups(first)
         self.passages = self._in_order(groups)
         self._writers, self._shortcuts = self._find_writers()
+        if not ranks.alone:  # what was tried on other windows may have gone another way
+            by_key = {group.key: group for group in groups}
+            passages = ranks.tell([[group.key for group in part] for part in self.passages])
+            self.passages = [[by_key[key] for key in part] for part in passages]
+            shortcuts = {path: (found.module, found.length) for path, found in self._shortcuts.items()}
+            writers, shortcuts = ranks.tell((sorted(self._writers), shortcuts))
+            self._writers = frozenset(writers)
+            self._shortcuts = {path: _Shortcut(*found) for path, found in shortcuts.items()}
+
+    def _load(self) -> torch.nn.Module:
+        """The layer with its weights."""
+        return self._model.load(self._number)
+
+    def _groups(self, layer: torch.nn.Module) -> list[Group]:
+        """All groups of the layer."""
+        return self._model.layout.groups(self._number, layer)
 
     def close(self) -> None:
         """Forget the weights and what was kept."""
@@ -304,6 +400,8 @@ class Streams:
             reader: the matrix.
             tensor: (m, n) as GGUF has it.
         """
+        if self._model.in_bfloat16:
+            tensor = widened(narrowed(np.asarray(tensor, dtype=np.float32)))  # as the layer has it
         return row_order.of_matrix(self._model.folder, reader.entry, self.weights(reader), tensor)
 
     def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
@@ -340,7 +438,7 @@ class Streams:
 
     def _empty(self, group: Group) -> Sums:
         full = self._options.full(group.columns)
-        return Sums(Moment(group.columns, full), Moment(group.columns, full))
+        return Sums(Moment(group.columns, full), Moment(group.columns, full, symmetric=False))
 
     def _add(self, passage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
         """Add the tokens of a batch to the sums, or to what is held out."""
@@ -360,7 +458,8 @@ class Streams:
             written = None
             if self._weighted(group):
                 # One matrix alone reads the input of a writer.
-                behind = stream[some] + self._streams[0].layer.get_submodule(group.path)(before)
+                with self._model.products():
+                    behind = stream[some] + self._streams[0].layer.get_submodule(group.path)(before)
                 root = behind.square().mean(-1, keepdim=True).rsqrt()
                 root = root.where(root.isfinite(), 0)  # a stream of zeros
                 before, now, written = before * root, now * root, (stream - stream_now)[some] * root

@@ -13,10 +13,10 @@ from gguf import GGMLQuantizationType as Type
 
 from ..codec import blocks
 from ..codec.blocks import ByteArray
-from ..codec.family import FAMILY
+from ..codec.family import FAMILY, rotation
 from ..codec.grids import GRIDS
 from ..codec.native import NativeLibrary
-from ..codec.transform import FloatArray
+from ..codec.transform import BLOCK, FloatArray
 from ..codec.types import NUMPY_TYPES
 from . import grid, ldlq
 from .hessian import Factor
@@ -32,6 +32,14 @@ _FLOATS: Final = {Type.F32: np.float32, Type.F16: np.float16}
 
 #: Types that are rounded with the Hessian of the inputs where it is known.
 CALIBRATED_TYPES: Final = frozenset({*FAMILY, *GRIDS})
+
+
+def takes_hessian(qtype: Type, columns: int) -> bool:
+    """Whether rows of so many columns are rounded with a Hessian in a type: one of :data:`CALIBRATED_TYPES`, and whole
+    blocks, of 256 columns in those with a fixed grid (:mod:`.grid`)."""
+    return qtype in CALIBRATED_TYPES and columns % max(BLOCK if qtype in GRIDS else 0, rotation(qtype)) == 0
+
+
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.
 KEPT_TYPES: Final = frozenset({Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0})
 
@@ -101,9 +109,8 @@ class Encoder:
         Args:
             weights: float32 (rows, n).
             qtype: the type.
-            factor: of the Hessian of the inputs, rotated for types whose blocks are
-                (:func:`gguf_itq3s.codec.family.is_rotated`), not rotated for those with a fixed grid
-                (:data:`CALIBRATED_TYPES`).
+            factor: of the Hessian of the inputs, rotated in blocks as the type is
+                (:func:`gguf_itq3s.codec.family.rotation`), not rotated for those with a fixed grid.
 
         Raises:
             ValueError: a weight is not finite, or rows are not whole blocks.

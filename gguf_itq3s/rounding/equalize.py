@@ -1,8 +1,9 @@
 """Which factors of channels make rounding cheapest.
 
-A rotation spreads the error of a block of 256 weights evenly over its columns, so rounding a block to the nearest
-codewords costs (energy of its weights) x (energy of its inputs). With ``w_j`` the mean square of column j and ``a_j``
-that of its input, dividing column j by ``t_j`` and multiplying its input by ``t_j`` makes that ::
+A rotation spreads the error of a block of weights (of 256, or of 64 where 256 does not divide the row) evenly over its
+columns, so rounding a block to the nearest codewords costs (energy of its weights) x (energy of its inputs). With
+``w_j`` the mean square of column j and ``a_j`` that of its input, dividing column j by ``t_j`` and multiplying its
+input by ``t_j`` makes that ::
 
     sum over blocks of  (sum_j w_j / t_j^2) (sum_j a_j t_j^2)
 
@@ -18,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.transform import BLOCK
+from ..codec.transform import SHORT_BLOCK, rotation_block
 
 Vector = npt.NDArray[np.float64]
 
@@ -35,7 +36,7 @@ def logarithms(
     """The natural logarithms of the best factors.
 
     Args:
-        weights: (n,), mean squares of the columns, n a multiple of 256.
+        weights: (n,), mean squares of the columns, n a multiple of 64.
         inputs: (n,), mean squares of their inputs.
         channel: (n,), which factor each column has; None for one of its own.
         powers: of ``weights`` and ``inputs``, before the minimum is taken: 1, 1 for the minimum itself.
@@ -50,12 +51,12 @@ def logarithms(
         (weights, inputs), (_LEAST_WEIGHT, _LEAST_INPUT), powers, strict=True))  # fmt: skip
     if channel is None:
         return _centred(np.log(w / a) / 4, np.arange(w.size))
-    result = np.zeros(int(channel.max()) + 1)
+    result, block = np.zeros(int(channel.max()) + 1), rotation_block(w.size)
     for _ in range(_STEPS):
         u = result[channel]
         left, right = _blocks(w * np.exp(-2 * u)), _blocks(a * np.exp(2 * u))
-        up = np.bincount(channel, w * np.repeat(right, BLOCK))
-        down = np.bincount(channel, a * np.repeat(left, BLOCK))
+        up = np.bincount(channel, w * np.repeat(right, block))
+        down = np.bincount(channel, a * np.repeat(left, block))
         result += (np.log(up / down) / 4 - result) / 2
     return _centred(result, channel)
 
@@ -66,8 +67,8 @@ def cost(weights: Vector, inputs: Vector) -> float:
 
 
 def _positive(x: Vector, least: float) -> Vector:
-    if x.ndim != 1 or x.size % BLOCK or not x.size:
-        raise ValueError(f"{x.size} values are not whole blocks of {BLOCK}")
+    if x.ndim != 1 or not rotation_block(x.size):
+        raise ValueError(f"{x.size} values are not whole blocks of {SHORT_BLOCK}")
     if not np.isfinite(x).all() or (x < 0).any():
         raise ValueError("mean squares that are not finite, or negative")
     mean = float(x.mean()) or 1.0
@@ -75,14 +76,14 @@ def _positive(x: Vector, least: float) -> Vector:
 
 
 def _blocks(x: Vector) -> Vector:
-    return x.reshape(-1, BLOCK).sum(axis=1)
+    return x.reshape(-1, rotation_block(x.size)).sum(axis=1)
 
 
 def _centred(u: Vector, channel: npt.NDArray[np.int64]) -> Vector:
     """Logarithms less their mean over all channels that share blocks, directly or through others."""
-    group = np.arange(u.size)
+    group, block = np.arange(u.size), rotation_block(channel.size)
     while True:
-        least = np.repeat(group[channel].reshape(-1, BLOCK).min(axis=1), BLOCK)
+        least = np.repeat(group[channel].reshape(-1, block).min(axis=1), block)
         after = group.copy()
         np.minimum.at(after, channel, least)
         if np.array_equal(after, group):

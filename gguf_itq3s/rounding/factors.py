@@ -69,7 +69,8 @@ class Statistics(Energies, Protocol):
             factor: (n,), of the inputs before the rotation; None for ones.
 
         Returns:
-            (n, n) or (n / 256, 256, 256); None where nothing is known, as of an expert that saw no token.
+            (n, n) or (n / b, b, b), as :mod:`.hessian` says; None where nothing is known, as of an expert that saw no
+            token.
 
         Raises:
             UserError: the statistics are damaged or of another model.
@@ -149,20 +150,21 @@ class HessianFactors:
     source: Statistics
     inputs: Inputs
     damping: float | None = None
-    _recent: OrderedDict[tuple[str, bytes, bool], Factor] = field(default_factory=OrderedDict, repr=False)
+    _recent: OrderedDict[tuple[str, bytes, int | None], Factor] = field(default_factory=OrderedDict, repr=False)
 
     def rotated(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.floating] | None:
         """The rotated Hessian of what the file's matrix reads; arguments and errors as :meth:`Statistics.rotated`."""
         return self.source.rotated(name, columns, expert, self.inputs.factor(name, expert))
 
-    def factor(self, name: str, shape: tuple[int, ...], number: int, *, rotated: bool = True) -> Factor | None:
+    def factor(self, name: str, shape: tuple[int, ...], number: int, *, block: int | None = None) -> Factor | None:
         """The factor for one matrix.
 
         Args:
             name: GGUF name of the tensor.
             shape: of the tensor, rows last; three axes for a stack of experts.
             number: which matrix of a stack.
-            rotated: of the Hessian of the rotated inputs, for types with rotated blocks, or of them as they are.
+            block: what the type rotates together (:func:`gguf_itq3s.codec.family.rotation`); None for what the
+                statistics do.
 
         Returns:
             None where nothing is known of it, as of an expert that saw no token.
@@ -172,16 +174,18 @@ class HessianFactors:
         """
         expert = number if len(shape) > 2 else None
         factor = self.inputs.factor(name, expert)
-        key = (self.source.key(name, expert), b"" if factor is None else factor.tobytes(), rotated)
+        key = (self.source.key(name, expert), b"" if factor is None else factor.tobytes(), block)
         if key not in self._recent:
             try:
                 found = self.source.rotated(name, shape[-1], expert, factor)
                 if found is None:
                     return None
+                if block is not None:
+                    found = hessian.in_basis(found, block)
                 damping = self.damping
                 if damping is None:
                     damping = hessian.usual_damping(found, self.source.tokens(name, expert))
-                self._recent[key] = hessian.factorize(found if rotated else hessian.rotate(found), damping)
+                self._recent[key] = hessian.factorize(found, damping)
             except ValueError as error:
                 remedy = "raise --damping, or collect the statistics again"
                 raise UserError(self.source.path, str(error), remedy, name) from error

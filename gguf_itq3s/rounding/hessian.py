@@ -3,7 +3,9 @@
 For a matrix W read by inputs x, rounding W by E costs ``E[|E x|^2] = tr(E H E^T)`` with the second moment
 ``H = E[x x^T]`` (GPTQ, arXiv 2210.17323; QuIP, arXiv 2307.13304). The trellis types round ``W R`` with R the
 block-diagonal Walsh-Hadamard rotation, so the Hessian that counts is ``R H R``, the second moment of the rotated
-inputs. It is kept in full, (n, n), or as its diagonal blocks of 256, (n / 256, 256, 256).
+inputs. It is kept in full, (n, n), or as its diagonal blocks, (n / b, b, b), b being the length of the rotation's
+blocks: 256 where that divides n, else 64 (:func:`gguf_itq3s.codec.transform.rotation_block`). Types with other
+blocks, or none, are rounded in their own basis (:func:`in_basis`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.transform import BLOCK, FloatArray
+from ..codec.transform import BLOCK, SHORT_BLOCK, FloatArray, rotation_block
 
 #: Share of the mean diagonal added to the diagonal where tokens are many; measured in docs/calibration.md, as the next.
 DAMPING: Final = 0.003
@@ -32,7 +34,7 @@ class Factor:
     column j adds to a later column k, and how much column k counts once it has been made up for.
 
     Attributes:
-        feedback: float32 (n, n), or (n / 256, 256, 256) for the diagonal blocks alone: A, unit upper triangular.
+        feedback: float32 (n, n), or (n / b, b, b) for the diagonal blocks alone: A, unit upper triangular.
         weight: float32 (n,), positive, mean 1.
     """
 
@@ -53,21 +55,37 @@ def columns_of(hessian: Hessian) -> int:
     """Number of columns n of a Hessian in either form.
 
     Raises:
-        ValueError: neither (n, n) nor (n / 256, 256, 256) with n a multiple of 256.
+        ValueError: neither (n, n) with n a multiple of 64, nor (n / b, b, b) with b 256 or 64.
     """
     shape = hessian.shape
-    if hessian.ndim == 2 and shape[0] == shape[1] and shape[0] % BLOCK == 0 and shape[0]:
+    if hessian.ndim == 2 and shape[0] == shape[1] and rotation_block(shape[0]):
         return int(shape[0])
-    if hessian.ndim == 3 and shape[1:] == (BLOCK, BLOCK) and shape[0]:
-        return int(shape[0]) * BLOCK
-    raise ValueError(f"a Hessian has shape (n, n) or (n / {BLOCK}, {BLOCK}, {BLOCK}), not {shape}")
+    if hessian.ndim == 3 and shape[1] == shape[2] and shape[1] in (BLOCK, SHORT_BLOCK) and shape[0]:
+        return int(shape[0]) * int(shape[1])
+    raise ValueError(f"a Hessian has shape (n, n) or (n / b, b, b), b {BLOCK} or {SHORT_BLOCK}, not {shape}")
+
+
+def block_of(hessian: Hessian) -> int:
+    """Length of the blocks that a Hessian in the basis of statistics is rotated in.
+
+    Raises:
+        ValueError: as :func:`columns_of`.
+    """
+    return rotation_block(columns_of(hessian)) if hessian.ndim == 2 else int(hessian.shape[1])
+
+
+def check_form(hessian: Hessian) -> None:
+    """Raise ValueError unless a Hessian has one of the forms of statistics: diagonal blocks are the rotation's."""
+    columns = columns_of(hessian)
+    if block_of(hessian) != rotation_block(columns):
+        raise ValueError(f"blocks of {block_of(hessian)} for {columns} columns, not of {rotation_block(columns)}")
 
 
 def usual_damping(hessian: Hessian, tokens: int | None) -> float:
     """The damping where none is asked for: with n columns and N tokens, about n / N of what a Hessian says is chance.
 
     Args:
-        hessian: (n, n), or (n / 256, 256, 256), each block of 256 columns.
+        hessian: (n, n), or (n / b, b, b), each block of b columns.
         tokens: N; None for very many, and where there is a diagonal alone.
     """
     return DAMPING if not tokens else DAMPING + _CHANCE * hessian.shape[-1] / tokens
@@ -77,7 +95,7 @@ def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
     """Factor a rotated Hessian in float64.
 
     Args:
-        hessian: (n, n) or (n / 256, 256, 256), symmetric, positive semidefinite.
+        hessian: (n, n) or (n / b, b, b), symmetric, positive semidefinite.
         damping: share of the mean diagonal that is added to the diagonal, more than 0. An all-zero Hessian is taken
             as the identity.
 
@@ -119,7 +137,7 @@ def is_flat(hessian: Hessian) -> bool:
     """Whether a Hessian is zero, or a multiple of the identity: rounding with it is rounding without.
 
     Args:
-        hessian: (n, n) or (n / 256, 256, 256).
+        hessian: (n, n) or (n / b, b, b).
     """
     diagonal = np.diagonal(hessian, axis1=-2, axis2=-1)
     # As many values as the diagonal has are not zero: none is beside it.
@@ -131,7 +149,7 @@ def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
 
     Args:
         error: (m, n), rotated rows.
-        hessian: (n, n) or (n / 256, 256, 256), in the same basis.
+        hessian: (n, n) or (n / b, b, b), in the same basis.
 
     Returns:
         The sum over all rows.
@@ -145,36 +163,67 @@ def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
     e = error.astype(np.float64)
     if hessian.ndim == 2:
         return float(np.vdot(e @ hessian.astype(np.float64), e))
-    blocks = e.reshape(e.shape[0], -1, BLOCK)
+    blocks = e.reshape(e.shape[0], *hessian.shape[:2])
     return float(np.einsum("mbi,bij,mbj->", blocks, hessian.astype(np.float64), blocks, optimize=True))
 
 
-def rotate(hessian: Hessian) -> npt.NDArray[np.float64]:
+def rotate(hessian: Hessian, block: int | None = None) -> npt.NDArray[np.float64]:
     """``R H R`` with R the block-diagonal Walsh-Hadamard matrix: to the rotated basis and back.
 
     Args:
-        hessian: (n, n) or (n / 256, 256, 256).
+        hessian: (n, n) or (n / b, b, b).
+        block: size of a block of R; None for :func:`block_of`.
 
     Returns:
         float64, the same shape.
     """
-    columns_of(hessian)
+    block = block or block_of(hessian)
     result = hessian.astype(np.float64)
     for _ in range(2):
-        result = rotate_rows(result)
+        result = rotate_rows(result, block)
         result = result.swapaxes(-1, -2)
     return np.ascontiguousarray(result)
+
+
+def in_basis(hessian: Hessian, block: int) -> Hessian:
+    """The Hessian of inputs that are rotated in blocks of another length.
+
+    Args:
+        hessian: in the basis of statistics, (n, n) or (n / b, b, b).
+        block: the length, a divisor of b; 1 for inputs as they are.
+
+    Returns:
+        ``hessian`` itself where ``block`` is b; else float64, of the same shape, but that diagonal blocks that are
+        rotated in shorter ones become these: (n / block, block, block), what couples them left out.
+
+    Raises:
+        ValueError: ``block`` does not divide b.
+    """
+    own = block_of(hessian)
+    if block == own:
+        return hessian
+    if own % block:
+        raise ValueError(f"statistics in blocks of {own} say too little of blocks of {block}")
+    plain = rotate(hessian)
+    if block == 1:
+        return plain
+    if plain.ndim == 3:
+        parts = np.arange(own // block)
+        cut = plain.reshape(len(plain), parts.size, block, parts.size, block)
+        plain = cut[:, parts, :, parts].swapaxes(0, 1).reshape(-1, block, block)
+    return rotate(plain, block)
 
 
 def diagonal(hessian: Hessian) -> npt.NDArray[np.float64]:
     """Mean squares of the inputs before the rotation: float64 (n,).
 
     Args:
-        hessian: rotated, (n, n) or (n / 256, 256, 256).
+        hessian: rotated, (n, n) or (n / b, b, b).
     """
-    count = columns_of(hessian) // BLOCK
+    block = block_of(hessian)
     if hessian.ndim == 2:
-        hessian = np.stack([hessian[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)])
+        parts = [slice(start, start + block) for start in range(0, len(hessian), block)]
+        hessian = np.stack([hessian[part, part] for part in parts])
     return np.ascontiguousarray(np.diagonal(rotate(hessian), axis1=1, axis2=2)).reshape(-1)
 
 
@@ -184,7 +233,7 @@ def scale_columns(hessian: Hessian, factor: npt.NDArray[np.floating]) -> npt.NDA
     Exact in both forms: a diagonal matrix does not couple blocks.
 
     Args:
-        hessian: rotated, (n, n) or (n / 256, 256, 256).
+        hessian: rotated, (n, n) or (n / b, b, b).
         factor: (n,).
 
     Returns:
@@ -198,7 +247,7 @@ def scale_columns(hessian: Hessian, factor: npt.NDArray[np.floating]) -> npt.NDA
     if f.shape != (columns,):
         raise ValueError(f"{f.size} factors for {columns} columns")
     if hessian.ndim == 3:
-        f = f.reshape(-1, BLOCK)
+        f = f.reshape(hessian.shape[:2])
         return rotate(rotate(hessian) * f[:, :, None] * f[:, None, :])
     return rotate(rotate(hessian) * f[:, None] * f[None, :])
 
@@ -207,31 +256,42 @@ def from_diagonal(diagonal: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]
     """The rotated Hessian ``R D R`` of a diagonal one: block-diagonal, and not diagonal.
 
     Args:
-        diagonal: (n,) second moments of unrotated inputs, n a multiple of 256.
+        diagonal: (n,) second moments of unrotated inputs, n a multiple of 64.
 
     Returns:
-        float64 (n / 256, 256, 256).
+        float64 (n / b, b, b).
 
     Raises:
-        ValueError: n is not a multiple of 256.
+        ValueError: n is not a multiple of 64.
     """
-    if diagonal.ndim != 1 or diagonal.size % BLOCK or not diagonal.size:
-        raise ValueError(f"{diagonal.size} values are not whole blocks of {BLOCK}")
-    blocks = np.zeros((diagonal.size // BLOCK, BLOCK, BLOCK))
-    blocks[:, np.arange(BLOCK), np.arange(BLOCK)] = diagonal.reshape(-1, BLOCK)
+    block = rotation_block(diagonal.size)
+    if diagonal.ndim != 1 or not block:
+        raise ValueError(f"{diagonal.size} values are not whole blocks of {SHORT_BLOCK}")
+    blocks = np.zeros((diagonal.size // block, block, block))
+    blocks[:, np.arange(block), np.arange(block)] = diagonal.reshape(-1, block)
     return rotate(blocks)
 
 
-def rotate_rows(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """The Walsh-Hadamard transform of every 256 elements of the last axis, in float64.
+def rotate_rows(x: npt.NDArray[np.floating], block: int | None = None) -> npt.NDArray[np.float64]:
+    """The Walsh-Hadamard transform of every block of the last axis, in float64.
 
     Statistics need no fixed order of operations; weights go through :mod:`gguf_itq3s.codec.transform`.
+
+    Args:
+        x: (..., n).
+        block: a power of two; None for that of rows of n columns.
+
+    Raises:
+        ValueError: rows of n columns are not rotated, or are not whole blocks.
     """
     shape = x.shape
-    x = x.astype(np.float64).reshape(-1, BLOCK)
+    block = block or rotation_block(shape[-1])
+    if not block or shape[-1] % block:
+        raise ValueError(f"{shape[-1]} values are not whole blocks of {block or SHORT_BLOCK}")
+    x = x.astype(np.float64).reshape(-1, block)
     h = 1
-    while h < BLOCK:
+    while h < block:
         pairs = x.reshape(-1, 2, h)
         x = np.concatenate([pairs[:, :1] + pairs[:, 1:], pairs[:, :1] - pairs[:, 1:]], axis=1)
         h *= 2
-    return x.reshape(shape) / 16
+    return x.reshape(shape) / np.sqrt(block)

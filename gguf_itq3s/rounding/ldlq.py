@@ -36,7 +36,7 @@ from ..codec.blocks import TOO_LARGE, ByteArray, check_magnitude, pack
 from ..codec.family import DEFAULT, trellis_type
 from ..codec.formats import Format, check_effort
 from ..codec.native import NativeLibrary
-from ..codec.scale import F16_MAX, block_rms, fold_sum
+from ..codec.scale import F16_MAX, block_magnitude, fold_sum
 from ..codec.transform import FloatArray, fwht_columns
 from ..codec.trellis import UNREACHED, IndexArray
 from .hessian import Factor
@@ -116,14 +116,14 @@ def search(
     Without feedback within the block this is the Viterbi search of :func:`gguf_itq3s.codec.trellis.search`, and exact.
 
     Args:
-        target: float32 (256, m), one block a column, in level units.
-        feedback: float32 (256, 256), unit upper triangular.
-        weight: float32 (256,).
+        target: float32 (b, m), one block of b weights a column, in level units.
+        feedback: float32 (b, b), unit upper triangular.
+        weight: float32 (b,).
         options: segment and lookahead.
         fmt: levels and trellis.
 
     Returns:
-        uint8 (256, m) level indices ``4 * symbol + subset`` and uint8 (256, m) selector bits.
+        uint8 (b, m) level indices ``4 * symbol + subset`` and uint8 (b, m) selector bits.
     """
     n, m = target.shape
     tables, states = _tables(fmt), fmt.trellis.states
@@ -193,7 +193,7 @@ def search(
 
 
 def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
-    """``x[k] + sum_{j<k} feedback[j, k] x[j]``, j ascending: float32 (256, m), (256, 256) -> (256, m)."""
+    """``x[k] + sum_{j<k} feedback[j, k] x[j]``, j ascending: float32 (b, m), (b, b) -> (b, m)."""
     result = x.copy()
     for j in range(x.shape[0] - 1):
         result[j + 1 :] += feedback[j, j + 1 :, None] * x[j]
@@ -206,24 +206,24 @@ def solve(
     """Path and scale of one block.
 
     Args:
-        x: float32 (256, m) rotated weights; their RMS is where the start scales are taken from.
-        y: float32 (256, m), what the levels through the feedback should come to (see the module).
-        feedback: float32 (256, 256), unit upper triangular.
-        weight: float32 (256,).
+        x: float32 (b, m) rotated weights; their RMS or their largest is where start scales are taken from.
+        y: float32 (b, m), what the levels through the feedback should come to (see the module).
+        feedback: float32 (b, b), unit upper triangular.
+        weight: float32 (b,).
         options: segment, lookahead, effort.
         fmt: levels, trellis and start scales.
 
     Returns:
-        uint8 (256, m) level indices, uint8 (256, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
+        uint8 (b, m) level indices, uint8 (b, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
         or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
     """
-    rms = block_rms(x)
-    alive = rms > 0
-    safe_rms = np.where(alive, rms, np.float32(1))
+    magnitude = block_magnitude(x, fmt)
+    alive = magnitude > 0
+    safe_magnitude = np.where(alive, magnitude, np.float32(1))
     column_weight = weight[:, None]
     best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
-    for rms_in_levels in fmt.start_rms(options.effort):
-        wanted = (y * (rms_in_levels / safe_rms)).astype(np.float32)
+    for magnitude_in_levels in fmt.start_levels(options.effort):
+        wanted = (y * (magnitude_in_levels / safe_magnitude)).astype(np.float32)
         indices, selectors = search(wanted, feedback, weight, options, fmt)
         z = through_feedback(fmt.level_values[indices], feedback)
         weighted = column_weight * z

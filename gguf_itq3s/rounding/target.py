@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ..distributed.ranks import ALONE, Ranks
 from .hessian import Factor
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Decomposition:
         """Decompose a Hessian.
 
         Args:
-            hessian: float64 (n, n) or (n / 256, 256, 256), symmetric, positive semidefinite. An all-zero one is taken
+            hessian: float64 (n, n) or (n / b, b, b), symmetric, positive semidefinite. An all-zero one is taken
                 as the identity.
             damping: share of the mean diagonal that is added to the diagonal, more than 0.
 
@@ -90,7 +91,7 @@ class Decomposition:
         weight = (weight / weight.mean()).float().cpu().numpy()
         return Factor(np.ascontiguousarray(feedback[0] if self.full else feedback), weight)
 
-    def expected_error(self, inputs: torch.Tensor) -> float:
+    def expected_error(self, inputs: torch.Tensor, ranks: Ranks = ALONE) -> float:
         """What rounding with this factor costs on some inputs, but for a factor that no Hessian changes.
 
         With ``H = A D A^T``, A unit upper triangular, LDLQ leaves errors ``E = N A^-1``, N as large in every column as
@@ -98,6 +99,7 @@ class Decomposition:
 
         Args:
             inputs: float32 (tokens, n), rotated.
+            ranks: those that have other tokens, and the same decomposition.
 
         Returns:
             The sum over tokens, over that of rounding to the nearest codewords, which has A = 1.
@@ -108,8 +110,8 @@ class Decomposition:
         x = inputs.reshape(len(inputs), blocks, size).permute(1, 2, 0).to(self.upper)
         solved = torch.linalg.solve_triangular(self.upper, x, upper=True)
         solved *= self.upper.diagonal(dim1=-2, dim2=-1)[..., None]
-        energy = float(x.square().sum())
-        return float(solved.square().sum()) / energy if energy else 1.0
+        left, energy = ranks.numbers(float(solved.square().sum()), float(x.square().sum()))
+        return left / energy if energy else 1.0
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """``right (U U^T)^-1``, in the precision of ``right``.
@@ -128,13 +130,16 @@ class Decomposition:
         return whole.permute(2, 0, 1).reshape(right.shape)
 
 
-def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) -> tuple[float, Decomposition]:
+def decompose(
+    hessian: torch.Tensor, held: torch.Tensor | None, start: float, ranks: Ranks = ALONE
+) -> tuple[float, Decomposition]:
     """Decompose a Hessian with the damping that tokens held out like best.
 
     Args:
         hessian: as :meth:`Decomposition.of` takes it.
         held: float32 (tokens, n), rotated; None where there are none: the damping is ``start``.
         start: one of :data:`DAMPINGS`, from which the search goes on while the error falls.
+        ranks: those that hold out other tokens, and have the same Hessian.
 
     Returns:
         The damping and the decomposition.
@@ -143,13 +148,14 @@ def decompose(hessian: torch.Tensor, held: torch.Tensor | None, start: float) ->
     if held is None:
         return start, best
     if hessian.ndim == 2 and len(hessian) > WIDE:
-        held = held[:: -(-len(held) // _FEW)]
-    place, least = DAMPINGS.index(start), best.expected_error(held)
+        (tokens,) = ranks.numbers(len(held))
+        held = held[:: max(1, -(-int(tokens) // _FEW))]
+    place, least = DAMPINGS.index(start), best.expected_error(held, ranks)
     for direction in (1, -1):
         moved = False
         while 0 <= place + direction < len(DAMPINGS):
             found = Decomposition.of(hessian, DAMPINGS[place + direction])
-            error = found.expected_error(held)
+            error = found.expected_error(held, ranks)
             if error >= least:
                 break
             best, least, place, moved = found, error, place + direction, True
@@ -163,7 +169,7 @@ def explained(weights: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: (m, n), rotated.
-        cross: (n, n) or (n / 256, 256, 256).
+        cross: (n, n) or (n / b, b, b).
 
     Returns:
         (m, n), in the precision of the weights.
@@ -177,28 +183,42 @@ def explained(weights: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
 
 
 def correction(
-    decomposition: Decomposition, asked: torch.Tensor, inputs: torch.Tensor, missing: torch.Tensor
-) -> torch.Tensor:
+    decomposition: Decomposition, asked: torch.Tensor, inputs: torch.Tensor, missing: torch.Tensor,
+    ranks: Ranks = ALONE,
+) -> torch.Tensor:  # fmt: skip
     """What is added to a matrix to get its target, ``step * B (H + damping)^-1``: all 0 where that is not trusted.
 
     Args:
         decomposition: of the damped H.
-        asked: (m, n), B. In float32 it is exact enough: damped as they are, these sums are far from singular.
+        asked: (m, n), B; of several ranks, the rows of this one's share (:meth:`Ranks.part`). In float32 it is exact
+            enough: damped as they are, these sums are far from singular.
         inputs: (tokens, n), x' of tokens held out.
         missing: (tokens, m), what is missing in their outputs.
+        ranks: those that have the other rows of B, and hold out other tokens.
+
+    Returns:
+        (m, n), on every rank.
     """
+    import torch
+
     found = decomposition.solve(asked)
-    found *= line_search(missing, inputs @ found.T)
+    if not ranks.alone:
+        rows = np.empty((missing.shape[1], asked.shape[1]), dtype=np.float32)
+        rows[ranks.part(len(rows))] = found.cpu().numpy()
+        ranks.send_parts(rows, ranks.parts(len(rows)))
+        found = torch.from_numpy(rows).to(asked.device)
+    found *= line_search(missing, inputs @ found.T, ranks)
     return found
 
 
-def line_search(missing: torch.Tensor, explained: torch.Tensor) -> float:
+def line_search(missing: torch.Tensor, explained: torch.Tensor, ranks: Ranks = ALONE) -> float:
     """How much of a correction leaves least of what is missing: ``argmin |missing - step explained|^2`` in [0, 1].
 
     Args:
         missing: (tokens, m): what is missing in the outputs of tokens held out.
         explained: (tokens, m): what the whole correction would add to them.
+        ranks: those that hold out other tokens.
     """
-    energy = float(explained.square().sum())
-    step = float((missing * explained).sum()) / energy if energy else 0.0
+    energy, product = ranks.numbers(float(explained.square().sum()), float((missing * explained).sum()))
+    step = product / energy if energy else 0.0
     return min(1.0, max(0.0, step)) if np.isfinite(step) else 0.0

@@ -8,7 +8,7 @@ trellis types are left in the rotated basis, where the products use them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -56,16 +56,17 @@ def _spread_bits(planes: torch.Tensor) -> torch.Tensor:
 
 
 def _symbol_words(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Symbols, eight at a time in the bytes of 64-bit words: uint8 (..., bytes) -> int64 (..., 32)."""
-    symbols = blocks[..., : fmt.symbol_bytes].contiguous()
+    """Symbols, eight at a time in the bytes of 64-bit words: uint8 (..., bytes) -> int64 (..., block / 8)."""
+    symbols = blocks[..., : fmt.symbol_bytes]
     if fmt.symbol_bits == 1:
-        return _spread_bits(symbols)
-    planes = symbols.view(torch.int64)
+        return _spread_bits(symbols.contiguous())
+    # A copy in any case: one block alone is contiguous where it stands, between others, and there no words begin.
+    planes = symbols.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.stack([planes >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
 
 
 def _trellis_indices(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Level indices ``4 * symbol + subset``: uint8 (..., bytes) -> (..., 256), eight at a time in 64-bit words."""
+    """Level indices ``4 * symbol + subset``: uint8 (..., bytes) -> (..., block), eight at a time in 64-bit words."""
     words = _symbol_words(blocks, fmt)
     selectors = blocks[..., fmt.symbol_bytes : fmt.scale_offset]
     before = torch.nn.functional.pad(selectors, (1, 0))[..., :-1]
@@ -115,7 +116,8 @@ class Layout:
 
     Attributes:
         qtype: the type.
-        values: uint8 (..., bytes) -> float32 (..., 256): integers, the zero-point taken off.
+        values: uint8 (..., bytes) -> float32 (..., block): integers, the zero-point taken off.
+        block: weights of a block.
         block_bytes: bytes of a block.
         scale_offset: where its float16 scale stands.
         unit: a weight is value * scale * unit.
@@ -125,6 +127,7 @@ class Layout:
 
     qtype: QType
     values: Callable[[torch.Tensor], torch.Tensor]
+    block: int
     block_bytes: int
     scale_offset: int
     unit: float
@@ -135,15 +138,19 @@ class Layout:
         """What the values are multiplied with: uint8 (..., bytes) -> float32 (..., 1)."""
         return _half(blocks, self.scale_offset).mul_(self.unit)
 
+    def fits(self, columns: int) -> bool:
+        """Whether a row of so many weights is whole blocks."""
+        return columns > 0 and columns % self.block == 0
+
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row.
 
         Raises:
             ValueError: the row is not whole blocks.
         """
-        if columns <= 0 or columns % BLOCK:
-            raise ValueError(f"{self.qtype.name} rows must be a multiple of {BLOCK} long, not {columns}")
-        return columns // BLOCK * self.block_bytes
+        if not self.fits(columns):
+            raise ValueError(f"{self.qtype.name} rows must be a multiple of {self.block} long, not {columns}")
+        return columns // self.block * self.block_bytes
 
     def columns(self, packed: torch.Tensor) -> int:
         """Weights in a row of packed rows: uint8 (rows, bytes of a row).
@@ -156,21 +163,19 @@ class Layout:
                 f"packed {self.qtype.name} rows are uint8 (rows, k * {self.block_bytes}), not {packed.dtype} "
                 f"{tuple(packed.shape)}"
             )
-        return packed.shape[1] // self.block_bytes * BLOCK
+        return packed.shape[1] // self.block_bytes * self.block
 
 
 def _ternary(qtype: QType, values: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
     size = gguf.GGML_QUANT_SIZES[qtype][1]
-    return Layout(qtype, values, size, size - 2, 1.0, rotated=False)
+    return Layout(qtype, values, BLOCK, size, size - 2, 1.0, rotated=False)
 
 
 def _trellis(qtype: QType) -> Layout:
     """The unit of the levels is d/32."""
-    row = FAMILY[qtype]
-    values = functools.partial(_trellis_values, fmt=row.format)
-    return Layout(
-        qtype, values, row.format.block_bytes, row.format.scale_offset, 2.0**-5, rotated=row.rotated, fmt=row.format
-    )
+    row, fmt = FAMILY[qtype], FAMILY[qtype].format
+    values = functools.partial(_trellis_values, fmt=fmt)
+    return Layout(qtype, values, fmt.block, fmt.block_bytes, fmt.scale_offset, 2.0**-5, rotated=row.rotated, fmt=fmt)
 
 
 #: The types a layer can have.
@@ -194,7 +199,31 @@ def layout(qtype: int) -> Layout:
     )
 
 
+def layout_for(qtype: int, columns: int) -> Layout:
+    """The layout that a matrix of so many columns has where a type is asked for.
+
+    That of the type; where its blocks do not fit the columns, that of the type of shorter blocks in its place, as in a
+    file that the converter writes (ITQ3_N for ITQ3_S). Where none fits, the last of them, which then refuses the rows.
+
+    Raises:
+        ValueError: a type without a layout.
+    """
+    kind = layout(qtype)
+    while not kind.fits(columns) and kind.qtype in FAMILY and FAMILY[kind.qtype].fallback in LAYOUTS:
+        kind = LAYOUTS[FAMILY[kind.qtype].fallback]
+    return kind
+
+
+def all_fit(types: Iterable[int | None], columns: int) -> bool:
+    """Whether a matrix of so many columns can be packed in each of the types (:func:`layout_for`); None is no type.
+
+    Raises:
+        ValueError: a type without a layout.
+    """
+    return all(layout_for(qtype, columns).fits(columns) for qtype in types if qtype is not None)
+
+
 def weights(blocks: torch.Tensor, kind: Layout) -> torch.Tensor:
-    """Values times scales, in the basis of the block: uint8 (..., bytes) -> float32 (..., 256)."""
+    """Values times scales, in the basis of the block: uint8 (..., bytes) -> float32 (..., block)."""
     values = kind.values(blocks)
     return values.mul_(kind.scales(blocks))

@@ -24,8 +24,9 @@ class Stack:
     Attributes:
         rows: outputs of an expert's matrix.
         columns: its inputs.
-        qtype: the type of the blocks, or None for floats.
-        residual_type: that of the residual pass, or None.
+        qtype: the type of the blocks, or None for floats. It becomes that of the columns, as in
+            :class:`.linear.PackedLinear`: ITQ3_N for ITQ3_S where blocks of 256 do not fit them.
+        residual_type: that of the residual pass, likewise, or None.
         transposed: whether floats are held as (experts, columns, rows); blocks never are.
     """
 
@@ -34,6 +35,11 @@ class Stack:
     qtype: QType | None = None
     residual_type: QType | None = None
     transposed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("qtype", "residual_type"):
+            if (asked := getattr(self, name)) is not None:
+                object.__setattr__(self, name, decode.layout_for(asked, self.columns).qtype)
 
     def shape(self, experts: int) -> tuple[int, int, int]:
         """The shape of the parameter."""
@@ -81,7 +87,7 @@ class PackedExperts(nn.Module):
             dtype: of what is not packed.
 
         Raises:
-            ValueError: packed columns that are no multiple of 256, or types that do not fit.
+            ValueError: packed columns that are not whole blocks, or types that do not fit.
         """
         super().__init__()
         self.num_experts, self.gate = experts, gate
@@ -130,7 +136,9 @@ class PackedExperts(nn.Module):
         stacks = {key: Stack(weight.shape[1], weight.shape[2], qtype, residual_type) for key, weight in weights.items()}
         made = cls(len(first), stacks, gate, device="meta")
         for key, weight in weights.items():
-            found = quantize_stack(weight, qtype, residual_type, effort=effort, threads=threads)
+            kind = stacks[key].qtype
+            assert kind is not None
+            found = quantize_stack(weight, kind, residual_type, effort=effort, threads=threads)
             setattr(made, key, _fixed(found.weight))
             setattr(made, f"{key}_residual", _fixed(found.residual))
         return made
@@ -185,7 +193,8 @@ class PackedExperts(nn.Module):
                 path=path,
             )  # fmt: skip
         else:
-            source = products.rotate(x, path) if decode.layout(stack.qtype).rotated else x
+            kind = decode.layout(stack.qtype)
+            source = products.rotate(x, path, kind.block) if kind.rotated else x
             # One product is rounded once, two are added before they are.
             sums = x.dtype if residual is None else transform.accumulation_dtype(x.dtype)
             out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, dtype=sums, path=path)

@@ -23,15 +23,12 @@ import triton.language as tl
 from triton import knobs
 
 from ..codec.family import FAMILY
-from ..codec.transform import BLOCK
 from ..codec.trellis import Trellis
 from .decode import Layout, layout
 
-#: Columns decoded at a time: a quarter of a block, which is one plane of symbols of two bits.
+#: Columns decoded at a time: of a block of 256 weights a quarter, which is one plane of symbols of two bits; a whole
+#: block of 64.
 PART: Final = tl.constexpr(64)
-_BLOCK: Final = tl.constexpr(BLOCK)
-_HALVINGS: Final = tl.constexpr(BLOCK.bit_length() - 1)
-_NORM: Final = tl.constexpr(BLOCK**-0.5)
 
 # The trellis of the family.
 _TRELLIS: Final[Trellis] = next(iter(FAMILY.values())).format.trellis
@@ -45,20 +42,23 @@ _PROGRAMS: Final = 4
 
 
 @triton.jit
-def _rotate_kernel(x, out, blocks, ROWS: tl.constexpr):  # noqa: N803
-    """Blocks of 256 by butterflies in float32, in the order of stages of :mod:`gguf_itq3s.codec.transform`.
+def _rotate_kernel(
+    x, out, blocks,
+    LENGTH: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Blocks of LENGTH by butterflies in float32, in the order of stages of :mod:`gguf_itq3s.codec.transform`.
 
     Each stage takes pairs of neighbours apart and puts sums before differences: the index turns by one bit, so that
-    the next stage finds its pairs side by side, and eight stages later it is what it was.
+    the next stage finds its pairs side by side, and after all stages it is what it was.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    place = row[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
     mask = (row < blocks)[:, None]
     values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    for _ in tl.static_range(_HALVINGS):
-        a, b = tl.split(tl.reshape(values, (ROWS, _BLOCK // 2, 2)))
-        values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, _BLOCK))
-    tl.store(out + place, (values * _NORM).to(out.dtype.element_ty), mask=mask)
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(values, (ROWS, LENGTH // 2, 2)))
+        values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, LENGTH))
+    tl.store(out + place, (values * NORM).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -91,13 +91,16 @@ def _nibble_in_bytes(plane, shift):
 
 
 @triton.jit
-def _trellis_indices(units, mask, part, BITS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
+def _trellis_indices(
+    units, mask, part,
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     """Level indices of a part of blocks, one block a row: four at a time, in the bytes of a word.
 
     ``units`` points to the first unit, of WIDTH bits, of each block, (ROWS, 1).
     """
     i = tl.arange(0, PART // 4)[None, :]
-    first = _BLOCK * BITS // WIDTH  # where the selectors begin
+    first = LENGTH * BITS // WIDTH  # where the selectors begin
     place = part * (PART // WIDTH) + i // (WIDTH // 4)
     now = _word(units + first + place, mask, WIDTH)
     before = _word(units + first + place - 1, mask & (place > 0), WIDTH)
@@ -107,8 +110,13 @@ def _trellis_indices(units, mask, part, BITS: tl.constexpr, WIDTH: tl.constexpr,
     if BITS == 1:
         symbols = _nibble_in_bytes(_word(units + place, mask, WIDTH), shift)
     else:
-        symbols = _word(units + i, mask, WIDTH)
-        symbols = (symbols >> (2 * part + 0 * i).to(tl.uint32)) & 0x03030303  # a loop's part is no tensor
+        fours = i % (LENGTH // 16)  # of bytes, each with symbols of four planes
+        plane = part + i // (LENGTH // 16)
+        if WIDTH == 32:
+            symbols = _word(units + fours, mask, WIDTH)
+        else:
+            symbols = _word(units + 2 * fours, mask, WIDTH) | (_word(units + 2 * fours + 1, mask, WIDTH) << 16)
+        symbols = (symbols >> (2 * plane).to(tl.uint32)) & 0x03030303
     packed = (symbols << 2) | (high << 1) | low
     byte = (8 * tl.arange(0, 4)).to(tl.uint32)
     return tl.reshape((packed[:, :, None] >> byte[None, None, :]) & 15, (ROWS, PART)).to(tl.int32)
@@ -139,11 +147,13 @@ def _tq1_0_indices(codes, mask, part):
 
 @triton.jit
 def _indices(
-    packed, mask, part, BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+    packed, mask, part,
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Indices into the level table: int32 (ROWS, PART)."""
     if BITS > 0:
-        return _trellis_indices(packed, mask, part, BITS, WIDTH, ROWS)
+        return _trellis_indices(packed, mask, part, BITS, LENGTH, WIDTH, ROWS)
     elif DIGITS == 4:  # noqa: RET505
         return _tq2_0_indices(packed, mask, part)
     else:
@@ -179,8 +189,8 @@ def _scales(
 @triton.jit(do_not_specialize=["m", "bucket", "split"])
 def _product_kernel(
     x, packed, levels, out, m, n, blocks, bucket, split,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr,  # noqa: N803
+    HAS_Z: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """A tile of ``x V^T`` over a share of the blocks of columns; share s goes to the s-th matrix of ``out``.
@@ -193,7 +203,7 @@ def _product_kernel(
     share = tl.program_id(2)
     row_mask, output_mask = (rows < m)[:, None], (outputs < n)[:, None]
     columns = tl.arange(0, PART)[None, :]
-    inputs = x + rows[:, None] * (blocks * _BLOCK) + columns
+    inputs = x + rows[:, None] * (blocks * LENGTH) + columns
     codes = packed + outputs[:, None] * (blocks * SIZE)
     each = tl.cdiv(blocks, split)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -202,9 +212,9 @@ def _product_kernel(
         scale, zero = _scales(place, output_mask, WIDTH, OFFSET, HAS_Z, UNIT)
         products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        for part in range(_BLOCK // PART):
-            a = tl.load(inputs + block * _BLOCK + part * PART, mask=row_mask, other=0.0)
-            b = tl.load(levels + _indices(place, output_mask, part, BITS, WIDTH, DIGITS, BLOCK_N))
+        for part in range(LENGTH // PART):
+            a = tl.load(inputs + block * LENGTH + part * PART, mask=row_mask, other=0.0)
+            b = tl.load(levels + _indices(place, output_mask, part, BITS, LENGTH, WIDTH, DIGITS, BLOCK_N))
             products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
             if HAS_Z:
                 sums += tl.sum(a.to(tl.float32), axis=1)
@@ -229,8 +239,8 @@ def _sum_kernel(partial, out, count, split, SIZE: tl.constexpr):  # noqa: N803
 @triton.jit(do_not_specialize=["m", "bucket"])
 def _transposed_kernel(
     x, packed, levels, out, m, n, blocks, bucket,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr,  # noqa: N803
+    HAS_Z: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """A tile of ``x V``: BLOCK_M rows and one part of one block of columns, summed over all rows of V.
@@ -238,8 +248,8 @@ def _transposed_kernel(
     The scale of a block differs from row to row of V, so it goes to the inputs.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    part = tl.program_id(1) % (_BLOCK // PART)
-    block = tl.program_id(1) // (_BLOCK // PART)
+    part = tl.program_id(1) % (LENGTH // PART)
+    block = tl.program_id(1) // (LENGTH // PART)
     row_mask = (rows < m)[:, None]
     total = tl.zeros((BLOCK_M, PART), dtype=tl.float32)
     offsets = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -252,12 +262,12 @@ def _transposed_kernel(
         a = tl.load(inputs, mask=row_mask & (outputs < n)[None, :], other=0.0).to(tl.float32) * tl.trans(scale)
         if HAS_Z:
             offsets += tl.sum(a * tl.trans(zero), axis=1)
-        b = tl.load(levels + _indices(place, mask, part, BITS, WIDTH, DIGITS, BLOCK_N))
+        b = tl.load(levels + _indices(place, mask, part, BITS, LENGTH, WIDTH, DIGITS, BLOCK_N))
         total = tl.dot(a.to(x.dtype.element_ty), b, total, input_precision="ieee")
     if HAS_Z:
         total -= offsets[:, None]
-    columns = block * _BLOCK + part * PART + tl.arange(0, PART)
-    target = out + rows[:, None] * (blocks * _BLOCK) + columns[None, :]
+    columns = block * LENGTH + part * PART + tl.arange(0, PART)
+    target = out + rows[:, None] * (blocks * LENGTH) + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=row_mask)
 
 
@@ -272,7 +282,7 @@ _MANY: Final = [
     _config(128, 64, 8, 2),
 ]  # fmt: skip
 
-_KEY: Final = ["n", "blocks", "bucket", "BITS", "DIGITS"]
+_KEY: Final = ["n", "blocks", "bucket", "BITS", "LENGTH", "DIGITS"]
 _tuned_few = triton.autotune(_FEW, key=_KEY)(_product_kernel)
 _tuned_many = triton.autotune(_MANY, key=_KEY)(_product_kernel)
 _tuned_transposed = triton.autotune([*_FEW, *_MANY], key=_KEY)(_transposed_kernel)
@@ -304,15 +314,16 @@ def unit_options(kind: Layout) -> tuple[str, dict[str, Any]]:
     """What the kernels read packed rows in, as Triton names a pointer to it, and what they have to know of the type.
 
     Blocks of trellis types are read in the widest units, of 32 or 16 bits, that their size is a multiple of; others in
-    bytes. BITS are those of a symbol, 0 of other types; DIGITS the ternary digits of a byte.
+    bytes. BITS are those of a symbol, 0 of other types; LENGTH the weights of a block; DIGITS the ternary digits of a
+    byte.
     """
-    width, bits, digits, has_z = 8, 0, -(-BLOCK // kind.scale_offset), False
+    width, bits, digits, has_z = 8, 0, -(-kind.block // kind.scale_offset), False
     if kind.fmt is not None:
         width = 16 if kind.block_bytes % 4 else 32
         bits, digits, has_z = kind.fmt.symbol_bits, 0, kind.fmt.zero_point
     options = {
-        "BITS": bits, "WIDTH": width, "DIGITS": digits, "HAS_Z": has_z, "SIZE": kind.block_bytes * 8 // width,
-        "OFFSET": kind.scale_offset, "UNIT": kind.unit,
+        "BITS": bits, "LENGTH": kind.block, "WIDTH": width, "DIGITS": digits, "HAS_Z": has_z,
+        "SIZE": kind.block_bytes * 8 // width, "OFFSET": kind.scale_offset, "UNIT": kind.unit,
     }  # fmt: skip
     return {8: "*u8", 16: "*i16", 32: "*i32"}[width], options
 
@@ -344,12 +355,18 @@ def _operand(x: torch.Tensor) -> torch.Tensor:
     return x.float() if knobs.runtime.interpret and x.dtype == torch.bfloat16 else x.contiguous()
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Every block of 256 of the last axis rotated: (..., k * 256), the dtype of ``x``, contiguous."""
+def rotation_options(block: int) -> dict[str, Any]:
+    """What the rotation has to know of a block."""
+    rows = 64 if knobs.runtime.interpret else 1024 // block
+    return {"LENGTH": block, "STAGES": block.bit_length() - 1, "NORM": block**-0.5, "ROWS": rows}
+
+
+def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Every block of the last axis rotated: (..., k * block), the dtype of ``x``, contiguous."""
     x = x.contiguous()
-    out, blocks, rows = torch.empty_like(x), x.numel() // BLOCK, 64 if knobs.runtime.interpret else 4
+    out, blocks, options = torch.empty_like(x), x.numel() // block, rotation_options(block)
     if blocks:
-        _rotate_kernel[(triton.cdiv(blocks, rows),)](x, out, blocks, ROWS=rows)
+        _rotate_kernel[(triton.cdiv(blocks, options["ROWS"]),)](x, out, blocks, **options)
     return out
 
 
@@ -361,7 +378,7 @@ def product(x: torch.Tensor, packed: torch.Tensor, kind: Layout, dtype: torch.dt
     if not out.numel():
         return out
     units, options = _units(packed, kind)
-    blocks = kind.columns(packed) // BLOCK
+    blocks = kind.columns(packed) // kind.block
     split = _split(m, n, blocks, x.device)
     target = out if split == 1 else x.new_empty((split, m, n), dtype=torch.float32)
 
@@ -387,11 +404,11 @@ def product_transposed(x: torch.Tensor, packed: torch.Tensor, kind: Layout, dtyp
     if not out.numel():
         return out
     units, options = _units(packed, kind)
-    blocks = columns // BLOCK
+    blocks = columns // kind.block
     m = x.shape[0]
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(m, meta["BLOCK_M"]), blocks * (BLOCK // PART.value)
+        return triton.cdiv(m, meta["BLOCK_M"]), blocks * (kind.block // PART.value)
 
     table = _table(int(kind.qtype), x.device, x.dtype)
     arguments = (x, units, table, out, m, packed.shape[0], blocks, _bucket(m))

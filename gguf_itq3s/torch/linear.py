@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..codec.ternary import TQ2_0
-from ..codec.transform import BLOCK
 from . import decode, packing, paths, products, transform
 from .decode import QType
 from .packing import DEFAULT_TYPE
@@ -28,7 +27,8 @@ class PackedLinear(nn.Linear):
         residual: uint8 (out_features, bytes of a row) of the residual pass, likewise, or None.
         bias: (out_features,) of a floating dtype, or None.
         qtype: the type of the blocks: a trellis type, TQ1_0 or TQ2_0.
-        residual_type: that of the residual pass, a trellis type or TQ2_0, or None.
+        residual_type: that of the residual pass, a trellis type or TQ2_0, or None. Both are those of the width: where a
+            type is asked for whose blocks of 256 do not fit it, the same code in blocks of 64 (ITQ3_N for ITQ3_S).
         path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
     """
 
@@ -42,7 +42,7 @@ class PackedLinear(nn.Linear):
         """A layer of zero blocks, to load a state into; ``device="meta"`` allocates nothing.
 
         Args:
-            in_features: columns of the matrix, a multiple of 256.
+            in_features: columns of the matrix, a multiple of 64; of 256 for TQ1_0 and TQ2_0.
             out_features: its rows.
             bias: whether there is one; zeros.
             qtype: the type of the blocks.
@@ -51,19 +51,18 @@ class PackedLinear(nn.Linear):
             dtype: of the bias.
 
         Raises:
-            ValueError: a width that is not a multiple of 256, or types that do not fit.
+            ValueError: a width that is not whole blocks, or types that do not fit.
         """
-        kind = decode.layout(qtype)
+        kind = decode.layout_for(qtype, in_features)
+        second = None if residual_type is None else decode.layout_for(residual_type, in_features)
         packing.check_residual(kind.qtype, residual_type)
         nn.Module.__init__(self)  # nn.Linear's own would allocate the matrix
         self.in_features, self.out_features = in_features, out_features
-        self.qtype, self.residual_type = kind.qtype, residual_type
+        self.qtype, self.residual_type = kind.qtype, None if second is None else second.qtype
         self.path: str | None = None
         self.weight = _blocks(out_features, kind.row_bytes(in_features), device)
-        second = None
-        if residual_type is not None:
-            second = _blocks(out_features, decode.layout(residual_type).row_bytes(in_features), device)
-        self.register_parameter("residual", second)
+        residual = None if second is None else _blocks(out_features, second.row_bytes(in_features), device)
+        self.register_parameter("residual", residual)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
         self._dense: tuple[torch.Tensor, ...] | None = None
@@ -78,7 +77,7 @@ class PackedLinear(nn.Linear):
         Args:
             weight: (out_features, in_features) of a floating dtype.
             bias: (out_features,), or None.
-            qtype: the type of the blocks.
+            qtype: the type of the blocks, or of the code in blocks of 256 that they may be too short for.
             residual_type: that of the residual pass, or None.
             effort: of the trellis encoder.
             threads: of the C library.
@@ -86,8 +85,9 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: as :func:`gguf_itq3s.torch.quantize`.
         """
-        packed = packing.quantize(weight, qtype, residual_type, effort=effort, threads=threads)
-        return cls.from_blocks(packed.weight, bias, qtype=qtype, residual=packed.residual, residual_type=residual_type)
+        kind = decode.layout_for(qtype, weight.shape[-1]).qtype
+        packed = packing.quantize(weight, kind, residual_type, effort=effort, threads=threads)
+        return cls.from_blocks(packed.weight, bias, qtype=kind, residual=packed.residual, residual_type=residual_type)
 
     @classmethod
     def from_blocks(
@@ -113,8 +113,8 @@ class PackedLinear(nn.Linear):
             residual_type = _type_of_size(residual, columns)
         layer = cls(columns, blocks.shape[0], False, qtype=qtype, residual_type=residual_type, device="meta")
         layer.weight = nn.Parameter(blocks, requires_grad=False)
-        if residual is not None and residual_type is not None:
-            if decode.layout(residual_type).columns(residual) != columns or len(residual) != len(blocks):
+        if residual is not None and layer.residual_type is not None:
+            if decode.layout(layer.residual_type).columns(residual) != columns or len(residual) != len(blocks):
                 raise ValueError(
                     f"a residual of shape {tuple(residual.shape)} is not one of {tuple(blocks.shape)} blocks"
                 )
@@ -130,8 +130,8 @@ class PackedLinear(nn.Linear):
 
         Args:
             x: (..., in_features) of a floating dtype; within ``torch.autocast`` it is cast as for nn.Linear.
-            rotated: ``gguf_itq3s.torch.rotate(x)``, for several rotated layers that read the same input; made here
-                without it. ``x`` then only says dtype and, on the path ``dense``, is the input.
+            rotated: ``gguf_itq3s.torch.rotate(x)``, for several rotated layers of one length of blocks that read the
+                same input; made here without it. ``x`` then only says dtype and, on the path ``dense``, is the input.
             path: in place of the attribute.
 
         Returns:
@@ -148,9 +148,9 @@ class PackedLinear(nn.Linear):
         if path == "dense":
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return nn.functional.linear(x, self._matrix(x.dtype), bias)
-        source = x
-        if decode.layout(self.qtype).rotated:
-            source = products.rotate(x, path) if rotated is None else rotated
+        source, kind = x, decode.layout(self.qtype)
+        if kind.rotated:
+            source = products.rotate(x, path, kind.block) if rotated is None else rotated
         out = products.product(source, self.weight, self.qtype, dtype=self._sum_dtype(x.dtype), path=path)
         del source  # a rotated input made here is not needed any more
         if self.residual is not None and self.residual_type is not None:
@@ -225,9 +225,9 @@ def _blocks(rows: int, size: int, device: torch.device | str | None) -> nn.Param
 
 
 def _type_of_size(residual: torch.Tensor, columns: int) -> QType:
-    for qtype in packing.RESIDUALS.values():
-        if residual.ndim == 2 and residual.shape[1] == decode.layout(qtype).row_bytes(columns):
-            return qtype
+    for kind in map(decode.layout, packing.RESIDUALS.values()):
+        if kind.fits(columns) and residual.ndim == 2 and residual.shape[1] == kind.row_bytes(columns):
+            return kind.qtype
     raise ValueError(f"a residual of shape {tuple(residual.shape)} is of no type that a residual pass has")
 
 
@@ -237,12 +237,12 @@ def replace_linears(
 ) -> list[str]:  # fmt: skip
     """Quantize the linear layers of a model, in place.
 
-    Layers that are packed already, whose width is not a multiple of 256, and subclasses of nn.Linear, of which only
-    their makers know what else they do, stay as they are.
+    Layers that are packed already, whose width is not whole blocks (of 64; of 256 for TQ1_0 and TQ2_0, also as a
+    residual pass), and subclasses of nn.Linear, of which only their makers know what else they do, stay as they are.
 
     Args:
         model: of any kind.
-        qtype: the type of the blocks.
+        qtype: the type of the blocks, of 64 weights in place of 256 where the width asks for it.
         residual_type: that of the residual pass, or None.
         wanted: which of them, by name and layer; by default all but the output head (``lm_head``).
         effort: of the trellis encoder.
@@ -255,10 +255,11 @@ def replace_linears(
         ValueError: as :func:`gguf_itq3s.torch.quantize`.
     """
     chosen = wanted or (lambda name, _: name.rpartition(".")[2] != "lm_head")
+    types = (qtype, residual_type)
     found = [
         (name, layer)
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and not layer.in_features % BLOCK and chosen(name, layer)
+        if type(layer) is nn.Linear and decode.all_fit(types, layer.in_features) and chosen(name, layer)
     ]
     for name, layer in found:
         packed = PackedLinear.from_weight(

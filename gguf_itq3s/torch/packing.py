@@ -68,8 +68,8 @@ def check_residual(qtype: QType, residual: QType | None) -> None:
     suit one.
     """
     if residual is not None and not is_trellis(qtype):
-        names = " or ".join(row.name for row in FAMILY.values())
-        raise ValueError(f"a residual pass follows {names}, not {qtype.name}")
+        names = ", ".join(row.name for row in FAMILY.values())
+        raise ValueError(f"a residual pass follows one of {names}, not {qtype.name}")
 
 
 def quantize(
@@ -82,10 +82,12 @@ def quantize(
     error of each block, and so does a residual pass of TQ2_0.
 
     Args:
-        weight: (rows, columns), a tensor on any device or an array; columns a multiple of 256.
+        weight: (rows, columns), a tensor on any device or an array; columns a multiple of 256, of 64 for ITQ3_N and
+            ITQ2_N.
         qtype: a trellis type, TQ1_0 or TQ2_0.
         residual: False; True or ``"itq3_s"`` (after ITQ3_S 6.25 bits a weight in all), ``"itq2_s"`` or ``"tq2_0"``
-            (5.1875), after trellis types only.
+            (5.1875), after trellis types only. Where blocks of 256 do not fit the columns, a trellis code is that in
+            blocks of 64.
         effort: of the trellis encoder, ``fast`` or ``default``.
         threads: of the C library; None for one a processor.
 
@@ -105,16 +107,18 @@ def quantize(
         raise ValueError(f"a matrix is needed; the shape is {tuple(matrix.shape)}")
     rows, columns = matrix.shape
     packed = torch.empty(rows, kind.row_bytes(columns), dtype=torch.uint8)
-    extra = None if second is None else torch.empty(rows, decode.layout(second).row_bytes(columns), dtype=torch.uint8)
+    other = None if second is None else decode.layout_for(second, columns)
+    extra = None if other is None else torch.empty(rows, other.row_bytes(columns), dtype=torch.uint8)
     step = max(1, _PIECE // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         piece = matrix[part].to("cpu", torch.float32).numpy()
         packed[part] = _encode(piece, kind.qtype, effort, threads)
-        if extra is not None and second is not None:
+        if extra is not None and other is not None:
             error = piece - dequantize(packed[part], kind.qtype).numpy()
             # The encoder of a trellis type rotates; rotated twice, the blocks stand for the error itself.
-            extra[part] = _encode(fwht(error) if decode.layout(second).rotated else error, second, effort, threads)
+            turned = fwht(error, other.block) if other.rotated else error
+            extra[part] = _encode(turned, other.qtype, effort, threads)
     return Packed(packed.to(device), None if extra is None else extra.to(device))
 
 

@@ -19,18 +19,22 @@ import torch
 from ..codec.transform import BLOCK
 from . import decode, paths, transform
 
-#: Weights in a decoded slice of the reference path: one block of columns of so many rows at most.
+#: Weights in a decoded slice of the reference path: so many columns, whole blocks, of so many rows at most.
+SLICE_COLUMNS: Final = BLOCK
 SLICE_ROWS: Final = 4096
 
 
 def slices(packed: torch.Tensor, kind: decode.Layout) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """The matrix in slices of one block of columns: (rows, columns, float32 weights), one alive at a time."""
+    """The matrix in slices of some columns: (rows, columns, float32 weights), one alive at a time."""
+    count, step = packed.shape[1] // kind.block_bytes, SLICE_COLUMNS // kind.block
     for row in range(0, packed.shape[0], SLICE_ROWS):
         rows = slice(row, min(row + SLICE_ROWS, packed.shape[0]))
-        for block in range(packed.shape[1] // kind.block_bytes):
-            columns = slice(block * BLOCK, (block + 1) * BLOCK)
-            parts = packed[rows, block * kind.block_bytes : (block + 1) * kind.block_bytes]
-            yield rows, columns, decode.weights(parts, kind)
+        for first in range(0, count, step):
+            end = min(first + step, count)
+            parts = packed[rows, first * kind.block_bytes : end * kind.block_bytes]
+            values = decode.weights(parts.unflatten(-1, (end - first, kind.block_bytes)), kind)
+            yield rows, slice(first * kind.block, end * kind.block), values.flatten(-2)
+            del values
 
 
 def without_autocast(x: torch.Tensor) -> Any:
@@ -50,27 +54,27 @@ def operator(function: Callable[..., torch.Tensor]) -> Any:
 
 
 @operator
-def _rotate(x: torch.Tensor, triton: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, block: int, triton: bool) -> torch.Tensor:
     with without_autocast(x):
         if triton:
             from . import kernels
 
-            return kernels.rotate(x)
-        return transform.fwht(x)
+            return kernels.rotate(x, block)
+        return transform.fwht(x, block)
 
 
 @_rotate.register_fake  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, triton: bool) -> torch.Tensor:
+def _(x: torch.Tensor, block: int, triton: bool) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=x.dtype if triton else transform.accumulation_dtype(x.dtype))
 
 
 def _rotate_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, ctx.triton = inputs
+    x, ctx.block, ctx.triton = inputs
     ctx.dtype = x.dtype
 
 
-def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _rotate(gradient, ctx.triton).to(ctx.dtype), None
+def _rotate_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return _rotate(gradient, ctx.block, ctx.triton).to(ctx.dtype), None, None
 
 
 _rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
@@ -147,13 +151,13 @@ def _dequantize(
     kind = decode.layout(qtype)
     rows, columns = weight.shape[0], kind.columns(weight)
     out = weight.new_empty((rows, columns), dtype=dtype)
-    step = max(1, SLICE_ROWS * BLOCK // columns)
+    step = max(1, SLICE_ROWS * SLICE_COLUMNS // columns)
     with without_autocast(weight):
         for start in range(0, rows, step):
             blocks = weight[start : start + step].unflatten(-1, (-1, kind.block_bytes))
             values = kind.values(blocks)
             # Integers are rotated before they are scaled: that is exact.
-            part = (transform.fwht(values) if kind.rotated else values).mul_(kind.scales(blocks))
+            part = (transform.fwht(values, kind.block) if kind.rotated else values).mul_(kind.scales(blocks))
             if residual is not None:
                 second = decode.layout(residual_type)
                 part += decode.weights(residual[start : start + step].unflatten(-1, (-1, second.block_bytes)), second)
@@ -173,22 +177,22 @@ def uses_triton(x: torch.Tensor, path: str | None) -> bool:
     return paths.choose(x.device, path) == "triton" and x.dtype != torch.float64
 
 
-def rotate(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
+def rotate(x: torch.Tensor, path: str | None = None, block: int = BLOCK) -> torch.Tensor:
     """The rotated input of layers of trellis types, for several that read the same: ``layer(x, rotated=rotate(x))``.
 
     Args:
-        x: (..., k * 256) of a floating dtype.
+        x: (..., k * block) of a floating dtype.
         path: as :func:`gguf_itq3s.torch.paths.choose` takes it.
+        block: weights of a block of the layers: 256, of ITQ3_N and ITQ2_N 64.
 
     Returns:
         The shape of ``x``: float32 (float64 for float64) on the path ``reference``, the dtype of ``x`` on ``triton``.
 
     Raises:
-        ValueError: the last axis is not a multiple of 256, or there is no such path.
+        ValueError: the last axis is not a multiple of the block, or there is no such path.
     """
-    if not x.ndim or x.shape[-1] % BLOCK:
-        raise ValueError(f"the last axis of shape {tuple(x.shape)} is not a multiple of {BLOCK}")
-    return _rotate(x, uses_triton(x, path))
+    transform.check_blocks(x, block)
+    return _rotate(x, block, uses_triton(x, path))
 
 
 def product(

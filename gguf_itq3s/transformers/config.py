@@ -25,20 +25,22 @@ class ITQ3SConfig(QuantizationConfigMixin):
     """Options of the quantization, for ``from_pretrained(..., quantization_config=ITQ3SConfig())``.
 
     Attributes:
-        qtype: ``itq3_s`` or ``itq2_s``; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
+        qtype: ``itq3_s`` or ``itq2_s``, in whose place layers that their blocks of 256 do not fit have ``itq3_n`` or
+            ``itq2_n``, which can be asked for too; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
         residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all after ``itq3_s``),
             ``itq2_s`` or ``tq2_0`` (5.1875); or None.
         modules_to_not_convert: linear layers and parameters of experts that stay as they are, by name or by a part of
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
-            class calls it. Tied matrices, routers and matrices whose columns are no multiple of 256 stay anyway. Once
-            the model is loaded: the names of all that stayed.
+            class calls it. Tied matrices, routers and matrices whose columns are no multiple of 64 (of 256 for the
+            ternary types, also as ``residual``) stay anyway. Once the model is loaded: the names of all that stayed.
         fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s
             --fold-norms`` does; see :mod:`.folding`.
         effort: of the trellis encoder, ``fast`` or ``default``.
         ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
             it they are an error for ``tq2_0`` and ``tq1_0``.
         threads: of the C library, None for one a processor; not saved.
-        other_types: of a loaded model, layers and parameters of experts of another type than ``qtype``: type -> names.
+        other_types: of a loaded model, layers and parameters of experts of another type than ``qtype``: type -> names;
+            those in blocks of 64 because of their columns need not be among them.
         norms_folded: of a loaded model, whether its norms are folded.
         rescaling: of a model loaded from a GGUF file that is equalized, the id of that; None for another.
     """
@@ -78,8 +80,8 @@ class ITQ3SConfig(QuantizationConfigMixin):
         one_of("residual", self.residual, (None, *RESIDUALS))
         one_of("effort", self.effort, EFFORTS)
         if self.residual is not None and QTYPES[self.qtype] not in FAMILY:
-            known = " or ".join(row.identifier for row in FAMILY.values())
-            raise ValueError(f"quantization_config: a residual pass follows {known}, not {self.qtype}")
+            known = ", ".join(row.identifier for row in FAMILY.values())
+            raise ValueError(f"quantization_config: a residual pass follows one of {known}, not {self.qtype}")
         if self.modules_to_not_convert is not None:
             names("modules_to_not_convert", self.modules_to_not_convert)
         for name in ("fold_norms", "ternarize", "norms_folded"):
@@ -97,7 +99,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
                 names(f"other_types of {key}", value)
 
     def types_of(self, name: str) -> tuple[gguf.GGMLQuantizationType, gguf.GGMLQuantizationType | None]:
-        """The type of a layer and that of its residual pass."""
+        """The type that a layer is to have and that of its residual pass; its columns may ask for shorter blocks."""
         for key, layers in (self.other_types or {}).items():
             if name in layers:
                 return QTYPES[key], None

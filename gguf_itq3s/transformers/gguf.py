@@ -1,4 +1,4 @@
-"""A GGUF file as a Transformers model whose ITQ3_S, TQ1_0 and TQ2_0 matrices stay packed, those of experts too.
+"""A GGUF file as a Transformers model whose trellis-coded and ternary matrices stay packed, those of experts too.
 
 ``from_pretrained(folder, gguf_file=...)`` reads such a file too, since gguf-py knows the type, but decodes everything:
 Transformers admits no quantization method beside its own reading of GGUF. So configuration, names and what a tensor
@@ -28,9 +28,9 @@ from ..checkpoint import experts
 from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..checkpoint.validation import check_counts, check_counts_by_shapes
-from ..codec.transform import BLOCK
 from ..inspect.file import GGUFFile, contents_of, open_gguf, shape_of
-from ..torch import stacked
+from ..torch import decode, stacked
+from ..torch.decode import QType
 from .config import QTYPES, ITQ3SConfig
 
 _NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
@@ -187,7 +187,7 @@ def _state(
         if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
             raise _misshapen(path, tensor, shape, expected)
         module = name.removesuffix(".weight")
-        if tensor.tensor_type in _NAMES and module in linear and shape == expected and shape[1] % BLOCK == 0:
+        if _stays_packed(tensor.tensor_type, shape[-1]) and module in linear and shape == expected:
             types[module] = _NAMES[tensor.tensor_type]
             state[name] = _packed(tensor, processor, path)
         else:
@@ -199,6 +199,11 @@ def _state(
     if missing := sorted(set(parameters) - set(state) - set(getattr(model, "all_tied_weights_keys", ()))):
         raise UserError(path, f"has no tensor for {missing[0]}", _REMEDY)
     return state, types
+
+
+def _stays_packed(qtype: QType, columns: int) -> bool:
+    """Whether a layer can hold the rows of a tensor as they are."""
+    return qtype in _NAMES and decode.layout(qtype).fits(columns)
 
 
 def _misshapen(path: Path, tensor: Any, shape: tuple[int, ...], expected: tuple[int, ...]) -> UserError:
@@ -238,7 +243,7 @@ def _stacked(path: Path, model: nn.Module, name: str, parts: Mapping[str, Any]) 
             raise _misshapen(path, tensor, shape, (expected[0], expected[1] // len(tensors), expected[2]))
     kinds = {tensor.tensor_type for tensor in tensors}
     qtype = next(iter(kinds))
-    if len(kinds) == 1 and qtype in _NAMES and not expected[2] % BLOCK:
+    if len(kinds) == 1 and _stays_packed(qtype, expected[2]):
         data = [tensor.data for tensor in tensors]
         shape = (*expected[:2], data[0].shape[2])
         return _Lazy(lambda: torch.from_numpy(np.concatenate(data, axis=1)), torch.uint8, shape), _NAMES[qtype]

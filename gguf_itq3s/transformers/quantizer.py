@@ -28,7 +28,6 @@ from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
 from ..codec.family import DEFAULT, is_trellis
-from ..codec.transform import BLOCK
 from ..torch import PackedExperts, PackedLinear, decode, quantize, stacked
 from ..torch.decode import QType
 from ..torch.stacked import Experts
@@ -192,16 +191,17 @@ class ITQ3SQuantizer(HfQuantizer):
         }
         every = {f"{name}.{part}": module for name, module in model.named_modules() for part in stacked.stacks(module)}
         stacks = self._find_experts(every)
-        narrow = {name: layer.in_features for name, layer in chosen.items() if layer.in_features % BLOCK}
-        for name, found in stacks.items():
-            if (columns := found.stacks[name.rpartition(".")[2]].columns) % BLOCK:
-                narrow[name] = columns
+        widths = {name: layer.in_features for name, layer in chosen.items()}
+        widths |= {name: found.stacks[name.rpartition(".")[2]].columns for name, found in stacks.items()}
+        narrow = {
+            name: columns for name, columns in widths.items() if not decode.all_fit(config.types_of(name), columns)
+        }
         if narrow and self.pre_quantized:
             name = next(iter(narrow))
             raise ValueError(f"{name}: {narrow[name]} columns cannot be packed; the config is wrong")
         if narrow:
             warnings.warn(
-                f"{len(narrow)} linear layers stay as they are, because their columns are no multiple of {BLOCK}: "
+                f"{len(narrow)} linear layers stay as they are, because their columns are not whole blocks: "
                 f"{_listed(narrow)}", stacklevel=2,
             )  # fmt: skip
         for name, layer in chosen.items():
@@ -248,8 +248,9 @@ class ITQ3SQuantizer(HfQuantizer):
         packed.train(layer.training)
         model.set_submodule(name, packed)
         self._packed[name] = Matrix(
-            f"{name}.weight", f"{name}.residual", qtype, residual, layer.out_features, layer.in_features
-        )
+            f"{name}.weight", f"{name}.residual", packed.qtype, packed.residual_type, layer.out_features,
+            layer.in_features,
+        )  # fmt: skip
 
     def _pack_experts(self, model: Any, stacks: Mapping[str, Experts]) -> None:
         config = self.quantization_config

@@ -42,10 +42,10 @@ MODEL = random_model.Shape(12, 2048, 5632, 16, 4, tied=True)
 TRELLIS = tuple(row.name for row in FAMILY.values())
 TYPES = {row.name: int(row.type) for row in FAMILY.values()} | {
     "TQ1_0": 34, "TQ2_0": 35, "Q2_K": 10, "IQ2_XXS": 16, "Q3_K": 11, "IQ3_S": 21, "IQ3_XXS": 18, "Q4_K": 12,
-    "IQ4_XS": 23, "Q8_0": 8, "F16": 1,
+    "IQ4_XS": 23, "IQ4_NL": 20, "Q8_0": 8, "F16": 1,
 }  # fmt: skip
 STOCK_TYPES = ("TQ1_0", "TQ2_0")
-AVX2_TYPES = (*TRELLIS, "Q2_K", "IQ2_XXS", "Q3_K", "Q4_K", "IQ3_S")
+AVX2_TYPES = (*TRELLIS, "Q2_K", "IQ2_XXS", "Q3_K", "Q4_K", "IQ3_S", "IQ4_NL")
 COLUMNS = (1, 4, 512)
 QUANTIZED = (*TRELLIS, "Q2_K", "IQ2_XXS", "Q3_K", "IQ3_S")
 AVX2_OPTIONS = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))]

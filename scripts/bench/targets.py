@@ -48,6 +48,10 @@ RATIOS: Final = (
         )
     ),
     ("quantize", "ITQ2_S", "IQ2_XXS", 10.0),
+    *(
+        ("products_1", f"ITQ3_N{build}", f"{other}{build}", least)
+        for build in ("", " (AVX2)") for other, least in (("ITQ3_S", 0.9), ("IQ4_NL", 1.2))
+    ),
 )  # fmt: skip
 #: Test, what, its unit, least value.
 VALUES: Final = (

@@ -4,10 +4,11 @@
     scripts/bench/torch_layers.py --results docs/results     on a CUDA device: writes torch.json and torch.md there
     scripts/bench/torch_layers.py --device cpu               the paths that run on a CPU, printed
 
-Shapes of Llama 3 8B, 1 to 512 rows. Each contender has as many copies of its matrix as the second-level cache does not
-hold, taken in turn, so that weights come from memory as they do in a model; medians over the rounds, contenders in
-turn. Before a time is taken, the output is compared with the product of the decoded matrix. Named so and not
-`torch.py`, which the other scripts of this folder would import in place of PyTorch.
+Shapes of Llama 3 8B, 1 to 512 rows; where columns are no multiple of 256, ITQ3_N in place of ITQ3_S and no TQ2_0.
+Each contender has as many copies of its matrix as the second-level cache does not hold, taken in turn, so that weights
+come from memory as they do in a model; medians over the rounds, contenders in turn. Before a time is taken, the output
+is compared with the product of the decoded matrix. Named so and not `torch.py`, which the other scripts of this folder
+would import in place of PyTorch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.codec.ternary import TQ2_0  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
-from gguf_itq3s.torch import PackedLinear, paths  # noqa: E402
+from gguf_itq3s.torch import PackedLinear, decode, paths  # noqa: E402
 
 #: Outputs x columns: queries and outputs, keys and values, gate and up, down.
 SHAPES: Final = ("4096x4096", "1024x4096", "14336x4096", "4096x14336")
@@ -50,8 +51,9 @@ def shape(text: str) -> tuple[int, int]:
         found = int(outputs), int(columns)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not OUTPUTSxCOLUMNS") from None
-    if found[0] <= 0 or found[1] <= 0 or found[1] % 256:
-        raise argparse.ArgumentTypeError(f"{text!r}: columns are a multiple of 256")
+    if found[0] <= 0 or not decode.all_fit([ITQ3_S], found[1]):
+        least = decode.layout_for(ITQ3_S, 1).block
+        raise argparse.ArgumentTypeError(f"{text!r}: columns are a multiple of {least}")
     return found
 
 
@@ -63,14 +65,13 @@ def contenders(weight: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[Laye
     plain.weight.data.copy_(weight)
     found: dict[str, tuple[Layer, torch.Tensor, int]] = {FLOAT: (plain, plain.weight, plain.weight.nbytes)}
     default = paths.choose(device)
-    for name, qtype, path in (
-        (f"ITQ3_S, {default}", ITQ3_S, default), ("ITQ3_S, reference", ITQ3_S, "reference"),
-        ("ITQ3_S, dense", ITQ3_S, "dense"), (f"TQ2_0, {default}", TQ2_0, default),
-    ):  # fmt: skip
+    for qtype, path in ((ITQ3_S, default), (ITQ3_S, "reference"), (ITQ3_S, "dense"), (TQ2_0, default)):
+        if not decode.all_fit([qtype], columns):
+            continue
         layer = PackedLinear.from_weight(weight, qtype=qtype, effort="fast").to(device)
         layer.path = path
         size = weight.numel() * dtype.itemsize if path == "dense" else layer.weight.nbytes
-        found[name] = (layer, layer.dequantize(dtype), size)
+        found[f"{layer.qtype.name}, {path}"] = (layer, layer.dequantize(dtype), size)
     if device.type == "cuda" and importlib.util.find_spec("bitsandbytes"):
         import bitsandbytes  # type: ignore[import-not-found]
 
@@ -152,7 +153,9 @@ def table(found: list[dict[str, Any]]) -> str:
         groups.setdefault(key, {})[entry["layer"]] = entry["seconds"]
     lines = []
     for (outputs, columns, rows), times in groups.items():
-        cells = [f"{1e6 * times[name]:.0f} ({times[FLOAT] / times[name]:.2f})" for name in names]
+        cells = [
+            f"{1e6 * times[name]:.0f} ({times[FLOAT] / times[name]:.2f})" if name in times else "-" for name in names
+        ]
         lines.append([f"{outputs} x {columns}", str(rows), *cells])
     return report.markdown(["outputs x columns", "rows", *names], lines)
 

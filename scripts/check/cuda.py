@@ -106,7 +106,9 @@ def warnings_of(log: str, ours: set[str]) -> list[str]:
         place = re.match(r"(?P<file>[^\s:(]+)(?:\(\d+\)|:\d+(?::\d+)?)\s*:\s*(?:warning|error)", line)
         if place and Path(place["file"]).name in ours and line not in found:
             found.append(line)
-        if line.startswith("ptxas warning") and any(name in line for name in ("itq3_s", "tq1_0", "tq2_0", "q8_1x4")):
+        if line.startswith("ptxas warning") and any(
+            name in line for name in ("itq", "tq1_0", "tq2_0", "q8_1x4", "q8_n_h")
+        ):
             found.append(line)
     return found
 

@@ -33,7 +33,11 @@ NVDISASM: Final = "13.5.37"
 #: A kernel that gets worse by more than this in instructions a weight is refused.
 TOLERANCE: Final = 0.03
 
-TYPES: Final = {"500": "ITQ3_S", "502": "ITQ2_S", "34": "TQ1_0", "35": "TQ2_0"}
+TYPES: Final = {
+    "500": "ITQ3_S", "502": "ITQ2_S", "503": "ITQ3_N", "504": "ITQ2_N", "34": "TQ1_0", "35": "TQ2_0",
+}  # fmt: skip
+#: Those with blocks of 64.
+SHORT_BLOCKS: Final = ("ITQ3_N", "ITQ2_N")
 
 #: Classes of instructions by the unit that carries them out.
 PIPES: Final = {
@@ -66,7 +70,7 @@ Defines = Mapping[str, int]
 
 
 #: Kernels of our own, by name; of all others those in KERNELS.
-OWN: Final = re.compile(r"itq|q8_1x4|dequantize_rows_256")
+OWN: Final = re.compile(r"itq|q8_1x4|q8_n_h|dequantize_rows_(?:256|64)|get_rows_64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +88,20 @@ class Count:
     inside: Callable[[Instance, Defines], tuple[int, ...]] = lambda _, __: ()
 
 
-BLOCK_BYTES: Final = {"ITQ3_S": 100, "ITQ2_S": 66, "TQ1_0": 54, "TQ2_0": 66}
+#: Of 256 weights.
+BLOCK_BYTES: Final = {"ITQ3_S": 100, "ITQ2_S": 66, "ITQ3_N": 4 * 26, "ITQ2_N": 4 * 18, "TQ1_0": 54, "TQ2_0": 66}
 
 KERNELS: Final[dict[str, Count]] = {
-    # A unit of the ring a time: 16 rows of so many blocks, one block after the other or all at once.
+    # A unit of the ring a time: 16 rows of so many blocks, or four times as many of 64, one after the other or all.
     "mul_mat_itq_mma": Count(
         weights=lambda _, defines: 256 * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
         copied=lambda i, defines: BLOCK_BYTES[i.type or ""] * defines["ITQ_MMA_ROWS"] * defines["ITQ_MMA_UNIT"],
         inside=lambda _, defines: (defines["ITQ_MMA_UNIT"],),
     ),
-    # Upstream's kernel around our vec_dot: four lanes a block (qi / vdr), two rows from two columns on. Not its
-    # variants for fusion, for short rows and for one device (small_k, halve_iters).
+    # Upstream's kernel around our vec_dot: four lanes for a block of 256, two for one of 64 (qi / vdr); two rows from
+    # two columns on. Not its variants for fusion, for short rows and for one device (small_k, halve_iters).
     "mul_mat_vec_q": Count(
-        weights=lambda i, _: 256 * 32 // 4 * (2 if i.numbers[0] > 1 else 1),
+        weights=lambda i, _: 32 * (32 if i.type in SHORT_BLOCKS else 64) * (2 if i.numbers[0] > 1 else 1),
         only=lambda i: not any(i.numbers[1:]),
     ),
 }
@@ -118,7 +123,7 @@ def instance_of(mangled: str) -> Instance | None:
     values: list[str] = []
     token = re.compile(
         r"L9ggml_type(?P<type>\d+)E|L[a-z](?P<number>\d+)E|(?P<plain>[fi])|6(?P<half>__half)|13__nv_(?P<bf16>bfloat16)"
-        r"|Xad?L_Z\w*?dequantize_(?P<decoder>itq3_s|itq2_s|tq1_0|tq2_0)"
+        r"|Xad?L_Z\w*?dequantize_(?P<decoder>itq[23]_[sn]|tq1_0|tq2_0)"
     )
     at = 1 if rest.startswith("I") else len(rest)
     while found := token.match(rest, at):

@@ -30,6 +30,10 @@ RATIOS: Final[tuple[ratio.Ratio, ...]] = (
     ("ITQ2_S `--imatrix` / IQ2_XXS, imatrix", "itq2_s-imatrix", ("iq2_xxs-imatrix",)),
     ("ITQ2_S `--calibrate --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", ("iq2_xxs-imatrix",)),
     ("ITQ2_S `--calibrate --fisher` / Q2_K, imatrix", "itq2_s-fisher", ("q2_k-imatrix",)),
+    ("ITQ3_N `--calibrate --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", ("q3_k-imatrix",)),
+    ("ITQ3_N `--calibrate --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", ("iq4_nl-imatrix",)),
+    ("mix of ITQ3_N `--calibrate --fisher` / mix of Q3_K_S, imatrix", "mix-itq3_n-fisher", ("mix-q3_k_s-imatrix",)),
+    ("mix of ITQ3_N `--calibrate --fisher` / mix of IQ4_NL, imatrix", "mix-itq3_n-fisher", ("mix-iq4_nl-imatrix",)),
     ("`--target-bpw 2.7 --calibrate --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", ("mix-q2_k-imatrix",)),
     *(
         (

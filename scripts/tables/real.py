@@ -34,12 +34,17 @@ from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.checkpoint.hub import download  # noqa: E402
 from gguf_itq3s.codec import native  # noqa: E402
+from gguf_itq3s.codec.transform import BLOCK  # noqa: E402
 from gguf_itq3s.evaluate.rows import Row, layer_rows, mix_rows  # noqa: E402
 from gguf_itq3s.evaluate.runner import Result, hash_of, write_json  # noqa: E402
 from gguf_itq3s.evaluate.tools import Tools  # noqa: E402
 from scripts.real import models, texts  # noqa: E402
 from scripts.real import report as pages  # noqa: E402
 from scripts.real.measure import Measurement, Setup, Text  # noqa: E402
+
+# After the package, which sees to it that gguf-py is the one of the llama.cpp source.
+# isort: split
+import gguf  # noqa: E402
 
 #: Text -> windows that are scored.
 WINDOWS: Final = {"wiki": 12, "code": 8, "chat": 8}
@@ -57,7 +62,9 @@ SPEED: Final = {
     "ITQ3_S": "ITQ3_S", "ITQ2_S": "ITQ2_S", "IQ2_XXS": "IQ2_XXS", "Q2_K": "Q2_K", "IQ3_S": "IQ3_S", "Q3_K": "Q3_K_S",
     "IQ4_XS": "IQ4_XS", "Q4_K": "Q4_K_S",
 }  # fmt: skip
-OVER: Final = ("IQ2_XXS", "Q2_K", "Q3_K", "Q4_K")
+#: With rows that are no multiple of 256.
+SHORT_SPEED: Final = {"ITQ3_N": "ITQ3_N", "ITQ2_N": "ITQ2_N", "IQ4_NL": "IQ4_NL"}
+OVER: Final = ("IQ2_XXS", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL")
 ROUNDS: Final = 5
 PROMPT: Final = 256
 GENERATED: Final = 32
@@ -182,6 +189,12 @@ def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
     return found
 
 
+def has_short_rows(path: Path) -> bool:
+    """Whether a matrix of the layers of a file has rows that are no multiple of 256."""
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name.startswith("blk.")]
+    return any(len(tensor.shape) > 1 and int(tensor.shape[0]) % BLOCK for tensor in tensors)
+
+
 def measured(measurement: Measurement, rows: Sequence[Row], *, older: bool) -> None:
     """Measure rows in order, with a progress bar; what this version cannot make is left out, and said."""
     lacks = {row.key: measurement.lacks(row) for row in rows}
@@ -281,7 +294,10 @@ def main() -> int:
         "model", nargs="?", default=models.FIRST,
         help=f"{', '.join(models.MODELS)}, a Hugging Face folder, or hf:organisation/name (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
+    parser.add_argument(
+        "--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed (default: "
+        "all, those in blocks of 64 where the model has rows that are no multiple of 256)",
+    )  # fmt: skip
     parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")
     parser.add_argument("--quick", action="store_true", help="six rows on two texts, with less to learn from")
     parser.add_argument(
@@ -304,7 +320,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "real", help="tables (default: build/real)")
     parser.add_argument("--results", type=Path, metavar="DOCS", help="folder of real.md to update, with its results")
     args = parser.parse_args()
-    every = [*layer_rows(), *mix_rows()]
+    every = [*layer_rows(short=True), *mix_rows(short=True)]
     if args.list_rows:
         for row in every:
             print(f"{row.key:24} {row.label:8} {row.how}")
@@ -319,6 +335,10 @@ def main() -> int:
     print(f"{source.title}: {source.folder} and {source.f16.name}", file=sys.stderr)
     if args.prepare:
         return 0
+    short = has_short_rows(source.f16)
+    if not args.rows and not args.quick:
+        # ggml itself takes no other type where rows are not whole blocks.
+        wanted = [row for row in every if row.maker != "ggml"] if short else [*layer_rows(), *mix_rows()]
     setup = Setup(
         source.folder, source.f16, source.work,
         texts_of(source, args.texts or (QUICK_TEXTS if args.quick else tuple(WINDOWS)), args.code_text, args.threads),
@@ -334,7 +354,9 @@ def main() -> int:
     speed = (
         None
         if args.no_speed or args.quick
-        else measurement.speed(SPEED, ROUNDS, PROMPT, GENERATED, known=args.no_measure)
+        else measurement.speed(
+            SPEED | SHORT_SPEED if short else SPEED, ROUNDS, PROMPT, GENERATED, known=args.no_measure
+        )
     )
     facts = facts_of(source, setup, rows, speed)
     out = args.out / source.name

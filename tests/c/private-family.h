@@ -44,7 +44,7 @@ ITQ_TYPES(ITQ_DECLARE_TYPE)
 ITQ_TYPES(ITQ_DEFINE_DECODE_LEVELS)
 
 #define ITQ4_X_STARTS                                                      \
-    { 1, 3 }, {                                                            \
+    false, { 1, 3 }, {                                                     \
         (float) (19.3 / 1.0), (float) (19.3 / 0.92), (float) (19.3 / 1.08) \
     }
 #define ITQ3_X_STARTS ITQ3_S_STARTS

@@ -1,8 +1,8 @@
 // Unit test of the C files of a trellis type, made to be run under the address and undefined-behaviour sanitizers.
-// Compiled with -DTYPE=itq3_s, or another name, -DCODECS, how many it has, and -DERROR, the relative squared error at
-// default effort.
+// Compiled with -DTYPE=itq3_s, or another name, -DLENGTH, weights of a block, -DCODECS, how many it has, and -DERROR, the
+// relative squared error at default effort.
 //
-//   test-itq VECTORS      64 records of a block and its 256 weights (double)
+//   test-itq VECTORS      64 records of a block and its weights (double)
 //
 // Buffers come from malloc at their exact size, so that a read or a write beyond them is seen.
 
@@ -22,7 +22,15 @@
 #define dequantize_row  EXPAND(dequantize_row_, TYPE, )
 #define quantize        EXPAND(quantize_, TYPE, )
 #define quantize_effort EXPAND(quantize_, TYPE, _effort)
-#define vec_dot         EXPAND(ggml_vec_dot_, TYPE, _q8_K_h)
+#if LENGTH == 256
+#    define vec_dot      EXPAND(ggml_vec_dot_, TYPE, _q8_K_h)
+#    define quantize_row quantize_row_q8_K_h
+typedef block_q8_K activations_t;
+#else
+#    define vec_dot      EXPAND(ggml_vec_dot_, TYPE, _q8_n_h)
+#    define quantize_row quantize_row_q8_n_h
+typedef block_q8_n_h activations_t;
+#endif
 
 static int failures = 0;
 
@@ -69,13 +77,13 @@ static void test_vectors(const char * path) {
     int count = 0;
     for (;; ++count) {
         block_t *  block   = allocate(sizeof(*block));
-        double *   weights = allocate(QK_K * sizeof(double));
-        float *    decoded = allocate(QK_K * sizeof(float));
+        double *   weights = allocate(LENGTH * sizeof(double));
+        float *    decoded = allocate(LENGTH * sizeof(float));
         const bool read =
-            fread(block, sizeof(*block), 1, file) == 1 && fread(weights, sizeof(double), 256, file) == 256;
+            fread(block, sizeof(*block), 1, file) == 1 && fread(weights, sizeof(double), LENGTH, file) == LENGTH;
         if (read) {
-            dequantize_row(block, decoded, QK_K);
-            for (int i = 0; i < QK_K; ++i) {
+            dequantize_row(block, decoded, LENGTH);
+            for (int i = 0; i < LENGTH; ++i) {
                 CHECK(fabs(decoded[i] - weights[i]) <= 1e-5 * fabs(weights[i]));
             }
         }
@@ -92,15 +100,15 @@ static void test_vectors(const char * path) {
 
 static void test_fwht_is_its_own_inverse(void) {
     uint32_t seed = 1;
-    float *  x    = allocate(QK_K * sizeof(float));
-    float *  y    = allocate(QK_K * sizeof(float));
-    for (int i = 0; i < QK_K; ++i) {
+    float *  x    = allocate(LENGTH * sizeof(float));
+    float *  y    = allocate(LENGTH * sizeof(float));
+    for (int i = 0; i < LENGTH; ++i) {
         x[i] = y[i] = floorf(100.0f * gaussian(&seed));  // small integers: every sum is exact
     }
-    itq_fwht(y, 256);
-    itq_fwht(y, 256);
-    for (int i = 0; i < QK_K; ++i) {
-        CHECK(y[i] == 256.0f * x[i]);
+    itq_fwht(y, LENGTH);
+    itq_fwht(y, LENGTH);
+    for (int i = 0; i < LENGTH; ++i) {
+        CHECK(y[i] == (float) LENGTH * x[i]);
     }
     free(x);
     free(y);
@@ -122,7 +130,7 @@ static void test_encoders(void) {
     static const double limits[2][2] = { { 1.09 * ERROR, 1.07 * ERROR }, { 0.30, 0.30 } };  // 40 blocks: a small sample
 
     for (size_t c = 0; c < sizeof(counts) / sizeof(counts[0]); ++c) {
-        const int64_t n     = 256 * (int64_t) counts[c];
+        const int64_t n     = LENGTH * (int64_t) counts[c];
         float *       x     = gaussian_row(n, 7);
         float *       y     = allocate(sizeof(float) * (size_t) n);
         block_t *     q     = allocate(sizeof(block_t) * (size_t) counts[c]);
@@ -130,9 +138,9 @@ static void test_encoders(void) {
         for (int codec = 0; codec < CODECS; ++codec) {
             for (int effort = 0; effort < 2; ++effort) {
                 memset(q, 0xff, sizeof(block_t) * (size_t) counts[c]);
-                CHECK(quantize_effort(x, q, counts[c], 256, codec, effort) == sizeof(block_t) * (size_t) counts[c]);
+                CHECK(quantize_effort(x, q, counts[c], LENGTH, codec, effort) == sizeof(block_t) * (size_t) counts[c]);
                 for (int i = 0; i < counts[c]; ++i) {
-                    quantize_effort(x + 256 * i, alone, 1, 256, codec, effort);
+                    quantize_effort(x + LENGTH * i, alone, 1, LENGTH, codec, effort);
                     CHECK(memcmp(alone, &q[i], sizeof(*alone)) == 0);
                 }
                 dequantize_row(q, y, n);
@@ -152,13 +160,13 @@ static void test_zero_and_not_finite(void) {
     static const float bad[] = { NAN, INFINITY, -INFINITY, 3e38f };
     for (int codec = 0; codec < CODECS; ++codec) {
         for (size_t b = 0; b < sizeof(bad) / sizeof(bad[0]); ++b) {
-            float *   x     = gaussian_row(4 * 256, 9);
+            float *   x     = gaussian_row(4 * LENGTH, 9);
             block_t * clean = allocate(4 * sizeof(*clean));
             block_t * q     = allocate(4 * sizeof(*q));
-            memset(x + 256, 0, 256 * sizeof(float));
-            quantize_effort(x, clean, 1, 4 * 256, codec, ITQ_EFFORT_DEFAULT);
-            x[2 * 256 + 13] = bad[b];
-            quantize_effort(x, q, 1, 4 * 256, codec, ITQ_EFFORT_DEFAULT);
+            memset(x + LENGTH, 0, LENGTH * sizeof(float));
+            quantize_effort(x, clean, 1, 4 * LENGTH, codec, ITQ_EFFORT_DEFAULT);
+            x[2 * LENGTH + 13] = bad[b];
+            quantize_effort(x, q, 1, 4 * LENGTH, codec, ITQ_EFFORT_DEFAULT);
 
             static const block_t zero;
             CHECK(memcmp(&q[1], &zero, sizeof(zero)) == 0);
@@ -181,25 +189,25 @@ static double weighted_error(const float * x, const float * y, const float * imp
 
 // Encoding with an importance matrix: less of the error it weights, a row count that fills no group.
 static void test_importance_matrix(void) {
-    const int     n          = 512;
+    const int     n          = 2 * LENGTH;
     const int64_t nrows      = 19;
     uint32_t      seed       = 5;
     float *       x          = gaussian_row(nrows * n, 6);
     float *       y          = allocate(sizeof(float) * (size_t) (nrows * n));
     float *       importance = allocate(sizeof(float) * (size_t) n);
-    block_t *     q          = allocate(sizeof(*q) * (size_t) (nrows * n / 256));
+    block_t *     q          = allocate(sizeof(*q) * (size_t) (nrows * n / LENGTH));
     for (int i = 0; i < n; ++i) {
         importance[i] = expf(gaussian(&seed));
     }
 
-    CHECK(quantize(x, q, nrows, n, NULL) == sizeof(*q) * (size_t) (nrows * n / 256));
+    CHECK(quantize(x, q, nrows, n, NULL) == sizeof(*q) * (size_t) (nrows * n / LENGTH));
     dequantize_row(q, y, nrows * n);
     const double plain = weighted_error(x, y, importance, nrows, n);
-    CHECK(quantize(x, q, nrows, n, importance) == sizeof(*q) * (size_t) (nrows * n / 256));
+    CHECK(quantize(x, q, nrows, n, importance) == sizeof(*q) * (size_t) (nrows * n / LENGTH));
     dequantize_row(q, y, nrows * n);
     CHECK(weighted_error(x, y, importance, nrows, n) < plain);
 
-    x[3 * n + 300] = NAN;
+    x[3 * n + LENGTH + 44] = NAN;
     quantize(x, q, nrows, n, importance);
     CHECK(isnan(ggml_fp16_to_fp32(q[3 * 2 + 1].d)));
     CHECK(!isnan(ggml_fp16_to_fp32(q[2 * 2].d)) && !isnan(ggml_fp16_to_fp32(q[4 * 2].d)));
@@ -212,16 +220,16 @@ static void test_importance_matrix(void) {
 // dot(H v, x) = dot(v, H x), up to the 8 bits of the activations.
 static void test_vec_dot(void) {
     for (int codec = 0; codec < CODECS; ++codec) {
-        const int    n = 2048;
-        float *      w = gaussian_row(n, 3);
-        float *      x = gaussian_row(n, 4);
-        float *      d = allocate(sizeof(float) * (size_t) n);
-        block_t *    q = allocate(sizeof(*q) * (size_t) n / 256);
-        block_q8_K * a = allocate(sizeof(*a) * (size_t) n / 256);
-        memset(x + 512, 0, 256 * sizeof(float));
+        const int       n = 2048;
+        float *         w = gaussian_row(n, 3);
+        float *         x = gaussian_row(n, 4);
+        float *         d = allocate(sizeof(float) * (size_t) n);
+        block_t *       q = allocate(sizeof(*q) * (size_t) n / LENGTH);
+        activations_t * a = allocate(sizeof(*a) * (size_t) n / LENGTH);
+        memset(x + 2 * LENGTH, 0, LENGTH * sizeof(float));
         quantize_effort(w, q, 1, n, codec, ITQ_EFFORT_FAST);
         dequantize_row(q, d, n);
-        quantize_row_q8_K_h(x, a, n);
+        quantize_row(x, a, n);
 
         float result = 0.0f;
         vec_dot(n, &result, 0, q, 0, a, 0, 1);

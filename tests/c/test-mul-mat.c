@@ -316,23 +316,41 @@ static void run(enum ggml_type type, const struct shape * s) {
 
 int main(void) {
     static const struct shape shapes[] = {
-        { 256, 1, 8, 0, 0, 1, 1, false },     { 512, 16, 9, 0, 0, 1, 1, false },
-        { 2048, 64, 16, 0, 0, 1, 1, false },  { 768, 33, 17, 0, 0, 1, 1, false },
-        { 1280, 304, 40, 0, 0, 1, 1, false }, { 256, 257, 300, 0, 0, 1, 1, false },
-        { 512, 32, 301, 0, 0, 1, 1, false },  { 2816, 40, 11, 0, 0, 1, 1, false },
-        { 512, 48, 20, 0, 0, 1, 3, false },   { 512, 20, 33, 0, 0, 2, 4, false },
-        { 768, 32, 5, 0, 0, 2, 4, false },    { 512, 5, 1, 0, 0, 1, 1, false },
-        { 512, 70, 40, 4, 2, 1, 1, false },   { 1024, 130, 300, 8, 3, 1, 1, false },
-        { 256, 17, 12, 2, 1, 1, 1, false },   { 512, 64, 3, 4, 2, 1, 1, false },
-        { 768, 512, 21, 6, 3, 1, 1, true },   { 1024, 48, 1, 8, 4, 1, 1, true },
+        { 256, 1, 8, 0, 0, 1, 1, false },
+        { 512, 16, 9, 0, 0, 1, 1, false },
+        { 2048, 64, 16, 0, 0, 1, 1, false },
+        { 768, 33, 17, 0, 0, 1, 1, false },
+        { 1280, 304, 40, 0, 0, 1, 1, false },
+        { 256, 257, 300, 0, 0, 1, 1, false },
+        { 512, 32, 301, 0, 0, 1, 1, false },
+        { 2816, 40, 11, 0, 0, 1, 1, false },
+        { 512, 48, 20, 0, 0, 1, 3, false },
+        { 512, 20, 33, 0, 0, 2, 4, false },
+        { 768, 32, 5, 0, 0, 2, 4, false },
+        { 512, 5, 1, 0, 0, 1, 1, false },
+        { 512, 70, 40, 4, 2, 1, 1, false },
+        { 1024, 130, 300, 8, 3, 1, 1, false },
+        { 256, 17, 12, 2, 1, 1, 1, false },
+        { 512, 64, 3, 4, 2, 1, 1, false },
+        { 768, 512, 21, 6, 3, 1, 1, true },
+        { 1024, 48, 1, 8, 4, 1, 1, true },
         { 256, 16, 70, 3, 3, 1, 1, false },
+        // whole blocks of 64 alone
+        { 64, 16, 9, 0, 0, 1, 1, false },
+        { 576, 48, 17, 0, 0, 1, 1, false },
+        { 960, 35, 40, 0, 0, 1, 1, false },
+        { 1408, 32, 5, 4, 2, 1, 1, false },
+        { 192, 20, 33, 0, 0, 2, 4, false },
+        { 320, 48, 1, 8, 4, 1, 1, true },
     };
 #define TYPE(NAME, ...) GGML_TYPE_##NAME,
     static const int types[] = { ITQ_TYPES(TYPE) GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
     ggml_cpu_init();
     for (size_t t = 0; t < sizeof(types) / sizeof(types[0]); ++t) {
         for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); ++i) {
-            run((enum ggml_type) types[t], &shapes[i]);
+            if (shapes[i].k % ggml_blck_size((enum ggml_type) types[t]) == 0) {
+                run((enum ggml_type) types[t], &shapes[i]);
+            }
         }
     }
     printf("%d failed\n", failed);

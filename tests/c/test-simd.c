@@ -1,7 +1,7 @@
 // The SIMD kernels of the trellis types, TQ1_0 and TQ2_0 against the portable C, on random and adversarial blocks, and against the
 // reference vectors. Compiled with the flags of the variant under test (tests/native/test_simd.py, scripts/check/arm.py).
 //
-//   test-simd [VECTORS]    VECTORS: per block 100 bytes and 256 doubles, the rotated values
+//   test-simd [VECTORS]    VECTORS: a file of each trellis type; per block its bytes, and its rotated values as doubles
 //
 // Prints a line per check; the exit status is 1 when one fails.
 
@@ -69,7 +69,8 @@ static void random_bytes(void * p, size_t n) {
 // rotated activations
 //
 
-static float * activation_case(int kind, float * x, int n) {
+// Numbers in blocks of `length`.
+static float * activation_case(int kind, float * x, int n, int length) {
     for (int i = 0; i < n; ++i) {
         x[i] = random_normal();
     }
@@ -79,20 +80,20 @@ static float * activation_case(int kind, float * x, int n) {
             break;
         case 2:  // one value: all magnitudes of the rotated block tie, with both signs
             memset(x, 0, n * sizeof(*x));
-            for (int i = 0; i < n; i += QK_K) {
-                x[i + random_u32() % QK_K] = random_normal();
+            for (int i = 0; i < n; i += length) {
+                x[i + random_u32() % length] = random_normal();
             }
             break;
         case 3:  // two values: many ties
             memset(x, 0, n * sizeof(*x));
-            for (int i = 0; i < n; i += QK_K) {
-                x[i + random_u32() % QK_K] = 1.0f;
-                x[i + random_u32() % QK_K] = -1.0f;
+            for (int i = 0; i < n; i += length) {
+                x[i + random_u32() % length] = 1.0f;
+                x[i + random_u32() % length] = -1.0f;
             }
             break;
         case 4:  // subnormal and smallest magnitudes
             for (int i = 0; i < n; ++i) {
-                x[i] *= i % 512 < 256 ? 1e-40f : 1e-35f;
+                x[i] *= i % (2 * length) < length ? 1e-40f : 1e-35f;
             }
             break;
         case 5:  // large
@@ -101,8 +102,8 @@ static float * activation_case(int kind, float * x, int n) {
             }
             break;
         case 6:  // overflow to infinity, infinity, NaN
-            for (int i = 0; i < n; i += QK_K) {
-                x[i + 3] = i / QK_K % 3 == 0 ? FLT_MAX : i / QK_K % 3 == 1 ? INFINITY : NAN;
+            for (int i = 0; i < n; i += length) {
+                x[i + 3] = i / length % 3 == 0 ? FLT_MAX : i / length % 3 == 1 ? INFINITY : NAN;
                 x[i + 9] = FLT_MAX;
             }
             break;
@@ -118,104 +119,149 @@ static float * activation_case(int kind, float * x, int n) {
             break;
         case 9:  // overflow of some of the sums
             for (int i = 0; i < n; ++i) {
-                x[i] *= i / QK_K % 2 ? 1.5e37f : 5e37f;
+                x[i] *= i / length % 2 ? 1.5e37f : 5e37f;
             }
             break;
     }
     return x;
 }
 
-static void test_activations(void) {
+// A quantizer of rotated activations.
+struct quantizer {
+    const char * name;
+    int          length;
+    size_t       block_size;
+    size_t       qs;
+    void (*quantize)(const float * x, void * y, int64_t k);
+    void (*generic)(const float * x, void * y, int64_t k);
+};
+
+static const struct quantizer quantizers[] = {
+    { "quantize_row_q8_K_h", QK_K, sizeof(block_q8_K), offsetof(block_q8_K, qs), quantize_row_q8_K_h,
+      quantize_row_q8_K_h_generic },
+    { "quantize_row_q8_n_h", 64, sizeof(block_q8_n_h), offsetof(block_q8_n_h, qs), quantize_row_q8_n_h,
+      quantize_row_q8_n_h_generic },
+};
+
+// Both kinds of block begin with their scale.
+static float scale_of_activations(const char * block) {
+    static_assert(offsetof(block_q8_K, d) == 0 && offsetof(block_q8_n_h, d) == 0, "the scale is not first");
+    float d;
+    memcpy(&d, block, sizeof(d));
+    return d;
+}
+
+// Whether the sums of a block are those of its numbers.
+static int right_sums(const struct quantizer * f, const char * block) {
+    const int8_t * q = (const int8_t *) (block + f->qs);
+    if (f->length != QK_K) {
+        int sum = 0;
+        for (int l = 0; l < f->length; ++l) {
+            sum += q[l];
+        }
+        return sum == ((const block_q8_n_h *) (const void *) block)->sum;
+    }
+    int ok = 1;
+    for (int j = 0; j < QK_K / 16; ++j) {
+        int sum = 0;
+        for (int l = 0; l < 16; ++l) {
+            sum += q[16 * j + l];
+        }
+        ok &= sum == ((const block_q8_K *) (const void *) block)->bsums[j];
+    }
+    return ok;
+}
+
+static void test_activations(const struct quantizer * f) {
     static const char * names[] = { "normal",           "zero",     "one value", "two values", "subnormal", "large",
                                     "infinity and NaN", "outliers", "integers",  "overflow" };
     static float        x[MAX_BLOCKS * QK_K];
-    static block_q8_K   a[MAX_BLOCKS];
-    static block_q8_K   b[MAX_BLOCKS];
+    static _Alignas(16) char a[MAX_BLOCKS * sizeof(block_q8_K)];
+    static _Alignas(16) char b[MAX_BLOCKS * sizeof(block_q8_K)];
+    const int                length = f->length;
+    char                     line[80];
     for (int kind = 0; kind < 10; ++kind) {
         int ok = 1;
         for (int round = 0; round < 50; ++round) {
             const int nb = 1 + (int) (random_u32() % MAX_BLOCKS);
-            activation_case(kind, x, nb * QK_K);
+            activation_case(kind, x, nb * length, length);
             memset(a, 0x55, sizeof(a));
             memset(b, 0xAA, sizeof(b));
-            quantize_row_q8_K_h_generic(x, a, nb * QK_K);
-            quantize_row_q8_K_h(x, b, nb * QK_K);
-            ok &= memcmp(a, b, nb * sizeof(*a)) == 0;
+            f->generic(x, a, nb * length);
+            f->quantize(x, b, nb * length);
+            ok &= memcmp(a, b, nb * f->block_size) == 0;
             for (int i = 0; i < nb; ++i) {
-                for (int j = 0; j < QK_K / 16; ++j) {
-                    int sum = 0;
-                    for (int l = 0; l < 16; ++l) {
-                        sum += b[i].qs[16 * j + l];
-                    }
-                    ok &= sum == b[i].bsums[j];
-                }
+                ok &= right_sums(f, b + i * f->block_size);
             }
         }
-        char line[80];
-        snprintf(line, sizeof(line), "quantize_row_q8_K_h, same bytes: %s", names[kind]);
+        snprintf(line, sizeof(line), "%s, same bytes: %s", f->name, names[kind]);
         report(line, ok);
     }
 
     // A block that has a NaN or an infinity has NaN for its scale, wherever it stands, and no other block has.
     int ok = 1;
-    for (int j = 0; j < QK_K; ++j) {
+    for (int j = 0; j < length; ++j) {
         static const float values[] = { NAN, -NAN, INFINITY, -INFINITY };
         for (size_t v = 0; v < sizeof(values) / sizeof(*values); ++v) {
-            activation_case(j % 2 ? 0 : 1, x, 3 * QK_K);
-            x[QK_K + j] = values[v];
-            quantize_row_q8_K_h(x, a, 3 * QK_K);
-            ok &= isnan(a[1].d) && isfinite(a[0].d) && isfinite(a[2].d);
+            activation_case(j % 2 ? 0 : 1, x, 3 * length, length);
+            x[length + j] = values[v];
+            f->quantize(x, a, 3 * length);
+            ok &= isnan(scale_of_activations(a + f->block_size)) && isfinite(scale_of_activations(a)) &&
+                  isfinite(scale_of_activations(a + 2 * f->block_size));
         }
     }
-    report("quantize_row_q8_K_h, NaN and infinity are NaN", ok);
+    snprintf(line, sizeof(line), "%s, NaN and infinity are NaN", f->name);
+    report(line, ok);
 
     // and against the definition: H x in double precision
     double worst = 0.0;
     for (int round = 0; round < 20; ++round) {
-        activation_case(0, x, QK_K);
-        quantize_row_q8_K_h(x, a, QK_K);
+        activation_case(0, x, length, length);
+        f->quantize(x, a, length);
         double amax  = 0.0;
         double error = 0.0;
-        for (int r = 0; r < QK_K; ++r) {
+        for (int r = 0; r < length; ++r) {
             double sum = 0.0;
-            for (int c = 0; c < QK_K; ++c) {
+            for (int c = 0; c < length; ++c) {
                 int bits = r & c;
                 bits ^= bits >> 4;
                 bits ^= bits >> 2;
                 bits ^= bits >> 1;
                 sum += bits & 1 ? -x[c] : x[c];
             }
-            sum /= 16;
+            sum /= sqrt(length);
             amax  = fmax(amax, fabs(sum));
-            error = fmax(error, fabs(sum - (double) a[0].d * a[0].qs[r]));
+            error = fmax(error, fabs(sum - (double) scale_of_activations(a) * ((const int8_t *) a)[f->qs + r]));
         }
         worst = fmax(worst, error / amax * 127);
     }
-    report("quantize_row_q8_K_h within half a step of H x", worst < 0.5001);
+    snprintf(line, sizeof(line), "%s within half a step of H x", f->name);
+    report(line, worst < 0.5001);
 }
 
 //
 // dot products
 //
 
-static void random_q8_K(block_q8_K * y, int nb, int kind) {
+// A block of activations, of any length up to QK_K.
+struct activations {
+    float  d;
+    int8_t qs[QK_K];
+};
+
+static void random_activations(struct activations * y, int nb, int length, int kind) {
     for (int i = 0; i < nb; ++i) {
         y[i].d = 0.02f * random_uniform();
-        for (int j = 0; j < QK_K / 16; ++j) {
-            int sum = 0;
-            for (int l = 0; l < 16; ++l) {
-                int v = (int) (random_u32() % 255) - 127;
-                if (kind == 1) {
-                    v = 127;
-                } else if (kind == 2) {
-                    v = -127;
-                } else if (kind == 3) {
-                    v = random_u32() & 1 ? 127 : -127;
-                }
-                y[i].qs[16 * j + l] = (int8_t) v;
-                sum += v;
+        for (int j = 0; j < length; ++j) {
+            int v = (int) (random_u32() % 255) - 127;
+            if (kind == 1) {
+                v = 127;
+            } else if (kind == 2) {
+                v = -127;
+            } else if (kind == 3) {
+                v = random_u32() & 1 ? 127 : -127;
             }
-            y[i].bsums[j] = (int16_t) sum;
+            y[i].qs[j] = (int8_t) v;
         }
     }
 }
@@ -241,7 +287,8 @@ typedef void decode_t(const uint8_t * qs, const uint8_t * sel, int8_t * levels);
 struct type {
     const char * name;
     size_t       block_size;
-    int          rotated;  // a trellis type: activations are in the order of Q8_K_H
+    int          length;   // weights of a block
+    int          rotated;  // a trellis type: activations are in the order of Q8_K_H or Q8_N_H
     repack_t *   repack;
     repack_t *   repack_generic;
     gemm_t *     gemm;
@@ -256,23 +303,31 @@ struct type {
 };
 
 #define KERNELS(name) itq_repack_##name, itq_repack_##name##_generic, itq_gemm_##name, itq_gemm_##name##_generic
-#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
-    { #name,                                                            \
-      sizeof(block_##name),                                             \
-      1,                                                                \
-      KERNELS(name),                                                    \
-      GEMV_OF(name),                                                    \
-      ggml_vec_dot_##name##_q8_K_h_generic,                             \
-      ggml_vec_dot_##name##_q8_K_h,                                     \
-      name##_decode_levels,                                             \
-      offsetof(block_##name, sel),                                      \
-      offsetof(block_##name, d),                                        \
+#define TRELLIS_TYPE(name, length, gemv, generic, vec_dot, has_z) \
+    { #name,                                                      \
+      sizeof(block_##name),                                       \
+      length,                                                     \
+      1,                                                          \
+      KERNELS(name),                                              \
+      gemv,                                                       \
+      generic,                                                    \
+      vec_dot,                                                    \
+      name##_decode_levels,                                       \
+      offsetof(block_##name, sel),                                \
+      offsetof(block_##name, d),                                  \
       has_z },
+#define TYPE_OF_256(NAME, name, bits, n_levels, length, has_z, number) \
+    TRELLIS_TYPE(name, length, GEMV_OF(name), ggml_vec_dot_##name##_q8_K_h_generic, ggml_vec_dot_##name##_q8_K_h, has_z)
+// the dot product of rows is portable code alone
+#define TYPE_OF_64(NAME, name, bits, n_levels, length, has_z, number) \
+    TRELLIS_TYPE(name, length, GEMV_OF(name), ggml_vec_dot_##name##_q8_n_h, ggml_vec_dot_##name##_q8_n_h, has_z)
 
 static const struct type types[] = {
-    ITQ_TYPES(TRELLIS_TYPE){ "tq2_0", sizeof(block_tq2_0), 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
-                             ggml_vec_dot_tq2_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
-    { "tq1_0", sizeof(block_tq1_0), 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
+    ITQ_TYPES_256(TYPE_OF_256)
+        ITQ_TYPES_64(TYPE_OF_64){ "tq2_0", sizeof(block_tq2_0), QK_K, 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
+                                  ggml_vec_dot_tq2_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
+    { "tq1_0", sizeof(block_tq1_0), QK_K, 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, NULL, 0, 0,
+      0 },
 };
 
 #define EACH_TYPE(t)    for (const struct type * t = types; t < types + sizeof(types) / sizeof(*types); ++t)
@@ -361,19 +416,50 @@ static const char * const case_names[TRELLIS_CASES] = {
     "d maximal", "z not zero",  "ternary",    "d zero, z -0"
 };
 
+// Blocks of activations as the dot products of a type read them.
+static const void * packed(const struct type * t, const struct activations * y, int nb) {
+    static union {
+        block_q8_K   of_256[MAX_BLOCKS];
+        block_q8_n_h of_64[MAX_BLOCKS];
+    } blocks;
+    for (int i = 0; i < nb; ++i) {
+        int8_t * qs;
+        if (t->length == QK_K) {
+            blocks.of_256[i].d = y[i].d;
+            qs                 = blocks.of_256[i].qs;
+            for (int j = 0; j < QK_K / 16; ++j) {
+                int sum = 0;
+                for (int l = 0; l < 16; ++l) {
+                    sum += y[i].qs[16 * j + l];
+                }
+                blocks.of_256[i].bsums[j] = (int16_t) sum;
+            }
+        } else {
+            blocks.of_64[i].d   = y[i].d;
+            blocks.of_64[i].sum = 0;
+            qs                  = blocks.of_64[i].qs;
+            for (int l = 0; l < 64; ++l) {
+                blocks.of_64[i].sum += y[i].qs[l];
+            }
+        }
+        memcpy(qs, y[i].qs, (size_t) t->length);
+    }
+    return &blocks;
+}
+
 static void test_dot(const struct type * t) {
-    static const char * activations[] = { "random", "127", "-127", "+-127" };
-    static char         x[MAX_BLOCKS * MAX_BLOCK_BYTES];
-    static block_q8_K   y[MAX_BLOCKS];
+    static const char *       activations[] = { "random", "127", "-127", "+-127" };
+    static char               x[MAX_BLOCKS * MAX_BLOCK_BYTES];
+    static struct activations y[MAX_BLOCKS];
     for (int kind = 0; kind < TRELLIS_CASES; ++kind) {
         for (int act = 0; act < 4; ++act) {
             double worst = 0.0;
             for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
                 trellis_case(t, x, nb, kind);
-                random_q8_K(y, nb, act);
+                random_activations(y, nb, t->length, act);
                 float portable, simd;
-                t->vec_dot_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
-                t->vec_dot(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
+                t->vec_dot_generic(nb * t->length, &portable, 0, x, 0, packed(t, y, nb), 0, 1);
+                t->vec_dot(nb * t->length, &simd, 0, x, 0, packed(t, y, nb), 0, 1);
 
                 double scale = FLT_MIN;  // what the terms amount to
                 for (int i = 0; i < nb; ++i) {
@@ -382,7 +468,7 @@ static void test_dot(const struct type * t) {
                     const double z     = ggml_fp16_to_fp32(zero_point_of(t, block));
                     int8_t       levels[QK_K];
                     t->decode((const uint8_t *) block, (const uint8_t *) block + t->sel, levels);
-                    for (int j = 0; j < QK_K; ++j) {
+                    for (int j = 0; j < t->length; ++j) {
                         scale +=
                             d * (fabs((double) levels[j] * y[i].qs[j]) + 64.0 * abs(y[i].qs[j]) + fabs(z * y[i].qs[j]));
                     }
@@ -400,18 +486,18 @@ static void test_dot(const struct type * t) {
 // Activations with a NaN give NaN, whatever they meet.
 static void test_nan(const struct type * t) {
     static char       x[MAX_BLOCKS * MAX_BLOCK_BYTES];
-    static block_q8_K y[MAX_BLOCKS];
+    static block_q8_K y[MAX_BLOCKS];  // or blocks of Q8_N_H
     static float      act[MAX_BLOCKS * QK_K];
     int               ok = 1;
     for (int kind = 0; kind < TRELLIS_CASES; ++kind) {
         for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
             trellis_case(t, x, nb, kind);
-            activation_case(0, act, nb * QK_K);
-            act[random_u32() % (uint32_t) (nb * QK_K)] = NAN;
-            quantize_row_q8_K_h(act, y, nb * QK_K);
+            activation_case(0, act, nb * t->length, t->length);
+            act[random_u32() % (uint32_t) (nb * t->length)] = NAN;
+            (t->length == QK_K ? quantize_row_q8_K_h : quantize_row_q8_n_h)(act, y, nb * t->length);
             float portable, simd;
-            t->vec_dot_generic(nb * QK_K, &portable, 0, x, 0, y, 0, 1);
-            t->vec_dot(nb * QK_K, &simd, 0, x, 0, y, 0, 1);
+            t->vec_dot_generic(nb * t->length, &portable, 0, x, 0, y, 0, 1);
+            t->vec_dot(nb * t->length, &simd, 0, x, 0, y, 0, 1);
             ok &= isnan(portable) && isnan(simd);
         }
     }
@@ -452,21 +538,24 @@ static void panel_case(const struct type * t, int kind, char * rows, int n_rows,
 }
 
 // Columns first .. first + nc - 1 of nb blocks of activations each, in the order of a product.
-static void panel_columns(const struct type * t, const block_q8_K * y, int nb, int first, int nc, int8_t * q, float * d,
-                          int32_t * sums) {
+static void panel_columns(const struct type * t, const struct activations * y, int nb, int first, int nc, int8_t * q,
+                          float * d, int32_t * sums) {
     for (int b = 0; b < nb; ++b) {
         for (int c = 0; c < nc; ++c) {
-            const block_q8_K * block = &y[(first + c) * nb + b];
-            const int          at    = b * nc + c;
-            if (t->rotated) {
-                itq_reorder_q8_K_h_generic(block->qs, q + at * QK_K);
+            const struct activations * block = &y[(first + c) * nb + b];
+            const int                  at    = b * nc + c;
+            int8_t *                   to    = q + at * t->length;
+            if (!t->rotated) {
+                memcpy(to, block->qs, (size_t) t->length);
+            } else if (t->length == QK_K) {
+                itq_reorder_q8_K_h_generic(block->qs, to);
             } else {
-                memcpy(q + at * QK_K, block->qs, QK_K);
+                itq_reorder_q8_n_h_generic(block->qs, to);
             }
             d[at]    = block->d;
             sums[at] = 0;
-            for (int j = 0; j < QK_K / 16; ++j) {
-                sums[at] += block->bsums[j];
+            for (int j = 0; j < t->length; ++j) {
+                sums[at] += block->qs[j];
             }
         }
     }
@@ -484,6 +573,16 @@ static void test_reorder(void) {
         ok &= memcmp(a, b, sizeof(a)) == 0;
     }
     report("reorder_q8_K_h, same bytes", ok);
+    for (int round = 0; round < 10; ++round) {
+        int8_t              q[64];
+        _Alignas(64) int8_t a[64];
+        _Alignas(64) int8_t b[64];
+        random_bytes(q, sizeof(q));
+        itq_reorder_q8_n_h_generic(q, a);
+        itq_reorder_q8_n_h(q, b);
+        ok &= memcmp(a, b, sizeof(a)) == 0;
+    }
+    report("reorder_q8_n_h, same bytes", ok);
 }
 
 static void test_repack(const struct type * t) {
@@ -512,23 +611,23 @@ static void test_repack(const struct type * t) {
 // Rows as a file has them times column c: the bits of the panel's product, and nothing behind n_rows.
 #    define MAX_ROW_BLOCKS 19  // two groups of 8, the longest of a kernel, and a part of one
 
-static int same_as_rows(gemv_t * gemv, const char * rows, size_t row_size, int n_rows, int nb, const block_q8_K * y,
-                        const float * panel) {
+static int same_as_rows(const struct type * t, const char * rows, size_t row_size, int n_rows, int nb,
+                        const struct activations * y, const float * panel) {
     static int8_t q[MAX_ROW_BLOCKS * QK_K];
     float         d[MAX_ROW_BLOCKS];
     int32_t       sums[MAX_ROW_BLOCKS];
     for (int b = 0; b < nb; ++b) {
-        memcpy(q + b * QK_K, y[b].qs, QK_K);
+        memcpy(q + b * t->length, y[b].qs, (size_t) t->length);
         d[b]    = y[b].d;
         sums[b] = 0;
-        for (int i = 0; i < QK_K; ++i) {
+        for (int i = 0; i < t->length; ++i) {
             sums[b] += y[b].qs[i];
         }
     }
     const struct itq_columns columns = { q, d, sums };
     float                    out[ITQ_PANEL_ROWS + 1];
     memset(out, 0x55, sizeof(out));
-    gemv(nb, rows, row_size, n_rows, &columns, out);
+    t->gemv(nb, rows, row_size, n_rows, &columns, out);
     uint32_t after;
     memcpy(&after, &out[n_rows], sizeof(after));
     return memcmp(out, panel, n_rows * sizeof(float)) == 0 && after == 0x55555555;
@@ -539,7 +638,7 @@ static void test_gemm(const struct type * t, const char * name, int kind, int ac
     static char                rows[ITQ_PANEL_ROWS * MAX_PANEL_BLOCKS * MAX_BLOCK_BYTES];
     static double              largest[ITQ_PANEL_ROWS * MAX_PANEL_BLOCKS];
     static _Alignas(64) char   panel[sizeof(rows)];
-    static block_q8_K          y[ITQ_GROUP * MAX_PANEL_BLOCKS];
+    static struct activations  y[ITQ_GROUP * MAX_PANEL_BLOCKS];
     static _Alignas(64) int8_t q[ITQ_GROUP * MAX_PANEL_BLOCKS * QK_K];
     static float               d[ITQ_GROUP * MAX_PANEL_BLOCKS];
     static int32_t             sums[ITQ_GROUP * MAX_PANEL_BLOCKS];
@@ -552,7 +651,7 @@ static void test_gemm(const struct type * t, const char * name, int kind, int ac
         const int nb = lengths[i];
         panel_case(t, kind, rows, ITQ_PANEL_ROWS, nb, largest);
         t->repack_generic(rows, nb * t->block_size, ITQ_PANEL_ROWS, nb, panel);
-        random_q8_K(y, ITQ_GROUP * nb, act);
+        random_activations(y, ITQ_GROUP * nb, t->length, act);
 
         float want[ITQ_GROUP][ITQ_PANEL_ROWS];
         float got[ITQ_GROUP][ITQ_PANEL_ROWS];
@@ -564,15 +663,16 @@ static void test_gemm(const struct type * t, const char * name, int kind, int ac
             for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
                 double scale = FLT_MIN;  // what the terms amount to
                 for (int b = 0; b < nb; ++b) {
-                    for (int j = 0; j < QK_K; ++j) {
-                        const block_q8_K * block = &y[c * nb + b];
+                    for (int j = 0; j < t->length; ++j) {
+                        const struct activations * block = &y[c * nb + b];
                         scale += largest[r * nb + b] * fabs((double) block->d * block->qs[j]);
                     }
                 }
                 double error = fabs((double) got[c][r] - want[c][r]);
                 if (c < 4) {
                     float dot;
-                    t->vec_dot_generic(nb * QK_K, &dot, 0, rows + (size_t) r * nb * t->block_size, 0, y + c * nb, 0, 1);
+                    t->vec_dot_generic(nb * t->length, &dot, 0, rows + (size_t) r * nb * t->block_size, 0,
+                                       packed(t, y + c * nb, nb), 0, 1);
                     error = fmax(error, fabs((double) got[c][r] - dot));
                 }
                 worst = fmax(worst, isfinite(got[c][r]) ? error / scale : INFINITY);
@@ -582,7 +682,7 @@ static void test_gemm(const struct type * t, const char * name, int kind, int ac
 #ifdef ITQ_HAS_GEMV
         for (int c = 0; t->gemv && c < 8; ++c) {
             const int n_rows = ITQ_PANEL_ROWS - c;
-            same_bits &= same_as_rows(t->gemv, rows, nb * t->block_size, n_rows, nb, y + c * nb, got[c]);
+            same_bits &= same_as_rows(t, rows, nb * t->block_size, n_rows, nb, y + c * nb, got[c]);
         }
 #endif
 
@@ -615,7 +715,7 @@ static void test_panel_nan(const struct type * t) {
     static char                rows[ITQ_PANEL_ROWS * nb * MAX_BLOCK_BYTES];
     static double              largest[ITQ_PANEL_ROWS * nb];
     static _Alignas(64) char   panel[sizeof(rows)];
-    static block_q8_K          y[ITQ_GROUP * nb];
+    static struct activations  y[ITQ_GROUP * nb];
     static _Alignas(64) int8_t q[ITQ_GROUP * nb * QK_K];
     static float               d[ITQ_GROUP * nb];
     static int32_t             sums[ITQ_GROUP * nb];
@@ -630,7 +730,7 @@ static void test_panel_nan(const struct type * t) {
         const int column = (int) (random_u32() % (uint32_t) nc);
         float     without[ITQ_GROUP][ITQ_PANEL_ROWS];
         float     with[ITQ_GROUP][ITQ_PANEL_ROWS];
-        random_q8_K(y, nc * nb, 0);
+        random_activations(y, nc * nb, t->length, 0);
         panel_columns(t, y, nb, 0, nc, q, d, sums);
         t->gemm(nb, panel, &columns, nc, without);
         memset(&y[column * nb + nan_block], 0, sizeof(*y));
@@ -658,7 +758,7 @@ static void test_rows(const struct type * t) {
     static char                rows[ITQ_PANEL_ROWS * max_size];
     static double              largest[MAX_ROW_BLOCKS];
     static _Alignas(64) char   panel[ITQ_PANEL_ROWS * sizeof(row)];
-    static block_q8_K          y[MAX_ROW_BLOCKS];
+    static struct activations  y[MAX_ROW_BLOCKS];
     static _Alignas(64) int8_t q[MAX_ROW_BLOCKS * QK_K];
     static float               d[MAX_ROW_BLOCKS];
     static int32_t             sums[MAX_ROW_BLOCKS];
@@ -673,12 +773,12 @@ static void test_rows(const struct type * t) {
             memcpy(rows + r * row_size, row, (size_t) nb * t->block_size);
         }
         t->repack_generic(rows, row_size, ITQ_PANEL_ROWS, nb, panel);
-        random_q8_K(y, nb, 0);
+        random_activations(y, nb, t->length, 0);
         panel_columns(t, y, nb, 0, 1, q, d, sums);
         float want[1][ITQ_PANEL_ROWS];
         t->gemm(nb, panel, &columns, 1, want);
         for (int n_rows = 1; n_rows <= ITQ_PANEL_ROWS; ++n_rows) {
-            ok &= same_as_rows(t->gemv, rows, row_size, n_rows, nb, y, want[0]);
+            ok &= same_as_rows(t, rows, row_size, n_rows, nb, y, want[0]);
         }
     }
     char line[80];
@@ -702,30 +802,48 @@ static void test_panels(const struct type * t) {
     }
 }
 
-// Records of a block and its 256 rotated weights (double).
+// The product of a row of two blocks and activations: of the dot product, or of a panel, in row r of it.
+static float product_of_2(const struct type * t, const char * x, const struct activations * y, int r) {
+    if (t->vec_dot != t->vec_dot_generic) {
+        float got;
+        t->vec_dot(2 * t->length, &got, 0, x, 0, packed(t, y, 2), 0, 1);
+        return got;
+    }
+    static _Alignas(64) char   panel[2 * ITQ_PANEL_ROWS * MAX_BLOCK_BYTES];
+    static _Alignas(64) int8_t q[2 * QK_K];
+    float                      d[2];
+    int32_t                    sums[2];
+    const struct itq_columns   columns = { q, d, sums };
+    float                      out[1][ITQ_PANEL_ROWS];
+    panel_columns(t, y, 2, 0, 1, q, d, sums);
+    t->repack(x, 0, ITQ_PANEL_ROWS, 2, panel);  // the same row, 16 times
+    t->gemm(2, panel, &columns, 1, out);
+    return out[0][r];
+}
+
+// Records of a block and its rotated weights (double).
 static void test_vectors(const struct type * t, const char * path) {
     FILE * file = fopen(path, "rb");
     if (!file) {
         fprintf(stderr, "error: %s cannot be read\n", path);
         exit(1);
     }
-    char   block[MAX_BLOCK_BYTES];
-    double rotated[QK_K];
-    int    blocks = 0;
-    double worst  = 0.0;
-    while (fread(block, t->block_size, 1, file) == 1 && fread(rotated, sizeof(rotated), 1, file) == 1) {
-        for (int j = 0; j < QK_K; ++j) {
+    char         block[MAX_BLOCK_BYTES];
+    double       rotated[QK_K];
+    int          blocks = 0;
+    double       worst  = 0.0;
+    const size_t n      = (size_t) t->length;
+    while (fread(block, t->block_size, 1, file) == 1 && fread(rotated, sizeof(*rotated), n, file) == n) {
+        for (int j = 0; j < t->length; ++j) {
             // a row of two blocks, to have the block in both places
             char x[2 * MAX_BLOCK_BYTES];
             memcpy(x, block, t->block_size);
             memcpy(x + t->block_size, block, t->block_size);
-            block_q8_K y[2];
+            struct activations y[2];
             memset(y, 0, sizeof(y));
-            y[j & 1].d             = 1.0f;
-            y[j & 1].qs[j]         = 127;
-            y[j & 1].bsums[j / 16] = 127;
-            float got;
-            t->vec_dot(2 * QK_K, &got, 0, x, 0, y, 0, 1);
+            y[j & 1].d        = 1.0f;
+            y[j & 1].qs[j]    = 127;
+            const float  got  = product_of_2(t, x, y, j % ITQ_PANEL_ROWS);
             const double unit = fabs((double) ggml_fp16_to_fp32(scale_of(t, block))) * 2 + FLT_MIN;  // 64 levels
             worst             = fmax(worst, fabs(got - 127 * rotated[j]) / (127 * unit));
         }
@@ -739,16 +857,16 @@ static void test_vectors(const struct type * t, const char * path) {
 
 #if defined(GGML_TQ_AVX512)
 static void test_ternary(void) {
-    static block_tq1_0 x1[MAX_BLOCKS];
-    static block_tq2_0 x2[MAX_BLOCKS];
-    static block_q8_K  y[MAX_BLOCKS];
+    static block_tq1_0        x1[MAX_BLOCKS];
+    static block_tq2_0        x2[MAX_BLOCKS];
+    static struct activations y[MAX_BLOCKS];
     for (int act = 0; act < 4; ++act) {
         double worst1 = 0.0;
         double worst2 = 0.0;
         for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
             random_bytes(x1, nb * sizeof(*x1));
             random_bytes(x2, nb * sizeof(*x2));
-            random_q8_K(y, nb, act);
+            random_activations(y, nb, QK_K, act);
             double scale = FLT_MIN;
             for (int i = 0; i < nb; ++i) {
                 x1[i].d = x2[i].d = half(random_uniform());
@@ -756,12 +874,13 @@ static void test_ternary(void) {
                     scale += fabs((double) ggml_fp16_to_fp32(x1[i].d) * y[i].d * y[i].qs[j]) * 4;
                 }
             }
-            float portable, simd;
-            ggml_vec_dot_tq1_0_q8_K_generic(nb * QK_K, &portable, 0, x1, 0, y, 0, 1);
-            ggml_vec_dot_tq1_0_q8_K_avx512(nb * QK_K, &simd, x1, y);
+            float              portable, simd;
+            const block_q8_K * q8 = packed(&types[sizeof(types) / sizeof(*types) - 1], y, nb);
+            ggml_vec_dot_tq1_0_q8_K_generic(nb * QK_K, &portable, 0, x1, 0, q8, 0, 1);
+            ggml_vec_dot_tq1_0_q8_K_avx512(nb * QK_K, &simd, x1, q8);
             worst1 = fmax(worst1, fabs((double) simd - portable) / scale);
-            ggml_vec_dot_tq2_0_q8_K_generic(nb * QK_K, &portable, 0, x2, 0, y, 0, 1);
-            ggml_vec_dot_tq2_0_q8_K_avx512(nb * QK_K, &simd, x2, y);
+            ggml_vec_dot_tq2_0_q8_K_generic(nb * QK_K, &portable, 0, x2, 0, q8, 0, 1);
+            ggml_vec_dot_tq2_0_q8_K_avx512(nb * QK_K, &simd, x2, q8);
             worst2 = fmax(worst2, fabs((double) simd - portable) / scale);
         }
         char line[80];
@@ -777,10 +896,14 @@ int main(int argc, char ** argv) {
     for (int i = 0; i < 1 << 16; ++i) {
         ggml_table_f32_f16[i] = GGML_COMPUTE_FP16_TO_FP32((ggml_fp16_t) i);
     }
-    test_activations();
+    for (size_t i = 0; i < sizeof(quantizers) / sizeof(*quantizers); ++i) {
+        test_activations(&quantizers[i]);
+    }
     test_reorder();
     EACH_TRELLIS(t) {
-        test_dot(t);
+        if (t->vec_dot != t->vec_dot_generic) {
+            test_dot(t);
+        }
         test_nan(t);
     }
     EACH_TYPE(t) {

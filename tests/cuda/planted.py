@@ -38,8 +38,9 @@ FAULTS = (
     ),
     (
         "itq-mmq.cuh",
-        "dA[n][l] = x_f[tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l))];",
-        "dA[n][l] = x_f[tile_x::scale((i0 + n * tile_A::I + tile_C::get_i(2 * l)) ^ (emulate::fault == 6))];",
+        "const float * scales = x_f + tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l));",
+        "const float * scales = x_f + tile_x::scale((i0 + n * tile_A::I + tile_C::get_i(2 * l)) ^ "
+        "(emulate::fault == 6));",
     ),
     # Upstream's driver of MMVQ: no barrier before the parts of the warps are added; the activations of another expert.
     (
@@ -57,5 +58,49 @@ FAULTS = (
         "itq-vecdot.cuh",
         "k == 0 ? 0 : x[ITQ_WORD_SEL + k - 1]",
         "k == 0 && emulate::fault != 9 ? 0 : x[ITQ_WORD_SEL + k - 1]",
+    ),
+    # Blocks of 64: no selector word before the second chunk; the scale of the other of two blocks; activations from
+    # behind the end of a row.
+    (
+        "itq-vecdot.cuh",
+        "k == 0 ? 0 : tq_load_word(x.sel, 0)",
+        "k == 0 || emulate::fault == 10 ? 0 : tq_load_word(x.sel, 0)",
+    ),
+    (
+        "itq-mmq.cuh",
+        "* MMQ_TILE_Y_K + g * scale_steps];",
+        "* MMQ_TILE_Y_K + (emulate::fault == 11 ? nscales - 1 - g : g) * scale_steps];",
+    ),
+    (
+        "itq-quantize.cuh",
+        "(points == 64 ? ITQ_VALUES * lane : 0)",
+        "(points == 64 && emulate::fault != 12 ? ITQ_VALUES * lane : 0)",
+    ),
+    # Blocks of 64 on tensor cores: a column of the product adds up all four blocks; the scale of the other of two
+    # blocks; no selector word before the second chunk; garbage behind the end of a row; one of two parts of a sum.
+    (
+        "itq-mma.cuh",
+        "if (at.active) {",
+        "if (at.active || emulate::fault == 13) {",
+    ),
+    (
+        "itq-mma.cuh",
+        "at.two[l], 4)",
+        "at.two[emulate::fault == 14 ? 1 - l : l], 4)",
+    ),
+    (
+        "itq-fragment.cuh",
+        "itq_fragment_pairs(k == 0 ? 0 : v[4], v[4 + k], even, odd);",
+        "itq_fragment_pairs(k == 0 || emulate::fault == 15 ? 0 : v[4], v[4 + k], even, odd);",
+    ),
+    (
+        "itq-mma.cuh",
+        "to[b * ITQ_TILE_WORDS + ring::row(i)] = 0;",
+        "to[b * ITQ_TILE_WORDS + ring::row(i)] = emulate::fault == 16 ? ~0u : 0;",
+    ),
+    (
+        "itq-mma.cuh",
+        "part[0] + part[1];",
+        "part[0] + (emulate::fault == 17 ? 0 : part[1]);",
     ),
 )

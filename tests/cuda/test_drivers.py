@@ -16,6 +16,7 @@ activations of columns past the last.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import HOPPER, PASCAL, ROTATED, TURING, TYPES, VOLTA, Device, widths
+from emulated_cuda import HOPPER, LENGTHS, PASCAL, ROTATED, SHORT_BLOCKS, TURING, TYPES, VOLTA, Device, widths
 from tests.cuda.planted import FAULTS
 from tests.cuda.test_emulated import (
     BLOCK,
@@ -38,7 +39,7 @@ from tests.cuda.test_emulated import (
     rotated,
     weights_of,
 )
-from tests.cuda.test_products import GLU, glu, quantize_rows
+from tests.cuda.test_products import GLU, glu, quantize_rows, row_blocks
 
 #: The kernels for few columns and those for many, as drivers.cpp numbers them.
 FEW, MANY = 1, 2
@@ -56,6 +57,10 @@ def blocks_of(name: str, *shape: int, seed: int = 1, zero_point: float | None = 
     return blocks.reshape(*shape, -1)
 
 
+def row_length(name: str, nblocks: int) -> int:
+    return nblocks * LENGTHS[name]
+
+
 def activations(*shape: int, seed: int = 2) -> FloatArray:
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     x[..., :32] = 0  # a chunk without a scale
@@ -63,13 +68,15 @@ def activations(*shape: int, seed: int = 2) -> FloatArray:
 
 
 def rounded(name: str, kernels: int, architecture: int, y: FloatArray) -> Array:
-    """The activations as the kernels round them, those for trellis types rotated: (..., n*256)."""
-    y = y.reshape(*y.shape[:-1], -1, BLOCK)
+    """The activations as the kernels round them, those for trellis types rotated: (..., n)."""
+    y = y.reshape(*y.shape[:-1], -1, LENGTHS[name])
     rotate = name in ROTATED
     if rotate:
         y = rotated(y)
     numbers: Array
-    if kernels == MANY:
+    if name in SHORT_BLOCKS:
+        numbers = quantize_rows(y, LENGTHS[name])
+    elif kernels == MANY:
         q, d = quantize_halves(y, rotate)
         numbers = q.astype(np.float64) * by_weight(d, rotate)
     elif architecture >= 800:
@@ -81,7 +88,7 @@ def rounded(name: str, kernels: int, architecture: int, y: FloatArray) -> Array:
 
 
 def weights(name: str, blocks: ByteArray) -> Array:
-    """(..., n, bytes) to (..., n*256), those of trellis types rotated."""
+    """(..., n, bytes) to (..., n*length), those of trellis types rotated."""
     w = weights_of(name, blocks.reshape(-1, blocks.shape[-1]))
     w = rotated(w) if name in ROTATED else w
     return w.astype(np.float64).reshape(*blocks.shape[:-2], -1)
@@ -102,19 +109,22 @@ def mul_mat(
 ) -> None:
     """``dst = x*y``: tensors of ggml with the shapes and strides of these arrays, x and gate (..., rows, n, bytes)."""
     arrays = (x, y, dst, ids, x_bias, gate, gate_bias)
-    device("mul_mat", kernels, TYPES.index(name), *arrays, *shapes(arrays, [0, 5]), GLU[op])
+    device("mul_mat", kernels, TYPES.index(name), *arrays, *shapes(arrays, [0, 5], LENGTHS[name]), GLU[op])
 
 
 def shapes(
-    arrays: Sequence[npt.NDArray[Any] | None], of_blocks: Sequence[int]
+    arrays: Sequence[npt.NDArray[Any] | None], of_blocks: Sequence[int], length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Four numbers and four strides for each, as ggml has them; which arrays have blocks, (..., rows, n, bytes)."""
+    """Four numbers and four strides for each, as ggml has them.
+
+    ``of_blocks``: which arrays have blocks of ``length`` weights, (..., rows, n, bytes).
+    """
     sizes, strides = np.ones((len(arrays), 4), np.int64), np.ones((len(arrays), 4), np.int64)
     for i, array in enumerate(arrays):
         if array is not None:
             shape, steps = array.shape, array.strides
             if i in of_blocks:
-                shape, steps = (*shape[:-2], shape[-2] * BLOCK), (*steps[:-2], shape[-1])
+                shape, steps = (*shape[:-2], shape[-2] * length), (*steps[:-2], shape[-1])
             sizes[i, : len(shape)] = shape[::-1]
             strides[i, : len(steps)] = steps[::-1]
             strides[i, len(steps) :] = strides[i, len(steps) - 1] * sizes[i, len(steps) - 1]
@@ -122,7 +132,7 @@ def shapes(
 
 
 def product(device: Device, kernels: int, name: str, x: ByteArray, y: FloatArray) -> None:
-    """x (rows, n, bytes) by y (columns, n*256) is what it should be, and nothing is written beside it."""
+    """x (rows, n, bytes) by y (columns, n*length) is what it should be, and nothing is written beside it."""
     rows, columns = len(x), len(y)
     dst = np.full((columns + 1, rows + GAP[kernels]), np.nan, np.float32)
     mul_mat(device, kernels, name, x, y, dst[:columns, :rows])
@@ -153,10 +163,14 @@ def on(devices: Callable[[int], Device], request: pytest.FixtureRequest) -> Call
     [(HOPPER, 900, 64), (HOPPER, 1200, 64), (HOPPER, 750, 8), (TURING, 750, 8), (VOLTA, 700, 8), (PASCAL, 610, 8)],
 )
 def test_which_kernels(on: Callable[..., Device], architecture: int, cc: int, most: int) -> None:
-    """Up to ``most`` columns go to the kernels for few, whatever the library was compiled for."""
+    """Up to ``most`` columns go to the kernels for few, whatever the library was compiled for.
+
+    Of short blocks, whose products on tensor cores are four times as many, up to 16 at most.
+    """
     device = on(architecture, cc=cc)
     for number in range(len(TYPES)):
-        choices = [int(device("choice", number, columns, 0)) for columns in (1, most, most + 1, 4096)]
+        last = min(most, 16) if TYPES[number] in SHORT_BLOCKS else most
+        choices = [int(device("choice", number, columns, 0)) for columns in (1, last, last + 1, 4096)]
         assert [choice == FEW for choice in choices] == [True, True, False, False]
         if architecture <= cc:  # else there are no kernels for the device
             assert choices[2] == MANY
@@ -177,7 +191,8 @@ def test_what_is_no_number_comes_out_as_nan(
 ) -> None:
     """In its column, and nowhere else."""
     device = on(architecture)
-    x, y = blocks_of(name, 19, 3), activations(columns, 3 * BLOCK)
+    nblocks = row_blocks(name, 3)
+    x, y = blocks_of(name, 19, nblocks), activations(columns, row_length(name, nblocks))
     dst = np.zeros((2, columns, 19), np.float32)
     mul_mat(device, kernels, name, x, y, dst[0])
     y[1, 300] = value
@@ -187,11 +202,26 @@ def test_what_is_no_number_comes_out_as_nan(
     np.testing.assert_array_equal(dst[1, others], dst[0, others])
 
 
-@pytest.mark.parametrize("architecture", [TURING, PASCAL])
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("columns", range(1, 9))
+@pytest.mark.parametrize(
+    "architecture,name,columns",
+    [
+        *itertools.product((TURING, PASCAL), TYPES, range(1, 9)),
+        *itertools.product((HOPPER,), SHORT_BLOCKS, range(1, 17)),
+    ],
+)
 def test_few_columns(on: Callable[..., Device], architecture: int, name: str, columns: int) -> None:
-    product(on(architecture), FEW, name, blocks_of(name, 19, 5), activations(columns, 5 * BLOCK))
+    nblocks = row_blocks(name, 5)
+    product(on(architecture), FEW, name, blocks_of(name, 19, nblocks), activations(columns, row_length(name, nblocks)))
+
+
+@pytest.mark.parametrize("name", SHORT_BLOCKS)
+@pytest.mark.parametrize("architecture,kernels,columns", [(HOPPER, FEW, 2), (TURING, FEW, 1), (HOPPER, MANY, 16)])
+@pytest.mark.parametrize("nblocks", range(1, 10))
+def test_every_end_of_a_row(
+    on: Callable[..., Device], architecture: int, kernels: int, columns: int, name: str, nblocks: int
+) -> None:
+    x, y = blocks_of(name, 21, nblocks), activations(columns, row_length(name, nblocks))
+    product(on(architecture), kernels, name, x, y)
 
 
 @pytest.mark.parametrize("architecture", [HOPPER, TURING])
@@ -201,7 +231,9 @@ def test_long_and_short_rows(
     on: Callable[..., Device], architecture: int, name: str, rows: int, nblocks: int, columns: int
 ) -> None:
     """One column of long rows has a row for each CUDA block, of short ones a row for each warp."""
-    product(on(architecture), FEW, name, blocks_of(name, rows, nblocks), activations(columns, nblocks * BLOCK))
+    nblocks = row_blocks(name, nblocks)
+    x, y = blocks_of(name, rows, nblocks), activations(columns, row_length(name, nblocks))
+    product(on(architecture), FEW, name, x, y)
 
 
 def strided(name: str, samples: int, channels: int, rows: int, nblocks: int) -> ByteArray:
@@ -211,8 +243,10 @@ def strided(name: str, samples: int, channels: int, rows: int, nblocks: int) -> 
 
 def broadcast_product(device: Device, kernels: int, name: str, rows: int, columns: int, nblocks: int = 3) -> None:
     """Two samples and four channels of activations for one sample and two channels of weights, all with gaps."""
+    nblocks = row_blocks(name, nblocks)
+    length = row_length(name, nblocks)
     x = strided(name, 1, 2, rows, nblocks)
-    y = activations(2, 5, columns + 1, nblocks * BLOCK + 64)[:, :4, :columns, : nblocks * BLOCK]
+    y = activations(2, 5, columns + 1, length + 64)[:, :4, :columns, :length]
     dst = np.full((2, 5, columns + 2, rows + GAP[kernels]), np.nan, np.float32)
     mul_mat(device, kernels, name, x, y, dst[:, :4, :columns, :rows])
     assert np.isnan(dst[:, 4:]).all() and np.isnan(dst[:, :, columns:]).all() and np.isnan(dst[..., rows:]).all()
@@ -235,9 +269,9 @@ def expert_product(
     device: Device, kernels: int, name: str, rows: int, tokens: int, used: int, *, broadcast: bool, nblocks: int = 3
 ) -> None:
     """``used`` of seven experts for each token, with activations for all of them or for each."""
-    experts = 7
+    experts, nblocks = 7, row_blocks(name, nblocks)
     x = strided(name, 1, experts, rows, nblocks)[0]
-    y = activations(tokens, 1 if broadcast else used, nblocks * BLOCK)
+    y = activations(tokens, 1 if broadcast else used, row_length(name, nblocks))
     chosen = np.random.default_rng(tokens + used)
     ids = np.full((tokens, used + 2), -1, np.int32)  # a view of longer rows
     ids[:, :used] = [chosen.permutation(experts - 1)[:used] for _ in range(tokens)]  # nobody asks for the last one
@@ -282,10 +316,10 @@ def test_fusion(
 ) -> None:
     """Gate, bias and activation function in the product; ``tokens`` with experts of their own, 0 for one without."""
     device = on(architecture)
-    rows, nblocks, experts, used = 12, 3, 3, 2
+    rows, nblocks, experts, used = 12, row_blocks(name, 3), 3, 2
     x, gate = (blocks_of(name, experts, rows, nblocks, seed=seed) for seed in (1, 5))
     x_bias, gate_bias = np.random.default_rng(9).standard_normal((2, experts, rows)).astype(np.float32)
-    y = activations(max(tokens, 1), 1, nblocks * BLOCK) * np.float32(0.05)
+    y = activations(max(tokens, 1), 1, row_length(name, nblocks)) * np.float32(0.05)
     ids = np.array([[2, 0], [1, 2]], np.int32)[:tokens] if tokens else None
     if ids is None:
         x, gate, x_bias, gate_bias = x[0], gate[0], x_bias[0], gate_bias[0]
@@ -335,8 +369,9 @@ def shared_bytes(architecture: int, width: int) -> int:
 @pytest.mark.parametrize("architecture,name,width,fallback", TILES)
 def test_every_tile(on: Callable[..., Device], name: str, architecture: int, width: int, fallback: bool) -> None:
     device = on(architecture)
-    columns = width - 3
-    product(device, MANY, name, blocks_of(name, 37 if fallback else 128, 2), activations(columns, 2 * BLOCK))
+    nblocks = row_blocks(name, 2)
+    x, y = blocks_of(name, 37 if fallback else 128, nblocks), activations(width - 3, row_length(name, nblocks))
+    product(device, MANY, name, x, y)
     assert shared_bytes(architecture, width) in [launch[-1] for launch in device.launches()]
 
 
@@ -365,7 +400,8 @@ def test_stream_k(
 ) -> None:
     """Tiles that are shared by multiprocessors: parts go to a buffer, and a second kernel adds them up."""
     device = on(architecture, nsm=nsm)
-    product(device, MANY, name, blocks_of(name, rows, nblocks), activations(columns, nblocks * BLOCK))
+    nblocks = row_blocks(name, nblocks)
+    product(device, MANY, name, blocks_of(name, rows, nblocks), activations(columns, row_length(name, nblocks)))
     _, product_launch, fixup_launch = device.launches()
     assert product_launch[:3] == (nsm, 1, 1)
     assert fixup_launch[:3] == (nsm, 128 // 32, 1)
@@ -405,18 +441,24 @@ def test_experts_of_many_tokens(
 @pytest.mark.parametrize("kernels,columns", [(FEW, 2), (MANY, 16)])
 @pytest.mark.parametrize(
     "names,quantized",
-    [(("itq3_s", "itq3_s"), 1), (("tq2_0", "tq2_0"), 1), (("itq2_s", "itq2_s"), 1), (("itq3_s", "tq1_0"), 2)],
+    [
+        (("itq3_s", "itq3_s"), 1),
+        (("tq2_0", "tq2_0"), 1),
+        (("itq2_s", "itq2_s"), 1),
+        (("itq3_n", "itq3_n"), 1),
+        (("itq3_s", "tq1_0"), 2),
+    ],
 )
 def test_products_that_share_activations(
     on: Callable[..., Device], architecture: int, kernels: int, columns: int, names: tuple[str, str], quantized: int
 ) -> None:
     device = on(architecture, nsm=1)
-    nblocks = 3
+    nblocks = row_blocks(names[0], 3)
     x = [blocks_of(name, rows, nblocks, seed=rows) for name, rows in zip(names, (8, 12), strict=True)]
-    y = activations(columns, nblocks * BLOCK)
+    y = activations(columns, row_length(names[0], nblocks))
     dst = [np.full((columns, len(blocks)), np.nan, np.float32) for blocks in x]
     arrays = (x[0], dst[0], x[1], dst[1], y)
-    device("mul_mat_shared", kernels, *map(TYPES.index, names), *arrays, *shapes(arrays, [0, 2]))
+    device("mul_mat_shared", kernels, *map(TYPES.index, names), *arrays, *shapes(arrays, [0, 2], LENGTHS[names[0]]))
     for name, blocks, found in zip(names, x, dst, strict=True):
         compare(found, rounded(name, kernels, architecture, y), weights(name, blocks))
     assert len(device.launches()) == quantized + 2
@@ -448,13 +490,16 @@ def check_of_fault(fault: int, device: Device) -> None:
         product(device, MANY, name, blocks_of(name, 128, 3, zero_point=0), activations(9, 3 * BLOCK))
     elif fault == 8:
         expert_product(device, FEW, name, 9, 3, 2, broadcast=False)
-    else:
+    elif fault in (7, 9):
         product(device, FEW, name, blocks_of(name, 5, 33), activations(1, 33 * BLOCK))
+    else:
+        name, (kernels, columns) = "itq3_n", (MANY, 9) if fault in (11, 12) else (FEW, 3)
+        product(device, kernels, name, blocks_of(name, 128, 9), activations(columns, row_length(name, 9)))
 
 
 @pytest.mark.parametrize("fault", range(1, len(FAULTS) + 1))
 def test_planted_mistakes_are_found(on: Callable[..., Device], fault: int) -> None:
-    device = on(TURING, nsm=3)
+    device = on(TURING if fault < 13 else HOPPER, nsm=3)
 
     def check(planted: int) -> None:
         device("plant", planted)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from emulated_cuda import TYPES, VOLTA, Device
+from emulated_cuda import LENGTHS, LONG_BLOCKS, SHORT_BLOCKS, TYPES, VOLTA, Device
 from gguf_itq3s.codec.blocks import decode_blocks, unpack
 from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
@@ -23,7 +23,8 @@ VECTORS = DATA / "itq3_s_decode.npz"
 #: By their names in the C interfaces.
 TRELLIS = {row.identifier: row for row in FAMILY.values()}
 
-BLOCK = 256
+#: Weights of a long block, and of a warp; SHORT of a short one.
+BLOCK, SHORT = 256, 64
 SEEDS = (0, 1, 2, 3)  # orders of threads: of their numbers, any, by priorities, any
 
 FloatArray = npt.NDArray[np.float32]
@@ -56,20 +57,21 @@ def random_blocks(name: str, count: int, seed: int = 1) -> ByteArray:
 
 
 def weights_of(name: str, blocks: ByteArray) -> FloatArray:
-    """float32 (count, 256) by the numpy codecs."""
+    """float32 (count, weights of a block) by the numpy codecs."""
     if name in TRELLIS:
-        return decode_blocks(blocks, TRELLIS[name].format).reshape(-1, BLOCK)
+        return decode_blocks(blocks, TRELLIS[name].format)
     return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name.upper()]).reshape(-1, BLOCK)
 
 
 def rotated(x: FloatArray) -> FloatArray:
-    return fwht(x)
+    """The blocks along the last axis."""
+    return fwht(x, x.shape[-1])
 
 
-def decoded_offset(t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def decoded_offset(t: npt.NDArray[np.int64], length: int = BLOCK) -> npt.NDArray[np.int64]:
     """Where weight t of a block is in decoded order, stated in words of the layout (itq-decode.cuh)."""
     chunk, within = t // 32, t % 32
-    half, group = chunk % 2, chunk // 2
+    half, group = (chunk % 2, chunk // 2) if length == BLOCK else (0, chunk)
     word, byte = within // 4, within % 4
     return 128 * half + 32 * group + 8 * byte + word
 
@@ -96,6 +98,14 @@ def quantize_halves(x: FloatArray, rotate: bool) -> tuple[npt.NDArray[np.int8], 
     q = np.copysign(np.floor(np.abs(q) + np.float32(0.5)), q).astype(np.int8)
     natural = np.swapaxes(q, -3, -2) if rotate else q
     return natural.reshape(x.shape), d[..., 0, 0]
+
+
+def quantize_blocks(x: FloatArray) -> tuple[npt.NDArray[np.int8], FloatArray]:
+    """Symmetric 8 bits with one scale for the last axis: int8 (..., n) and float32 (...)."""
+    d = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(127)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        q = np.where(d == 0, np.float32(0), x / d)
+    return np.copysign(np.floor(np.abs(q) + np.float32(0.5)), q).astype(np.int8), d[..., 0]
 
 
 def by_weight(d: FloatArray, rotate: bool) -> FloatArray:
@@ -135,24 +145,23 @@ def test_dequantize_of_the_shared_vectors(device: Device, row: TrellisType) -> N
     vectors = np.load(DATA / f"{row.identifier}_decode.npz")
     blocks = aligned(vectors["blocks"].shape, np.uint8)
     blocks[:] = vectors["blocks"]
-    out = aligned((64, BLOCK), np.float32)
-    shape = np.array([64 * BLOCK, 1, 1, 1])
-    device("dequantize", TYPES.index(row.identifier), 0, blocks, out, shape, np.array([0, 0, 0]))
+    out = aligned(vectors["weights"].shape, np.float32)
+    device("dequantize", TYPES.index(row.identifier), 0, blocks, out, np.array([out.size, 1, 1, 1]), np.zeros(3, int))
     np.testing.assert_allclose(out, vectors["weights"], rtol=1e-6)
-    np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"], row.format).reshape(64, BLOCK))
+    np.testing.assert_array_equal(out, decode_blocks(vectors["blocks"], row.format))
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("max_grid,offset", [(65535, 0), (2, 4)])  # the grid covers the rows or loops; aligned or not
 def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid: int, offset: int) -> None:
-    ne = np.array([11 * BLOCK, 3, 2, 2])  # 11 blocks: the last CUDA block of a row is not full
+    ne = np.array([11 * LENGTHS[name], 3, 2, 2])  # 11 blocks: the last CUDA block of a row, or warp, is not full
     blocks = random_blocks(name, 400)
     stored = aligned(blocks.shape, np.uint8, 100 if name == "itq3_s" else 2)
     stored[:] = blocks
     strides = np.array([13, 90, 195])  # in blocks: gaps between rows, channels and samples
     codes = {"float32": (np.float32, 0), "float16": (np.uint16, 1), "bfloat16": (np.uint16, 2)}
-    out = aligned((2, 2, 3, 11 * BLOCK), codes[dtype][0], offset)
+    out = aligned((2, 2, 3, int(ne[0])), codes[dtype][0], offset)
     device.configure(max_grid=max_grid, seed=1)
     device("dequantize", TYPES.index(name), codes[dtype][1], stored, out, ne, strides)
 
@@ -170,6 +179,28 @@ def test_dequantize_any_strides(device: Device, name: str, dtype: str, max_grid:
         np.testing.assert_array_equal(out, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16))
     else:
         np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("name", SHORT_BLOCKS)
+@pytest.mark.parametrize("nblocks", [1, 4, 35])  # a part of a warp, a warp, more than a CUDA block has
+@pytest.mark.parametrize("max_grid", [65535, 1])
+def test_get_rows(device: Device, name: str, nblocks: int, max_grid: int) -> None:
+    """Rows of two channels and three samples by five numbers for each, all with gaps between."""
+    rows, picked, length = 6, 5, LENGTHS[name]
+    x = random_blocks(name, 3 * 2 * rows * (nblocks + 1)).reshape(3, 2, rows, nblocks + 1, -1)
+    ids = np.full((3, 2, picked + 2), -1, np.int32)
+    ids[..., :picked] = np.random.default_rng(4).integers(0, rows, (3, 2, picked))
+    out = aligned((3, 2, picked, nblocks * length + 8), np.float32)
+    out[:] = np.nan
+    ne = np.array([nblocks * length, picked, 2, 3])
+    nb = np.array([*x.strides[2::-1], *ids.strides[::-1], *out.strides[2::-1]])
+    device.configure(max_grid=max_grid, seed=nblocks)
+    device("get_rows", TYPES.index(name), x, ids, out, ne, nb)
+    for sample, channel in np.ndindex(3, 2):
+        chosen = x[sample, channel, ids[sample, channel, :picked], :nblocks]
+        expected = weights_of(name, chosen.reshape(-1, x.shape[-1])).reshape(picked, -1)
+        np.testing.assert_array_equal(out[sample, channel, :, : nblocks * length], expected)
+    assert np.isnan(out[..., nblocks * length :]).all(), "written past the end"
 
 
 def activations(shape: tuple[int, ...], offset: int = 0, seed: int = 2) -> FloatArray:
@@ -195,7 +226,8 @@ def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
     y = aligned((2, 3, 4, padded // 128 * 144), np.uint8)
     s01 = x.shape[-1]
     device.configure(cc=VOLTA, seed=rotate + offset)
-    device("quantize_mmvq", rotate, x, y, ne00, s01, 4 * s01, 12 * s01, padded, 4, 3, 2)
+    name = "itq3_s" if rotate else "tq2_0"
+    device("quantize_mmvq", TYPES.index(name), x, y, ne00, s01, 4 * s01, 12 * s01, padded, 4, 3, 2)
 
     source = np.zeros((2, 3, 4, 6, BLOCK), np.float32)
     source[..., :5, :] = x[..., :ne00].reshape(2, 3, 4, 5, BLOCK)
@@ -210,6 +242,27 @@ def test_quantize_for_mmvq(device: Device, rotate: int, offset: int) -> None:
     np.testing.assert_array_equal(natural, q)
     np.testing.assert_array_equal(scales, d.astype(np.float16).astype(np.float32)[..., order])
     np.testing.assert_array_equal(sums, q.reshape(*q.shape[:-1], 8, 32).sum(axis=-1, dtype=np.int64)[..., order])
+
+
+@pytest.mark.parametrize("name", SHORT_BLOCKS)
+@pytest.mark.parametrize("nblocks", [1, 4, 5, 10, 15])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_quantize_short_blocks_for_mmvq(device: Device, name: str, nblocks: int, offset: int) -> None:
+    """block_q8_n_h: a scale, the sum of the values, 64 values."""
+    ne00, padded = nblocks * SHORT, 4 * BLOCK
+    x = activations((2, 3, 4, ne00 + 8), offset)
+    y = aligned((2, 3, 4, padded // SHORT, 72), np.uint8)
+    s01 = x.shape[-1]
+    device.configure(cc=VOLTA, seed=nblocks + offset)
+    device("quantize_mmvq", TYPES.index(name), x, y, ne00, s01, 4 * s01, 12 * s01, padded, 4, 3, 2)
+
+    source = np.zeros((2, 3, 4, padded // SHORT, SHORT), np.float32)
+    source[..., :nblocks, :] = x[..., :ne00].reshape(2, 3, 4, nblocks, SHORT)
+    q, d = quantize_blocks(rotated(source))
+    heads = np.ascontiguousarray(y[..., :8])
+    np.testing.assert_array_equal(heads.view(np.float32)[..., 0], d)
+    np.testing.assert_array_equal(heads.view(np.int32)[..., 1], q.sum(axis=-1, dtype=np.int64))
+    np.testing.assert_array_equal(y[..., 8:].view(np.int8)[..., decoded_offset(np.arange(SHORT), SHORT)], q)
 
 
 def unpack_mmq(y: ByteArray, columns: int, rotate: bool) -> tuple[npt.NDArray[np.int8], FloatArray]:
@@ -228,7 +281,8 @@ def test_quantize_for_mmq(device: Device, with_ids: bool, rotate: int) -> None:
     y = aligned((channels, padded // 128, columns, 144), np.uint8)
     ids = np.array([4, 2, 2, 0, 1], np.int32) if with_ids else None
     s01 = x.shape[-1]
-    device("quantize_mmq", rotate, x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
+    name = "itq3_s" if rotate else "tq2_0"
+    device("quantize_mmq", TYPES.index(name), x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
     for channel in range(channels):
         source = np.zeros((columns, 4, BLOCK), np.float32)
         source[:, :3] = x[channel][ids if with_ids else slice(None), :ne00].reshape(columns, 3, BLOCK)
@@ -238,42 +292,78 @@ def test_quantize_for_mmq(device: Device, with_ids: bool, rotate: int) -> None:
         np.testing.assert_array_equal(scales, np.repeat(d[..., None], 4, axis=-1))
 
 
-def test_quantize_and_scatter_for_mmq(device: Device) -> None:
+def unpack_mmq_short(y: ByteArray, columns: int) -> tuple[npt.NDArray[np.int8], FloatArray]:
+    """The same with blocks of 64 in it: (columns, blocks, 64), and the scales of their chunks (columns, blocks, 2)."""
+    rows = y.reshape(-1, columns, 144).transpose(1, 0, 2)
+    d = np.ascontiguousarray(rows[..., :16]).view(np.float32).reshape(columns, -1, 2)
+    values = np.ascontiguousarray(rows[..., 16:]).view(np.int8).reshape(columns, -1, SHORT)
+    return values[..., decoded_offset(np.arange(SHORT), SHORT)], d
+
+
+@pytest.mark.parametrize("nblocks", [1, 6, 9])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_quantize_short_blocks_for_mmq(device: Device, with_ids: bool, nblocks: int) -> None:
+    ne00, padded, columns, channels = nblocks * SHORT, 4 * BLOCK, 5, 2
+    x = activations((channels, columns, ne00 + 4))
+    y = aligned((channels, padded // 128, columns, 144), np.uint8)
+    ids = np.array([4, 2, 2, 0, 1], np.int32) if with_ids else None
+    s01 = x.shape[-1]
+    number = TYPES.index("itq3_n")
+    device("quantize_mmq", number, x, ids, y, ne00, s01, columns * s01, 0, padded, columns, channels, 1)
+    for channel in range(channels):
+        source = np.zeros((columns, padded // SHORT, SHORT), np.float32)
+        chosen = x[channel][ids if with_ids else slice(None), :ne00]
+        source[:, :nblocks] = chosen.reshape(columns, nblocks, SHORT)
+        q, d = quantize_blocks(rotated(source))
+        values, scales = unpack_mmq_short(y[channel], columns)
+        np.testing.assert_array_equal(values, q)
+        np.testing.assert_array_equal(scales, np.repeat(d[..., None], 2, axis=-1))
+
+
+@pytest.mark.parametrize("name", ["itq3_s", "itq2_n"])
+def test_quantize_and_scatter_for_mmq(device: Device, name: str) -> None:
     """Mixture of experts: a token is quantized once and copied to the rows of its experts."""
-    ne00, padded, tokens, used = 2 * BLOCK, 2 * BLOCK, 3, 2
+    ne00, padded, tokens, used, length = 2 * BLOCK, 2 * BLOCK, 3, 2, LENGTHS[name]
     x = activations((tokens, ne00))
     slots = np.array([[5, 0], [1, 4], [2, 3]], np.int32)
     y = aligned((padded // 128, tokens * used, 144), np.uint8)
-    device("quantize_scatter_mmq", x, slots, y, ne00, ne00, padded, tokens, tokens * used, used)
-    q, d = quantize_halves(rotated(x.reshape(tokens, 2, BLOCK)), True)
-    values, scales = unpack_mmq(y, tokens * used, True)
+    device("quantize_scatter_mmq", TYPES.index(name), x, slots, y, ne00, ne00, padded, tokens, tokens * used, used)
+    blocks = rotated(x.reshape(tokens, -1, length))
+    q, d = quantize_halves(blocks, True) if length == BLOCK else quantize_blocks(blocks)
+    values, scales = unpack_mmq(y, tokens * used, True) if length == BLOCK else unpack_mmq_short(y, tokens * used)
     for token in range(tokens):
         for row in slots[token]:
             np.testing.assert_array_equal(values[row], q[token])
-            np.testing.assert_array_equal(scales[row], np.repeat(d[token][..., None], 4, axis=-1))
+            np.testing.assert_array_equal(scales[row], np.repeat(d[token][..., None], scales.shape[-1], axis=-1))
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_vec_dot(device: Device, name: str) -> None:
-    nblocks = 6
+    nblocks, length = 6, LENGTHS[name]
     blocks = random_blocks(name, 4 * nblocks, seed=3)
     stored = aligned(blocks.shape, np.uint8)
     stored[:] = blocks
-    x = activations((1, nblocks * BLOCK), seed=4)
-    y = aligned((nblocks * 288,), np.uint8)
-    rotate = int(name in TRELLIS)
+    x = activations((1, nblocks * length), seed=4)
+    padded = -(-x.shape[1] // BLOCK) * BLOCK
+    y = aligned((padded // 32 * 36,), np.uint8)
+    rotate = name in TRELLIS
     device.configure(cc=VOLTA)
-    device("quantize_mmvq", rotate, x, y, nblocks * BLOCK, 0, 0, 0, nblocks * BLOCK, 1, 1, 1)
+    device("quantize_mmvq", TYPES.index(name), x, y, x.shape[1], 0, 0, 0, padded, 1, 1, 1)
 
     # The product that the kernel owes: weights times the activation as it was rounded, in float64.
-    source = x.reshape(nblocks, BLOCK)
-    q, d = quantize_chunks(rotated(source) if rotate else source)
-    rounded = q.reshape(-1, 8, 32) * d.astype(np.float16).astype(np.float64)[..., None]
+    source = x.reshape(nblocks, length)
+    source = rotated(source) if rotate else source
+    if name in LONG_BLOCKS:
+        q, d = quantize_chunks(source)
+        rounded = q.reshape(-1, 8, 32) * d.astype(np.float16).astype(np.float64)[..., None]
+    else:
+        q, d = quantize_blocks(source)
+        rounded = q * d.astype(np.float64)[..., None]
     for row in range(4):
         weights = weights_of(name, blocks[row * nblocks : (row + 1) * nblocks]).astype(np.float64)
         if rotate:
             weights = rotated(weights.astype(np.float32)).astype(np.float64)
-        products = weights * rounded.reshape(nblocks, BLOCK)
+        products = weights * rounded.reshape(nblocks, length)
         result = device("vec_dot", TYPES.index(name), stored, y, nblocks, row * nblocks)
         assert result == pytest.approx(products.sum(), abs=1e-6 * np.abs(products).sum())
 

@@ -60,7 +60,7 @@ FILES = {
     "calibration": ["calibration/manifest.json", "calibration/*.safetensors"],
 }
 ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 255, 256, 257, 511, 1.5, -0.0, 1e300, 1e-300, float("nan"), float("inf"),
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 255, 256, 257, 511, 1.5, -0.0, 1e300, 1e-300, float("nan"), float("inf"),
     2**31, 2**31 - 1, 2**32, 2**53, 2**63, 2**64, 2**70, 10**9, -(2**63), 10**30, "", "a", "256", "\u0000", "../x",
     "/x", "x" * 5000, "\ud800", "model.safetensors", [], {}, [[]], [None], ["a"], [0], [256, 256], [-1], [2**62, 4],
     {"a": 1}, {"": {}}, "F32", "BF16", "I64", "silu", "linear", "yarn", "LlamaForCausalLM", "Qwen2ForCausalLM",
@@ -90,7 +90,8 @@ def make(folder: Path) -> Path:
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    sizes = {**SIZES, "vocab_size": 320, "intermediate_size": 256, "num_hidden_layers": 1}
+    # the rows of ffn_down are blocks of 64, not of 256
+    sizes = {**SIZES, "vocab_size": 320, "intermediate_size": 320, "num_hidden_layers": 1}
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, initializer_range=0.1))
     whole = save_model(model.to(torch.bfloat16), folder / "model", folder)
     names = [name for name, _ in model.named_parameters()]

@@ -18,20 +18,21 @@ static float half(const uint8_t * bytes) {
     return ggml_fp16_to_fp32(value);
 }
 
-// A trellis type of 256 weights with 2- or 1-bit symbols.
-static void trellis(int bits, bool has_z, const int8_t * levels, const uint8_t * block, float * w) {
-    const uint8_t * sel = block + 32 * bits;
-    const uint8_t * end = sel + 32;
+// A trellis type of blocks of 256 or 64 weights with 2- or 1-bit symbols.
+static void trellis(int bits, int length, bool has_z, const int8_t * levels, const uint8_t * block, float * w) {
+    const uint8_t * sel = block + length / 8 * bits;
+    const uint8_t * end = sel + length / 8;
     const auto      s   = [&](int t) { return t < 0 ? 0 : sel[t / 8] >> t % 8 & 1; };
     const float     z   = has_z ? half(end + 2) : 0.0f;
-    for (int t = 0; t < 256; ++t) {
-        const int q  = bits == 2 ? block[t % 64] >> 2 * (t / 64) & 3 : block[t / 8] >> t % 8 & 1;
+    const int       n   = length / 4;
+    for (int t = 0; t < length; ++t) {
+        const int q  = bits == 2 ? block[t % n] >> 2 * (t / n) & 3 : block[t / 8] >> t % 8 & 1;
         const int c1 = s(t) ^ s(t - 1) ^ s(t - 6);
         const int c0 = s(t - 2) ^ s(t - 4);
         w[t]         = (float) levels[4 * q + 2 * c1 + c0] - z;
     }
-    for (int h = 1; h < 256; h *= 2) {
-        for (int i = 0; i < 256; ++i) {
+    for (int h = 1; h < length; h *= 2) {
+        for (int i = 0; i < length; ++i) {
             if (!(i & h)) {
                 const float a = w[i];
                 const float b = w[i + h];
@@ -40,17 +41,17 @@ static void trellis(int bits, bool has_z, const int8_t * levels, const uint8_t *
             }
         }
     }
-    const float scale = half(end) * 0x1p-9f;
-    for (int t = 0; t < 256; ++t) {
+    const float scale = half(end) * (length == 256 ? 0x1p-9f : 0x1p-8f);  // of 1/32 and the root of the length
+    for (int t = 0; t < length; ++t) {
         w[t] *= scale;
     }
 }
 
-#define DECODE(NAME, name, bits, n_levels, length, has_z, number)      \
-    static void name(const uint8_t * block, float * w) {               \
-        static_assert((length) == 256 && (bits) <= 2, "another text"); \
-        static const int8_t levels[n_levels] = NAME##_LEVELS;          \
-        trellis(bits, has_z, levels, block, w);                        \
+#define DECODE(NAME, name, bits, n_levels, length, has_z, number)                          \
+    static void name(const uint8_t * block, float * w) {                                   \
+        static_assert(((length) == 256 || (length) == 64) && (bits) <= 2, "another text"); \
+        static const int8_t levels[n_levels] = NAME##_LEVELS;                              \
+        trellis(bits, length, has_z, levels, block, w);                                    \
     }
 ITQ_TYPES(DECODE)
 
@@ -77,7 +78,7 @@ static const struct {
     void (*decode)(const uint8_t *, float *);
     int scales;  // where they begin; they end the block
 } kinds[] = {
-#define KIND(NAME, name, bits, n_levels, length, has_z, number) { GGML_TYPE_##NAME, name, 32 * ((bits) + 1) },
+#define KIND(NAME, name, bits, n_levels, length, has_z, number) { GGML_TYPE_##NAME, name, (length) / 8 * ((bits) + 1) },
     ITQ_TYPES(KIND){ GGML_TYPE_TQ1_0, tq1_0, 52 },
     { GGML_TYPE_TQ2_0, tq2_0, 64 },
 };
@@ -92,20 +93,22 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     const auto & kind   = kinds[in.below(sizeof(kinds) / sizeof(*kinds))];
     const int    blocks = 1 + (int) in.below(256);
     const auto * traits = ggml_get_type_traits(kind.type);
+    const int    length = (int) traits->blck_size;
 
     const size_t bytes = (size_t) blocks * traits->type_size;
     const auto   x     = exactly<uint8_t>(bytes);
-    const auto   y     = exactly<float>((size_t) blocks * 256);
+    const auto   y     = exactly<float>((size_t) (blocks * length));
     in.fill(x.get(), bytes);
-    traits->to_float(x.get(), y.get(), (int64_t) blocks * 256);
+    traits->to_float(x.get(), y.get(), (int64_t) blocks * length);
 
     for (int b = 0; b < blocks; ++b) {
         const uint8_t * block = x.get() + (size_t) b * traits->type_size;
         float           want[256];
         kind.decode(block, want);
-        for (int t = 0; t < 256; ++t) {
-            if (!same(y[(size_t) b * 256 + t], want[t])) {
-                wrong("a weight", traits->type_name, t, y[(size_t) b * 256 + t], want[t]);
+        for (int t = 0; t < length; ++t) {
+            const float got = y[(size_t) (b * length + t)];
+            if (!same(got, want[t])) {
+                wrong("a weight", traits->type_name, t, got, want[t]);
             }
         }
         bool finite = true;

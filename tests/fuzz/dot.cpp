@@ -9,9 +9,11 @@
 #include "itq3s/itq-quants.h"
 #include "quants.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <iterator>
+#include <numeric>
 
 static uint64_t & cases = (Counts<1>::all[0].name = "blocks", Counts<1>::all[0].n);
 
@@ -20,63 +22,91 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
     return atexit(report_counts<1>);
 }
 
-// Activations in 8 bits: of the quantizer that the type has (0), or any that it might make.
-static void activations(Input & in, bool rotated, block_q8_K * y, int blocks) {
-    if (rotated && in.below(2)) {
-        const auto x    = exactly<float>((size_t) blocks * 256);
-        const auto also = exactly<block_q8_K>((size_t) blocks);
-        for (int b = 0; b < blocks; ++b) {
-            floats(in, x.get() + (size_t) b * 256, 256);
-        }
-        quantize_row_q8_K_h(x.get(), y, (int64_t) blocks * 256);
-        quantize_row_q8_K_h_generic(x.get(), also.get(), (int64_t) blocks * 256);
-        for (int b = 0; b < blocks; ++b) {
-            bool equal = same(y[b].d, also[b].d) && memcmp(y[b].qs, also[b].qs, sizeof(y[b].qs)) == 0;
-            equal      = equal && memcmp(y[b].bsums, also[b].bsums, sizeof(y[b].bsums)) == 0;
-            if (!equal) {
-                wrong("the scale or codes", "q8_K_h", b, y[b].d, also[b].d);
-            }
-        }
-        return;
-    }
-    for (int b = 0; b < blocks; ++b) {
-        in.fill(y[b].qs, sizeof(y[b].qs));
-        for (int i = 0; i < 16; ++i) {
-            int sum = 0;
-            for (int j = 0; j < 16; ++j) {
-                y[b].qs[16 * i + j] = (int8_t) (y[b].qs[16 * i + j] == -128 ? -127 : y[b].qs[16 * i + j]);
-                sum += y[b].qs[16 * i + j];
-            }
-            y[b].bsums[i] = (int16_t) sum;
-        }
-        y[b].d = in.below(8) ? in.normal() * 0.01f : special(in);
+static bool same_sums(const block_q8_K & a, const block_q8_K & b) {
+    return memcmp(a.bsums, b.bsums, sizeof(a.bsums)) == 0;
+}
+
+static bool same_sums(const block_q8_n_h & a, const block_q8_n_h & b) {
+    return a.sum == b.sum;
+}
+
+static void set_sums(block_q8_K & y) {
+    for (int i = 0; i < 16; ++i) {
+        y.bsums[i] = (int16_t) std::accumulate(y.qs + 16 * i, y.qs + 16 * i + 16, 0);
     }
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
-    // where a block has its scale, and of a trellis type its selectors and whether a zero-point follows the scale
-    static const struct {
-        ggml_type      type;
-        ggml_vec_dot_t portable;
-        size_t         scale;
-        void (*decode)(const uint8_t *, const uint8_t *, int8_t *);
-        size_t sel;
-        bool   has_z;
-    } kinds[] = {
-#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number)                      \
-    { GGML_TYPE_##NAME,     ggml_vec_dot_##name##_q8_K_h_generic, offsetof(block_##name, d), \
-      name##_decode_levels, offsetof(block_##name, sel),          has_z != 0 },
-        ITQ_TYPES(TRELLIS_TYPE){ GGML_TYPE_TQ1_0, ggml_vec_dot_tq1_0_q8_K_generic, 52, nullptr, 0, false },
-        { GGML_TYPE_TQ2_0, ggml_vec_dot_tq2_0_q8_K_generic, 64, nullptr, 0, false },
-    };
-    Input        in(data, size);
-    const auto & kind   = kinds[in.below((uint32_t) std::size(kinds))];
-    const int    blocks = 1 + (int) in.below(24);
-    const size_t bytes  = ggml_type_size(kind.type);
-    const auto   y      = exactly<block_q8_K>((size_t) blocks);
-    const auto   x      = exactly<uint8_t>((size_t) blocks * bytes);
-    activations(in, kind.decode != nullptr, y.get(), blocks);
-    const bool any_scale = in.below(4) == 0;
+static void set_sums(block_q8_n_h & y) {
+    y.sum = std::accumulate(std::begin(y.qs), std::end(y.qs), 0);
+}
+
+using Quantizer = decltype(quantize_row_q8_K_h);
+
+// Activations in 8 bits: of the quantizers of this processor and in portable C, which agree, or any that a quantizer
+// might make.
+template <typename Block>
+static std::unique_ptr<Block[]> activations(Input & in, Quantizer * quantize, Quantizer * portable, int blocks) {
+    const int length = sizeof(Block::qs);
+    auto      y      = exactly<Block>((size_t) blocks);
+    if (quantize && in.below(2)) {
+        const auto x    = exactly<float>((size_t) (blocks * length));
+        const auto also = exactly<Block>((size_t) blocks);
+        for (int b = 0; b < blocks; ++b) {
+            floats(in, x.get() + (size_t) (b * length), length);
+        }
+        quantize(x.get(), y.get(), (int64_t) blocks * length);
+        portable(x.get(), also.get(), (int64_t) blocks * length);
+        for (int b = 0; b < blocks; ++b) {
+            const bool equal = same(y[b].d, also[b].d) && memcmp(y[b].qs, also[b].qs, sizeof(y[b].qs)) == 0;
+            if (!equal || !same_sums(y[b], also[b])) {
+                wrong("the scale or codes", "activations", b, y[b].d, also[b].d);
+            }
+        }
+        return y;
+    }
+    for (int b = 0; b < blocks; ++b) {
+        in.fill(y[b].qs, sizeof(y[b].qs));
+        for (int8_t & q : y[b].qs) {
+            q = std::max<int8_t>(q, -127);
+        }
+        set_sums(y[b]);
+        y[b].d = in.below(8) ? in.normal() * 0.01f : special(in);
+    }
+    return y;
+}
+
+// A type: its dot product in portable C, where a block has its scale, and of a trellis type its selectors and whether a
+// zero-point follows the scale.
+struct Kind {
+    ggml_type      type;
+    ggml_vec_dot_t portable;
+    size_t         scale;
+    void (*decode)(const uint8_t *, const uint8_t *, int8_t *);
+    size_t sel;
+    bool   has_z;
+};
+
+#define TRELLIS_TYPE(NAME, name, portable, has_z)                                                               \
+    { GGML_TYPE_##NAME, portable, offsetof(block_##name, d), name##_decode_levels, offsetof(block_##name, sel), \
+      has_z != 0 },
+#define TYPE_OF_256(NAME, name, bits, n_levels, length, has_z, number) \
+    TRELLIS_TYPE(NAME, name, ggml_vec_dot_##name##_q8_K_h_generic, has_z)
+// portable code is all that there is
+#define TYPE_OF_64(NAME, name, bits, n_levels, length, has_z, number) \
+    TRELLIS_TYPE(NAME, name, ggml_vec_dot_##name##_q8_n_h, has_z)
+
+static const Kind kinds[] = {
+    ITQ_TYPES_256(TYPE_OF_256)
+        ITQ_TYPES_64(TYPE_OF_64){ GGML_TYPE_TQ1_0, ggml_vec_dot_tq1_0_q8_K_generic, 52, nullptr, 0, false },
+    { GGML_TYPE_TQ2_0, ggml_vec_dot_tq2_0_q8_K_generic, 64, nullptr, 0, false },
+};
+
+// A row of blocks of any bytes, and activations.
+template <typename Block> static void row(Input & in, const Kind & kind, int blocks, const Block * y) {
+    const int    length    = sizeof(Block::qs);
+    const size_t bytes     = ggml_type_size(kind.type);
+    const auto   x         = exactly<uint8_t>((size_t) blocks * bytes);
+    const bool   any_scale = in.below(4) == 0;
     in.fill(x.get(), (size_t) blocks * bytes);
 
     // How far the order of the additions may move the result: kernels add up every lane of a register on its own, with
@@ -99,11 +129,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         double dot   = 0.0;
         double total = 0.0;
         double lanes = 0.0;
-        float  weights[256];
         if (kind.decode) {
-            int8_t levels[256];
+            int8_t levels[length];
             kind.decode(block, block + kind.sel, levels);
-            for (int t = 0; t < 256; ++t) {
+            for (int t = 0; t < length; ++t) {
                 dot += levels[t] * y[b].qs[t];
                 lanes += 128.0 * std::abs(y[b].qs[t]);
                 total += y[b].qs[t];
@@ -119,8 +148,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
             const ggml_fp16_t one  = ggml_fp32_to_fp16(1.0f);
             memcpy(copy.get(), block, bytes);
             memcpy(copy.get() + kind.scale, &one, sizeof(one));
-            ggml_get_type_traits(kind.type)->to_float(copy.get(), weights, 256);
-            for (int t = 0; t < 256; ++t) {
+            float weights[length];
+            ggml_get_type_traits(kind.type)->to_float(copy.get(), weights, length);
+            for (int t = 0; t < length; ++t) {
                 dot += weights[t] * y[b].qs[t];
                 lanes += 3.0 * std::abs(y[b].qs[t]);
             }
@@ -135,8 +165,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     const auto   got      = exactly<float>(1);
     const auto   portable = exactly<float>(1);
     const double n        = blocks;
-    dot((int) n * 256, got.get(), 0, x.get(), 0, y.get(), 0, 1);
-    kind.portable((int) n * 256, portable.get(), 0, x.get(), 0, y.get(), 0, 1);
+    dot(blocks * length, got.get(), 0, x.get(), 0, y, 0, 1);
+    kind.portable(blocks * length, portable.get(), 0, x.get(), 0, y, 0, 1);
     // what float32 holds with room to add; past that all that is asked is that nothing breaks
     if (within < 0x1p100) {
         // a rounding a block and a few for its scale; a denormal product of scales may lose all its digits
@@ -149,5 +179,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         }
     }
     cases += (uint64_t) blocks;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
+    Input        in(data, size);
+    const Kind & kind   = kinds[in.below((uint32_t) std::size(kinds))];
+    const int    blocks = 1 + (int) in.below(24);
+    if (ggml_blck_size(kind.type) == 64) {
+        row(in, kind, blocks,
+            activations<block_q8_n_h>(in, quantize_row_q8_n_h, quantize_row_q8_n_h_generic, blocks).get());
+    } else if (kind.decode) {
+        row(in, kind, blocks,
+            activations<block_q8_K>(in, quantize_row_q8_K_h, quantize_row_q8_K_h_generic, blocks).get());
+    } else {
+        row(in, kind, blocks, activations<block_q8_K>(in, nullptr, nullptr, blocks).get());
+    }
     return 0;
 }

@@ -55,27 +55,27 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
 }
 
 // Whether every weight is finite, and whether the rotated ones certainly stay below the encoder's limit.
-static void look(const float * x, bool * finite, bool * encodable) {
+static void look(const float * x, int length, bool * finite, bool * encodable) {
     double sum = 0.0;
     *finite    = true;
-    for (int t = 0; t < 256; ++t) {
+    for (int t = 0; t < length; ++t) {
         *finite = *finite && std::isfinite(x[t]);
         sum += std::fabs((double) x[t]);
     }
-    *encodable = *finite && sum / 16 < 0x1p55;
+    *encodable = *finite && sum / std::sqrt((double) length) < 0x1p55;
 }
 
 // Whether the rotated weights are such as most blocks have: none beyond the levels by much, a scale that float16 holds
 // well. Their squared error is near 2.2 percent.
-static bool even(const float * x) {
+static bool even(const float * x, int length) {
     double y[256];
     double sum  = 0.0;
     double most = 0.0;
-    for (int t = 0; t < 256; ++t) {
+    for (int t = 0; t < length; ++t) {
         y[t] = x[t];
     }
-    for (int h = 1; h < 256; h *= 2) {
-        for (int i = 0; i < 256; ++i) {
+    for (int h = 1; h < length; h *= 2) {
+        for (int i = 0; i < length; ++i) {
             if (!(i & h)) {
                 const double a = y[i];
                 const double b = y[i + h];
@@ -84,21 +84,22 @@ static bool even(const float * x) {
             }
         }
     }
-    for (double value : y) {
-        sum += value * value;
-        most = std::fmax(most, std::fabs(value));
+    for (int t = 0; t < length; ++t) {
+        sum += y[t] * y[t];
+        most = std::fmax(most, std::fabs(y[t]));
     }
-    const double rms = std::sqrt(sum / 256);
+    const double rms = std::sqrt(sum / length);
     return rms > 1e-3 && rms < 1e4 && most < 3 * rms;
 }
 
 static void check(ggml_type type, const float * x, const uint8_t * block, bool plain, int at) {
     const auto *    traits  = ggml_get_type_traits(type);
+    const int       length  = (int) traits->blck_size;
     const Trellis * trellis = trellis_of(type);
     bool            finite, encodable;
-    look(x, &finite, &encodable);
+    look(x, length, &finite, &encodable);
     float amax = 0.0f;
-    for (int t = 0; t < 256; ++t) {
+    for (int t = 0; t < length; ++t) {
         amax = std::fmax(amax, std::fabs(x[t]));
     }
     // ggml_validate_row_data prints a line for every block that it refuses: it is asked about the others
@@ -120,17 +121,17 @@ static void check(ggml_type type, const float * x, const uint8_t * block, bool p
         wrong("a block of weights that are not finite", traits->type_name, at, 1, 0);
     }
     float y[256];
-    traits->to_float(block, y, 256);
+    traits->to_float(block, y, length);
     double error = 0.0;
     double size  = 0.0;
-    for (int t = 0; t < 256; ++t) {
+    for (int t = 0; t < length; ++t) {
         if (!std::isfinite(y[t])) {
             wrong("a decoded weight", traits->type_name, t, y[t], x[t]);
         }
         error += ((double) x[t] - y[t]) * ((double) x[t] - y[t]);
         size += (double) x[t] * x[t];
     }
-    if (trellis && plain && even(x) && !(error <= trellis->error * size)) {
+    if (trellis && plain && even(x, length) && !(error <= trellis->error * size)) {
         wrong("the squared error of an even block", traits->type_name, at, error, size);
     }
     // the scale is fitted to the levels, so nothing is worse than a block of zeros
@@ -140,17 +141,18 @@ static void check(ggml_type type, const float * x, const uint8_t * block, bool p
 }
 
 // Weights of `rows` rows; all of one kind, so that an input need not be long, or each block of its own.
-static std::unique_ptr<float[]> weights(Input & in, int rows, int columns) {
+static std::unique_ptr<float[]> weights(Input & in, int rows, int columns, int length) {
     auto       x    = exactly<float>((size_t) rows * (size_t) columns);
     const bool each = in.below(4) != 0;
-    for (int i = 0; i < rows * columns; i += each ? 256 : rows * columns) {
-        floats(in, &x[(size_t) i], each ? 256 : rows * columns);
+    for (int i = 0; i < rows * columns; i += each ? length : rows * columns) {
+        floats(in, &x[(size_t) i], each ? length : rows * columns);
     }
     return x;
 }
 
 // With importance the factors of a matrix are kept until another one comes; making them takes longer than 64 rows.
-static const float * importance(Input & in, int columns) {
+// Rows of one block have the first of them or the second.
+static const float * importance(Input & in, int columns, int length) {
     static std::vector<float> kept(512);
     static int                left = 0;
     if (left-- <= 0) {
@@ -162,39 +164,38 @@ static const float * importance(Input & in, int columns) {
             }
         }
     }
-    return kept.data() + (columns == 256 && left % 2 ? 256 : 0);
+    return kept.data() + (columns == length && left % 2 ? length : 0);
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
-    Input          in(data, size);
-    const uint32_t way     = in.below(16);
-    const int      columns = 256 * (1 + (int) in.below(2));
-    const int      rows    = 1 + (int) in.below(way < 2 ? 64 : 17);
-    const int      blocks  = rows * columns / 256;
-    const auto     x       = weights(in, rows, columns);
-
+    Input           in(data, size);
+    const uint32_t  way     = in.below(16);
     const Trellis & trellis = trellises[in.below(sizeof(trellises) / sizeof(*trellises))];
-    ggml_type       type    = trellis.type;
-    bool            plain   = true;
-    int             effort  = ITQ_EFFORT_DEFAULT;
-    Count *         count   = &counts[0];
-    if (way == 3 || way == 4) {
-        type = way == 3 ? GGML_TYPE_TQ1_0 : GGML_TYPE_TQ2_0;
-    }
-    const size_t bytes = (size_t) blocks * ggml_type_size(type);
-    const auto   y     = exactly<uint8_t>(bytes);
-    size_t       wrote = bytes;
+    const bool      ternary = way == 3 || way == 4;
+    const ggml_type type    = way == 3 ? GGML_TYPE_TQ1_0 : way == 4 ? GGML_TYPE_TQ2_0 : trellis.type;
+    const int       length  = (int) ggml_blck_size(type);
+    const int       columns = length * (1 + (int) in.below(length == 256 ? 2 : 5));
+    const int       rows    = 1 + (int) in.below(way < 2 ? 64 : 17);
+    const int       blocks  = rows * columns / length;
+    const auto      x       = weights(in, rows, columns, length);
+
+    bool         plain  = true;
+    int          effort = ITQ_EFFORT_DEFAULT;
+    Count *      count  = &counts[0];
+    const size_t bytes  = (size_t) blocks * ggml_type_size(type);
+    const auto   y      = exactly<uint8_t>(bytes);
+    size_t       wrote  = bytes;
     if (way < 2) {
         plain = false;
         count = &counts[1];
-        wrote = trellis.quantize(x.get(), y.get(), rows, columns, importance(in, columns));
+        wrote = trellis.quantize(x.get(), y.get(), rows, columns, importance(in, columns, length));
     } else if (way == 15) {
         plain                 = false;
         count                 = &counts[2];
         const int   full      = (int) in.below(2);
         const int   segment   = 1 + (int) in.below(32);
         const int   lookahead = (int) in.below(17);
-        const int   across    = full ? columns : 256;
+        const int   across    = full ? columns : length;
         const auto  feedback  = exactly<float>((size_t) columns * (size_t) across);
         const auto  weight    = exactly<float>((size_t) columns);
         const bool  much      = in.below(8) == 0;
@@ -202,7 +203,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         for (int i = 0; i < columns; ++i) {
             weight[(size_t) i] = std::fabs(in.normal()) + 0.01f;
             for (int j = 0; j < across; ++j) {
-                const int row = full ? i : i % 256;
+                const int row = full ? i : i % length;
                 feedback[(size_t) i * (size_t) across + (size_t) j] =
                     j > row ? magnitude * in.uniform() : (j == row ? 1.0f : 0.0f);
             }
@@ -222,16 +223,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         wrong("the size", ggml_type_name(type), rows, (double) wrote, (double) bytes);
     }
     for (int b = 0; b < blocks; ++b) {
-        const float *   block = x.get() + (size_t) b * 256;
+        const float *   block = x.get() + (size_t) (b * length);
         const uint8_t * coded = y.get() + (size_t) b * ggml_type_size(type);
         check(type, block, coded, plain, b);
     }
     // sixteen blocks are encoded side by side and know nothing of each other
-    if (plain && type == trellis.type && in.below(4) == 0) {
+    if (plain && !ternary && in.below(4) == 0) {
         const uint32_t b     = in.random() % (uint32_t) blocks;
         const size_t   size  = ggml_type_size(type);
         const auto     alone = exactly<uint8_t>(size);
-        trellis.with_effort(x.get() + (size_t) b * 256, alone.get(), 1, 256, ITQ_CODEC_TRELLIS, effort);
+        trellis.with_effort(x.get() + (size_t) b * (size_t) length, alone.get(), 1, length, ITQ_CODEC_TRELLIS, effort);
         if (memcmp(alone.get(), y.get() + (size_t) b * size, size) != 0) {
             wrong("a block encoded with others", ggml_type_name(type), (int) b, 0, 0);
         }

@@ -94,7 +94,7 @@ static void look(const gguf_context * file, const ggml_context * data) {
         if (!ggml_type_name(type) || ggml_blck_size(type) <= 0 || gguf_find_tensor(file, name) < 0) {
             wrong("the type of a tensor", "a file", (int) i, type, 0);
         }
-        if (type == GGML_TYPE_Q8_1 || type == GGML_TYPE_Q8_K || type == GGML_TYPE_Q8_K_H) {
+        if (type == GGML_TYPE_Q8_1 || type == GGML_TYPE_Q8_K || type == GGML_TYPE_Q8_K_H || type == GGML_TYPE_Q8_N_H) {
             wrong("a type that no file has", "a file", (int) i, type, 0);
         }
         const ggml_tensor * tensor = data ? ggml_get_tensor(const_cast<ggml_context *>(data), name) : nullptr;
@@ -302,6 +302,10 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t * data, size_t size, size_t ma
         500,
         501,
         502,
+        503,
+        504,
+        505,
+        506,
         512,
         0x7fff,
         0x8000,
@@ -353,7 +357,7 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t * data, size_t size, size_t ma
         memcpy(data + field.at, &value, field.size);
     }
     if (!fields.infos.empty() && in.random() % 4 == 0) {
-        const uint32_t type = in.random() % 2 ? in.random() % 48 : 498 + in.random() % 6;
+        const uint32_t type = in.random() % 2 ? in.random() % 48 : 498 + in.random() % 10;
         memcpy(data + fields.infos[in.random() % fields.infos.size()].type, &type, sizeof(type));
     }
     if (in.random() % 2) {

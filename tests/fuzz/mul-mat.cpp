@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <numeric>
 #include <vector>
 
 static uint64_t & cases = (Counts<1>::all[0].name = "elements", Counts<1>::all[0].n);
@@ -26,8 +27,18 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
     return atexit(report_counts<1>);
 }
 
+// The kernels are compiled for this processor and this file is not: whether they have products of rows shows when it is
+// linked.
+#define WEAK_GEMV(name)                                                                                               \
+    extern "C" __attribute__((weak)) void itq_gemv_##name(int64_t nb, const void * rows, size_t row_size, int n_rows, \
+                                                          const itq_columns * y, float * out);
+#define WEAK_GEMV_OF_TYPE(NAME, name, ...) WEAK_GEMV(name)
+ITQ_TYPES(WEAK_GEMV_OF_TYPE)
+WEAK_GEMV(tq2_0)
+
 struct kernels {
     ggml_type type;
+    int       length;   // weights of a block
     bool      rotated;  // a trellis type
     bool      has_z;
     // of a block of a panel: scales of its rows, and zero-points or NULL
@@ -38,13 +49,16 @@ struct kernels {
     void (*unpack)(const void *, int64_t, void *, size_t);
     void (*gemm)(int64_t, const void *, const itq_columns *, int, float (*)[ITQ_PANEL_ROWS]);
     void (*gemm_generic)(int64_t, const void *, const itq_columns *, int, float (*)[ITQ_PANEL_ROWS]);
+    // of rows as a file has them; NULL where there are none
+    void (*gemv)(int64_t, const void *, size_t, int, const itq_columns *, float *);
 };
 
 #define ZERO_POINTS_1(name) [](const void * panel, int64_t b) { return itq_scales_of_##name(panel, b)->z; }
 #define ZERO_POINTS_0(name) nullptr
 
-#define KERNELS(NAME, name, rotated, has_z)                                            \
+#define KERNELS(NAME, name, length, rotated, has_z, gemv)                              \
     { GGML_TYPE_##NAME,                                                                \
+      length,                                                                          \
       rotated,                                                                         \
       has_z != 0,                                                                      \
       [](const void * panel, int64_t b) { return itq_scales_of_##name(panel, b)->d; }, \
@@ -53,13 +67,30 @@ struct kernels {
       itq_repack_##name##_generic,                                                     \
       itq_unpack_##name,                                                               \
       itq_gemm_##name,                                                                 \
-      itq_gemm_##name##_generic }
+      itq_gemm_##name##_generic,                                                       \
+      gemv }
 
 static const kernels all_kernels[] = {
-#define KERNELS_OF_TYPE(NAME, name, bits, n_levels, length, has_z, number) KERNELS(NAME, name, true, has_z),
-    ITQ_TYPES(KERNELS_OF_TYPE) KERNELS(TQ1_0, tq1_0, false, 0),
-    KERNELS(TQ2_0, tq2_0, false, 0),
+#define KERNELS_OF_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    KERNELS(NAME, name, length, true, has_z, itq_gemv_##name),
+    ITQ_TYPES(KERNELS_OF_TYPE) KERNELS(TQ1_0, tq1_0, QK_K, false, 0, nullptr),
+    KERNELS(TQ2_0, tq2_0, QK_K, false, 0, itq_gemv_tq2_0),
 };
+
+// From the order of Q8_K_H or Q8_N_H to that of the kernels; the portable code says the same.
+static void reorder(const kernels & k, const int8_t * codes, int8_t * ordered) {
+    int8_t also[QK_K];
+    if (k.length == QK_K) {
+        itq_reorder_q8_K_h(codes, ordered);
+        itq_reorder_q8_K_h_generic(codes, also);
+    } else {
+        itq_reorder_q8_n_h(codes, ordered);
+        itq_reorder_q8_n_h_generic(codes, also);
+    }
+    if (memcmp(ordered, also, (size_t) k.length) != 0) {
+        wrong("the order of the activations", ggml_type_name(k.type), 0, 1, 0);
+    }
+}
 
 // n bytes on a cache line, which end where they end.
 struct aligned {
@@ -77,12 +108,56 @@ struct aligned {
     ~aligned() { free(data); }
 };
 
+// The rows of a panel as a file has them, times a column: the bits of the product of the panel.
+static void rows_alone(Input & in, const kernels & k, int nb, const uint8_t * packed) {
+    const int    rows   = 1 + (int) (in.random() % ITQ_PANEL_ROWS);
+    const size_t row    = ggml_row_size(k.type, (int64_t) k.length * nb);
+    const size_t stride = row + (in.random() % 4 ? 0 : 2 * (in.random() % 8));
+    const auto   x      = exactly<uint8_t>((size_t) (rows - 1) * stride + row);
+    const auto   all    = exactly<uint8_t>(ITQ_PANEL_ROWS * row);
+    k.unpack(packed, nb, all.get(), row);
+    for (int r = 0; r < rows; ++r) {
+        memcpy(x.get() + (size_t) r * stride, all.get() + (size_t) r * row, row);
+    }
+
+    const size_t n = (size_t) (nb * k.length);
+    aligned      plain(n), ordered(n);
+    const auto   d    = exactly<float>((size_t) nb);
+    const auto   sums = exactly<int32_t>((size_t) nb);
+    for (int b = 0; b < nb; ++b) {
+        int8_t * codes = reinterpret_cast<int8_t *>(plain.data) + b * k.length;
+        int8_t * to    = reinterpret_cast<int8_t *>(ordered.data) + b * k.length;
+        for (int i = 0; i < k.length; ++i) {
+            codes[i] = (int8_t) ((int) (in.random() % 255) - 127);
+        }
+        if (k.rotated) {
+            reorder(k, codes, to);
+        } else {
+            memcpy(to, codes, (size_t) k.length);
+        }
+        d[b]    = in.normal();
+        sums[b] = std::accumulate(codes, codes + k.length, 0);
+    }
+    const itq_columns of_rows  = { reinterpret_cast<int8_t *>(plain.data), d.get(), sums.get() };
+    const itq_columns of_panel = { reinterpret_cast<int8_t *>(ordered.data), d.get(), sums.get() };
+    alignas(64) float want[1][ITQ_PANEL_ROWS];
+    const auto        got = exactly<float>((size_t) rows);
+    k.gemm(nb, packed, &of_panel, 1, want);
+    k.gemv(nb, x.get(), stride, rows, &of_rows, got.get());
+    for (int r = 0; r < rows; ++r) {
+        if (!same(got[r], want[0][r])) {
+            wrong("the product of a row", ggml_type_name(k.type), r, got[r], want[0][r]);
+        }
+    }
+}
+
 // A panel of 1 to 16 rows, times 1 to 16 columns of any 8-bit activations.
 static void panel(Input & in, const kernels & k) {
     const int    rows   = in.below(2) ? ITQ_PANEL_ROWS : 1 + (int) in.below(ITQ_PANEL_ROWS);
     const int    nc     = 1 + (int) in.below(ITQ_GROUP);
-    const int    nb     = 1 + (int) in.below(9);
-    const size_t row    = ggml_row_size(k.type, 256 * (int64_t) nb);
+    const int    nb     = 1 + (int) in.below(k.length == QK_K ? 9 : 19);
+    const int    length = k.length;
+    const size_t row    = ggml_row_size(k.type, (int64_t) length * nb);
     const size_t gap    = in.below(4) ? 0 : row;
     const size_t stride = row + gap;
     const auto   x      = exactly<uint8_t>((size_t) rows * stride - gap);
@@ -114,27 +189,19 @@ static void panel(Input & in, const kernels & k) {
         }
     }
 
-    aligned    q((size_t) (nb * nc) * 256);
+    aligned    q((size_t) (nb * nc * length));
     const auto d    = exactly<float>((size_t) (nb * nc));
     const auto sums = exactly<int32_t>((size_t) (nb * nc));
     in.fill(q.data, q.n);
     auto * codes = reinterpret_cast<int8_t *>(q.data);
     for (int b = 0; b < nb * nc; ++b) {
         int32_t sum = 0;
-        for (int i = 256 * b; i < 256 * b + 256; ++i) {
+        for (int i = length * b; i < length * b + length; ++i) {
             codes[i] = std::max<int8_t>(codes[i], -127);
             sum += codes[i];
         }
         sums[b] = sum;
         d[b]    = in.normal();
-    }
-    if (k.rotated) {
-        int8_t ordered[256], also[256];
-        itq_reorder_q8_K_h(codes, ordered);
-        itq_reorder_q8_K_h_generic(codes, also);
-        if (memcmp(ordered, also, sizeof(also)) != 0) {
-            wrong("the order of the activations", ggml_type_name(k.type), 0, 1, 0);
-        }
     }
     const itq_columns y = { codes, d.get(), sums.get() };
 
@@ -147,8 +214,8 @@ static void panel(Input & in, const kernels & k) {
         double size = 0.0;  // of a block's sum, at most
         for (int b = 0; b < nb; ++b) {
             double total = 0.0;
-            for (int i = 0; i < 256; ++i) {
-                total += std::abs(codes[(b * nc + c) * 256 + i]);
+            for (int i = 0; i < length; ++i) {
+                total += std::abs(codes[(b * nc + c) * length + i]);
             }
             size += 0.02 * (k.rotated ? 65.0 / 32 : 1.0) * total * std::fabs(d[b * nc + c]);
         }
@@ -160,9 +227,9 @@ static void panel(Input & in, const kernels & k) {
         // the bits do not depend on the other columns
         const auto one_d    = exactly<float>((size_t) nb);
         const auto one_sums = exactly<int32_t>((size_t) nb);
-        aligned    one_q((size_t) nb * 256);
+        aligned    one_q((size_t) (nb * length));
         for (int b = 0; b < nb; ++b) {
-            memcpy(one_q.data + b * 256, codes + (b * nc + c) * 256, 256);
+            memcpy(one_q.data + b * length, codes + (b * nc + c) * length, (size_t) length);
             one_d[b]    = d[b * nc + c];
             one_sums[b] = sums[b * nc + c];
         }
@@ -172,6 +239,9 @@ static void panel(Input & in, const kernels & k) {
         if (memcmp(alone, got_out[c], sizeof(alone)) != 0) {
             wrong("a column alone", ggml_type_name(k.type), c, alone[0][0], got_out[c][0]);
         }
+    }
+    if (k.gemv) {
+        rows_alone(in, k, nb, packed.data);
     }
     cases += (uint64_t) nc * ITQ_PANEL_ROWS;
 }
@@ -198,14 +268,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     const ggml_type type    = parts.type;
     const int       experts = in.below(4) ? 0 : 1 + (int) in.below(4);
     const int       used    = experts ? 1 + (int) in.below((uint32_t) experts) : 1;
-    const int       k       = 256 * (1 + (int) in.below(12));
+    const int       k       = parts.length * (1 + (int) in.below(parts.length == QK_K ? 12 : 24));
     int             columns = 1 + (int) in.below(in.below(8) ? 40 : 300);
     int             rows    = 1 + (int) in.below(in.below(8) ? 70 : 600);
     const int       batch_w = experts ? 1 : 1 + (int) in.below(2);
     const int       batch_x = batch_w * (experts ? 1 : 1 + (int) in.below(2));
     panel(in, parts);
     // a case takes milliseconds
-    while ((int64_t) rows * columns * batch_x * used * (k / 256) > 30000) {
+    while ((int64_t) rows * columns * batch_x * used * (k / parts.length) > 30000) {
         (rows > columns ? rows : columns) = (std::max(rows, columns) + 1) / 2;
     }
     const bool panels = in.below(2) != 0;

@@ -14,12 +14,15 @@ import gguf_itq3s  # noqa: E402, F401  (before anything imports gguf)
 # isort: split
 import gguf  # noqa: E402
 
-from gguf_itq3s.codec.types import ITQ3_S  # noqa: E402
+from gguf_itq3s.codec.family import FAMILY  # noqa: E402
+from gguf_itq3s.codec.types import ITQ3_N, ITQ3_S  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "corpus" / "header"
 F32, F16 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16
 TQ1_0, TQ2_0 = gguf.GGMLQuantizationType.TQ1_0, gguf.GGMLQuantizationType.TQ2_0
-WIDTH, LOW, EXPERTS = 256, 32, 2
+LOW, EXPERTS = 32, 2
+#: Of a row: whole blocks of 256, and of 64 alone.
+WIDTH, SHORT = 256, 192
 
 
 def tensor(writer: gguf.GGUFWriter, name: str, kind: gguf.GGMLQuantizationType, *shape: int) -> None:
@@ -37,14 +40,17 @@ def tensor(writer: gguf.GGUFWriter, name: str, kind: gguf.GGMLQuantizationType, 
     writer.add_tensor_info(name, shape, np.dtype(dtype), elements // block * size, raw_dtype=kind)
 
 
-def model(name: str, architecture: str, kind: gguf.GGMLQuantizationType, vocabulary: str, experts: int = 0) -> bytes:
-    """The header of a model of one layer."""
+def model(
+    name: str, architecture: str, kind: gguf.GGMLQuantizationType, vocabulary: str, experts: int = 0, width: int = WIDTH
+) -> bytes:
+    """The header of a model of one layer with rows of ``width`` weights."""
     path = FOLDER / f"{name}.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("seed")
-    writer.add_file_type(500 if kind == ITQ3_S else 36)
+    trellis = FAMILY.get(kind)
+    writer.add_file_type(trellis.file_type if trellis else 36)
     writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
+    writer.add_embedding_length(width)
     writer.add_block_count(1)
     writer.add_feed_forward_length(LOW)
     writer.add_head_count(1)
@@ -54,8 +60,8 @@ def model(name: str, architecture: str, kind: gguf.GGMLQuantizationType, vocabul
     writer.add_rope_dimension_count(LOW)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    if kind == ITQ3_S:
-        writer.add_uint32("itq3s.version", 1)
+    if trellis:
+        writer.add_uint32("itq3s.version", trellis.version)
         writer.add_string("itq3s.codec", "trellis")
         writer.add_string("itq3s.effort", "default")
         writer.add_bool("itq3s.calibrated", False)
@@ -78,21 +84,21 @@ def model(name: str, architecture: str, kind: gguf.GGMLQuantizationType, vocabul
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
-    tensor(writer, "token_embd.weight", kind, len(tokens), WIDTH)
-    tensor(writer, "output_norm.weight", F32, WIDTH)
-    tensor(writer, "blk.0.attn_norm.weight", F32, WIDTH)
-    tensor(writer, "blk.0.ffn_norm.weight", F32, WIDTH)
+    tensor(writer, "token_embd.weight", kind, len(tokens), width)
+    tensor(writer, "output_norm.weight", F32, width)
+    tensor(writer, "blk.0.attn_norm.weight", F32, width)
+    tensor(writer, "blk.0.ffn_norm.weight", F32, width)
     for part in "qkv":
-        tensor(writer, f"blk.0.attn_{part}.weight", kind, LOW, WIDTH)
+        tensor(writer, f"blk.0.attn_{part}.weight", kind, LOW, width)
         if architecture == "qwen2":
             tensor(writer, f"blk.0.attn_{part}.bias", F32, LOW)
-    tensor(writer, "blk.0.attn_output.weight", F16, WIDTH, LOW)
+    tensor(writer, "blk.0.attn_output.weight", F16, width, LOW)
     if experts:
-        tensor(writer, "blk.0.ffn_gate_inp.weight", F32, experts, WIDTH)
+        tensor(writer, "blk.0.ffn_gate_inp.weight", F32, experts, width)
     middle, each = ("_exps", (experts,)) if experts else ("", ())
     for part in ("gate", "up"):
-        tensor(writer, f"blk.0.ffn_{part}{middle}.weight", kind, *each, LOW, WIDTH)
-    tensor(writer, f"blk.0.ffn_down{middle}.weight", F16, *each, WIDTH, LOW)
+        tensor(writer, f"blk.0.ffn_{part}{middle}.weight", kind, *each, LOW, width)
+    tensor(writer, f"blk.0.ffn_down{middle}.weight", F16, *each, width, LOW)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -108,6 +114,7 @@ def main() -> int:
     model("llama-tq1_0", "llama", TQ1_0, "bpe")
     model("qwen2-tq2_0", "qwen2", TQ2_0, "bpe")
     model("llama-experts", "llama", ITQ3_S, "bpe", EXPERTS)
+    model("llama-itq3_n", "llama", ITQ3_N, "spm", width=SHORT)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from gguf_itq3s.calibration import ends
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.checkpoint.source import SourceTensor
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.family import FAMILY
+from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 from gguf_itq3s.layerwise import budget, scores
@@ -104,7 +106,7 @@ def test_given_types_stay(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert found["token_embd.weight"] == Type.F16
     assert found["output.weight"] == Type.Q8_0
     assert found["blk.0.attn_v.weight"] == Type.Q3_K
-    assert set(found.values()) <= {Type.F32, Type.F16, Type.Q3_K, *budget.TYPES}
+    assert set(found.values()) <= {Type.F32, Type.F16, Type.Q3_K, *budget.TYPES[BLOCK]}
 
 
 def test_ternary_matrices_stay_ternary(
@@ -123,7 +125,7 @@ def test_ternary_matrices_stay_ternary(
     quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.5)
     found = types(tmp_path / "x.gguf")
     assert found["blk.1.ffn_up.weight"] == Type.TQ2_0
-    assert found["blk.0.ffn_up.weight"] in budget.TYPES
+    assert found["blk.0.ffn_up.weight"] in budget.TYPES[BLOCK]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_the_least_that_is_said_can_be_had(made: tuple[Path, Path], tmp_path: Pa
         quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=1)
     found = re.search(r"least is ([\d.]+), the most ([\d.]+)", str(problem.value))
     assert found
-    for word, only in zip(found.groups(), (budget.TYPES[0], budget.TYPES[-1]), strict=True):
+    for word, only in zip(found.groups(), (budget.TYPES[BLOCK][0], budget.TYPES[BLOCK][-1]), strict=True):
         done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=float(word), dry_run=True)
         # The bits that are said have three decimals, which may be one matrix's step below the most.
         assert sum(row.type not in (only.name, "F32") for row in done.rows) <= 1
@@ -170,14 +172,27 @@ def test_a_trellis_type_that_is_named_changes_nothing(outtype: str, made: tuple[
         quietly(made[0], tmp_path / f"{name}.gguf", calibration=made[1], target_bpw=2.8, **asked)
     found = types(tmp_path / "named.gguf")
     assert found == types(tmp_path / "not.gguf")
-    assert {row.type for row in FAMILY.values()} <= set(found.values())
+    assert {row.type for row in FAMILY.values() if row.format.block == 256} <= set(found.values())
 
 
-def test_the_experts_of_a_layer_have_one_type(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_experts_of_a_layer_have_one_type(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, statistics = calibrated("mixtral")
+    # The budget alone changes from file to file, and scores do not go by it.
+    known: dict[tuple[str, tuple[Type, ...]], scores.Score] = {}
+    measured = Scores.of
+
+    def of(self: Scores, tensor: SourceTensor, candidates: Sequence[Type]) -> scores.Score:
+        key = tensor.name, tuple(candidates)
+        if key not in known:
+            known[key] = measured(self, tensor, candidates)
+        return known[key]
+
+    monkeypatch.setattr(Scores, "of", of)
     kinds: dict[str, set[Type]] = {}
     for bpw in (2.4, 3.5, 5.0):
-        quietly(model, tmp_path / "x.gguf", calibration=statistics, target_bpw=bpw)
+        quietly(model, tmp_path / "x.gguf", calibration=statistics, target_bpw=bpw, segment=4, lookahead=0)
         for name, qtype in types(tmp_path / "x.gguf").items():
             if "_exps" in name:
                 kinds.setdefault(f"{bpw} {name.rpartition('.ffn')[0]}", set()).add(qtype)

@@ -20,38 +20,45 @@ from distributions import all_rows, smooth
 from gguf_itq3s import upstream
 from gguf_itq3s.codec.blocks import decode_blocks, quantize, unpack
 from gguf_itq3s.codec.family import FAMILY, TrellisType
-from gguf_itq3s.codec.transform import fwht
+from gguf_itq3s.codec.transform import hadamard_matrix
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 SOURCES = llama.ROOT / "ggml-patch" / "src"
 PROGRAM = llama.ROOT / "tests" / "c" / "test-itq.c"
 #: Relative squared error of Gaussian weights at default effort.
-ERROR = {"itq3_s": 0.0219, "itq2_s": 0.0809}
+ERROR = {"itq3_s": 0.0219, "itq2_s": 0.0809, "itq3_n": 0.0215, "itq2_n": 0.0815}
 
-# block_q8_K of ggml-common.h
-Q8_K = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
+# Activations by the length of a block: type, name and layout; block_q8_K of ggml-common.h, block_q8_n_h of ggml-itq.h.
+ACTIVATIONS = {
+    256: (ggml.Q8_K_H, b"q8_K_h", np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])),
+    64: (ggml.Q8_N_H, b"q8_n_h", np.dtype([("d", "<f4"), ("sum", "<i4"), ("qs", "i1", 64)])),
+}
 
 
 @of_types
 def test_shared_vectors_decode(row: TrellisType) -> None:
     vectors = np.load(DATA / f"{row.identifier}_decode.npz")
-    weights = ggml.dequantize(row.type, vectors["blocks"], 256)
+    weights = ggml.dequantize(row.type, vectors["blocks"], row.format.block)
     assert len(weights) == 64
-    np.testing.assert_allclose(weights, vectors["weights"], rtol=1e-5, atol=1e-7 * np.abs(weights).max())
+    largest = np.abs(vectors["weights"]).max(axis=1, keepdims=True)
+    assert (np.abs(weights - vectors["weights"]) <= 1e-6 * largest).all()
     np.testing.assert_array_equal(weights, decode_blocks(vectors["blocks"], row.format))
 
 
 @of_types
 def test_type_tables(row: TrellisType) -> None:
-    ours, activation = ggml.traits(row.type), ggml.traits(ggml.Q8_K_H)
+    number, name, layout = ACTIVATIONS[row.format.block]
+    ours, activation = ggml.traits(row.type), ggml.traits(number)
     assert (ours.type_name, ours.blck_size, ours.type_size) == (
         row.identifier.encode(), row.format.block, row.format.block_bytes,
     )  # fmt: skip
-    assert (activation.type_name, activation.blck_size, activation.type_size) == (b"q8_K_h", 256, Q8_K.itemsize)
+    assert (activation.type_name, activation.blck_size, activation.type_size) == (
+        name, row.format.block, layout.itemsize,
+    )  # fmt: skip
     assert ours.is_quantized and ours.to_float and ours.from_float_ref
     cpu = ggml.cpu_traits(row.type)
-    assert cpu.from_float and cpu.vec_dot and cpu.vec_dot_type == ggml.Q8_K_H
-    assert ggml.cpu_traits(ggml.Q8_K_H).from_float
+    assert cpu.from_float and cpu.vec_dot and cpu.vec_dot_type == number
+    assert ggml.cpu_traits(number).from_float
 
 
 def test_numbers_that_belong_to_nobody() -> None:
@@ -82,7 +89,7 @@ def test_validate_row_data(row: TrellisType, capfd: pytest.CaptureFixture[str]) 
             assert not validate(row.type, bad.ctypes.data, bad.size)
     assert "at block 5" in capfd.readouterr().err
     # what cannot be encoded
-    rows = np.ones((2, 256), dtype=np.float32)
+    rows = np.ones((2, row.format.block), dtype=np.float32)
     rows[1, 7] = np.nan
     bad = ggml.quantize_chunk(row.type, rows)
     assert validate(row.type, bad.ctypes.data, size) and not validate(row.type, bad.ctypes.data, 2 * size)
@@ -99,17 +106,23 @@ def activations(name: str, rows: int, n: int, seed: int = 11) -> np.ndarray:
     return x.astype(np.float32)
 
 
+@pytest.mark.parametrize("length", ACTIVATIONS)
 @pytest.mark.parametrize("name", ["gaussian", "outliers", "zero-blocks"])
-def test_rotated_activations(name: str) -> None:
-    """Q8_K_H is upstream's 8-bit code of the rotated row: at most half a step of error, exact block sums."""
+def test_rotated_activations(name: str, length: int) -> None:
+    """The 8-bit code of the rotated row, that of Q8_K_H upstream's: at most half a step of error, exact sums."""
+    number, _, layout = ACTIVATIONS[length]
     x = activations(name, 8, 2048)
-    blocks = ggml.from_float(ggml.Q8_K_H, x).reshape(-1).view(Q8_K).reshape(8, 8)
-    rotated = fwht(x).reshape(8, 8, 256)
+    blocks = ggml.from_float(number, x).reshape(-1).view(layout).reshape(8, -1)
+    rotated = (hadamard_matrix(length) @ x.reshape(-1, length).T).T.reshape(8, -1, length)
     step = np.abs(blocks["d"])
-    np.testing.assert_allclose(step, np.abs(rotated).max(-1) / 127, rtol=1e-6)
+    np.testing.assert_allclose(step, np.abs(rotated).max(-1) / 127, rtol=1e-5)
     error = np.abs(blocks["d"][..., None] * blocks["qs"] - rotated)
     assert (error <= 0.501 * step[..., None]).all()
-    np.testing.assert_array_equal(blocks["bsums"], blocks["qs"].astype(int).reshape(8, 8, 16, 16).sum(-1))
+    sums = blocks["qs"].astype(int).reshape(8, -1, length // 16, 16).sum(-1)
+    if length == 64:
+        np.testing.assert_array_equal(blocks["sum"], sums.sum(-1))
+    else:
+        np.testing.assert_array_equal(blocks["bsums"], sums)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +134,9 @@ def test_vec_dot_is_the_product_of_what_is_stored(row: TrellisType, kind: str, n
     """Against float64 over the stored levels and the stored 8-bit activations only float32 rounding remains."""
     n = 4096
     weights = quantize(smooth(64 * n)["laplace"], row.format, codec=kind)
-    rows = ggml.from_float(ggml.Q8_K_H, activations(name, 8, n))
-    blocks = rows.reshape(-1).view(Q8_K).reshape(8, n // 256)
+    number, _, layout = ACTIVATIONS[row.format.block]
+    rows = ggml.from_float(number, activations(name, 8, n))
+    blocks = rows.reshape(-1).view(layout).reshape(8, -1)
     stored = (blocks["d"][..., None].astype(np.float64) * blocks["qs"]).reshape(8, n)
     indices, _, d, z = unpack(weights.reshape(-1, row.format.block_bytes), row.format)
     rotated = ((row.format.levels[indices] - z.astype(np.float64)) * (d.astype(np.float64) / 32)).T.reshape(64, n)
@@ -190,12 +204,13 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
         ([("a", 500, 512, 0)], 100, "failed to read"),
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
         ([("a", 499, 256, 0)], 128, "'a' has invalid ggml type 499"),
-        ([("a", 503, 256, 0)], 128, "'a' has invalid ggml type 503"),
+        ([("a", 506, 256, 0)], 128, "'a' has invalid ggml type 506"),
         ([("a", 9, 256, 0)], 512, "'a' has type q8_1, which is never in a file"),
         ([("a", 15, 256, 0)], 512, "'a' has type q8_K, which is never in a file"),
         ([("a", 501, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),
+        ([("a", 505, 256, 0)], 512, "'a' has type q8_n_h, which is never in a file"),
     ],
-    ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond", "q8_1", "q8_K", "q8_K_h"],
+    ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond", "q8_1", "q8_K", "q8_K_h", "q8_n_h"],
 )
 def test_the_reader_refuses(
     tensors: list[tuple[str, int, int, int]], data: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -225,8 +240,8 @@ def test_sources_under_the_sanitizers(row: TrellisType, tmp_path: Path) -> None:
     command: list[str | Path] = [
         compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
         *sanitizers.FLAGS,
-        "-DGGML_CPU_GENERIC", f"-DTYPE={row.identifier}", f"-DCODECS={len(row.format.codecs)}",
-        f"-DERROR={ERROR[row.identifier]}", *(f"-I{path}" for path in includes),
+        "-DGGML_CPU_GENERIC", f"-DTYPE={row.identifier}", f"-DLENGTH={row.format.block}",
+        f"-DCODECS={len(row.format.codecs)}", f"-DERROR={ERROR[row.identifier]}", *(f"-I{path}" for path in includes),
         *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq",
     ]  # fmt: skip
     subprocess.run(command, check=True, stderr=sys.stderr)

@@ -15,6 +15,7 @@ import ggml_library as ggml
 import llama
 from gguf_itq3s import upstream
 from gguf_itq3s.codec.blocks import decode_blocks, encode_blocks
+from gguf_itq3s.codec.family import FAMILY
 from scripts.check import fuzz
 
 FUZZ = llama.ROOT / "tests" / "fuzz"
@@ -71,29 +72,32 @@ def content(part: str) -> np.ndarray:
     return np.concatenate([np.frombuffer(data, np.uint8), np.repeat(odd, 256).view(np.uint8), random])
 
 
-@pytest.mark.parametrize("kind", [ggml.ITQ3_S, gguf.GGMLQuantizationType.TQ1_0, gguf.GGMLQuantizationType.TQ2_0])
-def test_decoding_any_bytes_as_numpy_does(kind: int) -> None:
-    size = ggml.row_bytes(kind, 256)
+@pytest.mark.parametrize("kind", [*FAMILY, gguf.GGMLQuantizationType.TQ1_0, gguf.GGMLQuantizationType.TQ2_0])
+def test_decoding_any_bytes_as_numpy_does(kind: gguf.GGMLQuantizationType) -> None:
+    length, size = gguf.GGML_QUANT_SIZES[kind]
     data = content("decode")
     blocks = data[: data.size // size * size].reshape(-1, size)
     with np.errstate(all="ignore"):  # scales of any bits
-        if kind == ggml.ITQ3_S:
-            expected = decode_blocks(blocks)
+        if kind in FAMILY:
+            expected = decode_blocks(blocks, FAMILY[kind].format)
         else:
-            expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
-    np.testing.assert_array_equal(ggml.dequantize(kind, blocks, 256), expected)
+            expected = gguf.quants.dequantize(blocks, kind)
+    np.testing.assert_array_equal(ggml.dequantize(kind, blocks, length), expected)
 
 
-def test_encoding_any_floats_as_numpy_does() -> None:
+@pytest.mark.parametrize("kind", FAMILY)
+def test_encoding_any_floats_as_numpy_does(kind: gguf.GGMLQuantizationType) -> None:
     """The same bytes, and the blocks that numpy refuses are those that C marks as no number."""
+    fmt = FAMILY[kind].format
     data = content("encode")
-    rows = data[: data.size // 1024 * 1024].view("<f4").reshape(-1, 256)
-    ordinary = np.random.default_rng(6).standard_normal((64, 256)) * 2.0 ** np.arange(-40, 88, 2)[:, None]
+    rows = data[: data.size // 1024 * 1024].view("<f4").reshape(-1, fmt.block)
+    ordinary = np.random.default_rng(6).standard_normal((64, fmt.block)) * 2.0 ** np.arange(-40, 88, 2)[:, None]
     rows = np.concatenate([rows, np.nan_to_num(rows, nan=0, posinf=0, neginf=0) % 1, ordinary.astype(np.float32)])
-    got = ggml.quantize_chunk(ggml.ITQ3_S, rows)
-    refused = np.isnan(got[:, 96:98].copy().view("<f2"))[:, 0]
+    got = ggml.quantize_chunk(kind, rows)
+    scale = fmt.block // 8 * (fmt.symbol_bits + 1)
+    refused = np.isnan(got[:, scale : scale + 2].copy().view("<f2"))[:, 0]
     assert 0 < refused.sum() < len(rows)
-    np.testing.assert_array_equal(got[~refused], encode_blocks(rows[~refused]))
+    np.testing.assert_array_equal(got[~refused], encode_blocks(rows[~refused], fmt=fmt))
     for row in rows[refused]:
         with pytest.raises(ValueError, match="NaN, infinite or too large"), np.errstate(all="ignore"):
-            encode_blocks(row[None])
+            encode_blocks(row[None], fmt=fmt)

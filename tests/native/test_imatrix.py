@@ -67,7 +67,7 @@ BAD: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "NaN": ({Q: np.where(EVEN == 9, np.nan, EVEN).astype(np.float32)}, "non-finite"),
     "infinite": ({Q: np.where(EVEN == 9, np.inf, EVEN).astype(np.float32)}, "non-finite"),
     "no token": ({Q: EVEN}, f"the same value for every column of {Q}"),
-    "another model": ({"blk.9.attn_q.weight": EVEN}, "nothing on the tensors"),
+    "another model": ({"blk.9.attn_q.weight": EVEN}, "nothing on the trellis-coded tensors"),
 }
 
 

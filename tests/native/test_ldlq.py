@@ -22,7 +22,7 @@ def test_numpy_and_c_give_the_same_bytes(
     weights, h = rows(count, columns), second_moment(columns, 90)
     weights[3] = 0
     weights[5] *= 1e-4
-    for form in (h, blocks_of(h)):
+    for form in (h, blocks_of(h, row.format.block)):
         factor = hessian.factorize(form)
         expected = ldlq.quantize(weights, factor, options, qtype=row.type)
         got = ldlq.quantize(weights, factor, options, qtype=row.type, library=library)

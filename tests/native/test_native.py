@@ -85,7 +85,7 @@ def test_a_codec_that_a_type_lacks_is_refused(library: native.NativeLibrary, row
 @of_codecs
 @of_efforts
 def test_the_limit_is_the_same(library: native.NativeLibrary, row: TrellisType, kind: str, effort: str) -> None:
-    taken, refused = at_the_limit()
+    taken, refused = at_the_limit(row.format.block)
     np.testing.assert_array_equal(
         quantize(taken, row.format, effort=effort, codec=kind),
         library.quantize(taken, qtype=row.type, effort=effort, codec=kind),

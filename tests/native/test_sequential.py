@@ -25,14 +25,16 @@ from gguf_itq3s.calibration.text import read_text, windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.row_order import row_order
 from gguf_itq3s.cli import convert_main
+from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.layerwise import backward, run
 from gguf_itq3s.layerwise.backward import OutputFisher, sampled
+from gguf_itq3s.layerwise.finished import Finished
 from gguf_itq3s.layerwise.matrices import Matrix
 from gguf_itq3s.layerwise.run import Sequential
-from gguf_itq3s.layerwise.streams import Batches, Streams, split
+from gguf_itq3s.layerwise.streams import Batches, Share, Streams, split
 from gguf_itq3s.rounding import hessian, target
 from selection import some
 
@@ -50,8 +52,8 @@ def asked(model: Path, out: Path, **changes: Any) -> ConvertOptions:
 
 
 def matrices(path: Path) -> dict[str, bytes]:
-    """ITQ3_S tensors of a file."""
-    return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors if t.tensor_type == ITQ3_S}
+    """Trellis-coded tensors of a file."""
+    return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors if is_trellis(t.tensor_type)}
 
 
 def quiet(options: ConvertOptions) -> None:
@@ -112,13 +114,18 @@ def disturb(streams: Streams, after: Full, passages: range) -> None:
         after.model.model.layers[0].get_submodule(reader.path).weight.data.copy_(torch.from_numpy(weights))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_sums_are_those_of_two_whole_models(scaled: bool, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "scaled"), [("llama", False), ("llama", True), ("llama-short", True)])
+def test_the_sums_are_those_of_two_whole_models(
+    name: str, scaled: bool, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
     """In the basis of the file, whose columns may be scaled, with and without the windows that are held out."""
-    folder = uneven("llama")
-    factors = {256: np.linspace(0.5, 2, 256, dtype=np.float32), 512: np.linspace(3, 1, 512, dtype=np.float32)}
+    folder = uneven(name)
+    hidden, inner = (256, 512) if name == "llama" else (192, 320)
+    factors = {hidden: np.linspace(0.5, 2, hidden, dtype=np.float32), inner: np.linspace(3, 1, inner, dtype=np.float32)}
     streams, _, ids = streams_of_layer_0(
-        folder, tmp_path / "work", lambda reader: factors[512 if "down" in reader.name else 256] if scaled else None
+        folder,
+        tmp_path / "work",
+        lambda reader: factors[inner if "down" in reader.name else hidden] if scaled else None,
     )
     names = [[group.readers[0].name for group in passage] for passage in streams.passages]
     assert names == [[f"blk.0.{part}.weight"] for part in ("attn_q", "attn_output", "ffn_gate", "ffn_down")]
@@ -240,13 +247,13 @@ def test_rows_that_the_conversion_permutes_are_found() -> None:
 # ----------------------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama-short", "qwen3", "gemma", "mixtral"])
 def test_where_nothing_changes_the_result_is_that_of_a_calibration(
     name: str, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With x' = x, nothing held out and all tokens alike, the codes are those of --calibration on the same text."""
     everything = Batches(tuple(np.arange(10)[i : i + 4] for i in range(0, 10, 4)), ())
-    monkeypatch.setattr(run, "split", lambda *_: everything)
+    monkeypatch.setattr(run, "share", lambda *_: Share(np.arange(10), everything))
     monkeypatch.setattr(Streams, "put", lambda *_: None)
     monkeypatch.setattr(Streams, "_weighted", lambda *_: False)
     more: dict[str, Any] = {"damping": 0.01, "token_embedding_type": "f16"}
@@ -306,7 +313,7 @@ def test_the_damping_of_wide_hessians_is_searched_in_some_layers(
 ) -> None:
     own, calls = target.decompose, list[bool]()
 
-    def decompose(total: torch.Tensor, held: torch.Tensor | None, start: float) -> Any:
+    def decompose(total: torch.Tensor, held: torch.Tensor | None, start: float, *ranks: Any) -> Any:
         calls.append(held is not None)
         return own(total, held, start)
 
@@ -392,11 +399,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         return own(self, number, *rest)
 
-    def backward(self: Any, model: Any, number: int, *rest: Any) -> tuple[int, int]:
+    def backward(self: Any, model: Any, number: int, *rest: Any, **more: Any) -> tuple[int, int]:
         backwards.append(number)
         if len(backwards) == 2:
             raise KeyboardInterrupt
-        return own_backward(self, model, number, *rest)
+        return own_backward(self, model, number, *rest, **more)
 
     monkeypatch.setattr(Sequential, "_passage", passage)
     monkeypatch.setattr(OutputFisher, "_backward", backward)
@@ -409,6 +416,33 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert matrices(out) == matrices(tmp_path / "whole.gguf")
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"whole.gguf", "broken.gguf"}
+
+
+def test_behind_the_last_layer_nothing_runs_again(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while the file is written, a conversion goes on with that."""
+    folder = uneven("llama")
+    quiet(asked(folder, tmp_path / "whole.gguf"))
+    out = tmp_path / "x.gguf"
+    own = Finished.pieces
+
+    def pieces(self: Finished, name: str) -> Any:
+        if name == "blk.1.ffn_down.weight":
+            raise KeyboardInterrupt
+        return own(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finished, "pieces", pieces)
+        with pytest.raises(KeyboardInterrupt):
+            quiet(asked(folder, out))
+
+    def load(*_: Any) -> Any:
+        raise AssertionError("a layer is run again")
+
+    monkeypatch.setattr(LayeredModel, "load", load)
+    quiet(asked(folder, out))
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 def test_another_text_starts_anew(

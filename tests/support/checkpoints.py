@@ -22,8 +22,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     # Four query heads share a key/value head: attn_v gets more bits.
     "llama-gqa": ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 2}),
-    # 320 columns of ffn_down are blocks of 32 but not of 256.
+    # 320 columns of ffn_down are blocks of 64 but not of 256.
     "llama-odd": ("LlamaConfig", {"intermediate_size": 320}),
+    # No row is a multiple of 256, all are of 64, and heads share values.
+    "llama-short": ("LlamaConfig", {
+        "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "head_dim": 32,
+    }),
     # Layers enough for rules of the first eighth and sixteenth, and of every third.
     "llama-deep": ("LlamaConfig", {"num_hidden_layers": 18, "intermediate_size": 256}),
     "llama-rope": ("LlamaConfig", {

@@ -43,17 +43,17 @@ def all_rows(blocks: int = 80, seed: int = 1) -> dict[str, Rows]:
     return {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in rows.items()}
 
 
-def at_the_limit() -> tuple[Rows, Rows]:
-    """Blocks of finite weights as large as the encoders take, and of larger ones: float32 (m, 256) each.
+def at_the_limit(block: int = 256) -> tuple[Rows, Rows]:
+    """Blocks of finite weights as large as the encoders take, and of larger ones: float32 (m, block) each.
 
-    A rotated weight is at most the sum of the magnitudes over 16 and has to stay below 2**56.
+    A rotated weight is at most the sum of the magnitudes over the root of their number and has to stay below 2**56.
     """
-    rng = np.random.default_rng(6)
-    below = np.nextafter(np.float32(2.0**52), np.float32(0))
-    signs = rng.choice(np.array([-1, 1], dtype=np.float32), (8, 256))
-    one = np.zeros((2, 256), dtype=np.float32)
-    one[0, 7], one[1, 0] = np.nextafter(np.float32(2.0**60), np.float32(0)), -(2.0**59)
-    taken = [np.full((1, 256), below), below * signs, below * rng.random((8, 256), dtype=np.float32), one]
+    rng, root = np.random.default_rng(6), np.sqrt(block)
+    below = np.nextafter(np.float32(2.0**56 / root), np.float32(0))
+    signs = rng.choice(np.array([-1, 1], dtype=np.float32), (8, block))
+    one = np.zeros((2, block), dtype=np.float32)
+    one[0, 7], one[1, 0] = np.nextafter(np.float32(2.0**56 * root), np.float32(0)), -(2.0**55) * root
+    taken = [np.full((1, block), below), below * signs, below * rng.random((8, block), dtype=np.float32), one]
     largest = np.finfo(np.float32).max
-    refused = [np.full((1, 256), 2.0**52), np.full((1, 256), largest), largest * signs, 2 * one]
+    refused = [np.full((1, block), 2.0**56 / root), np.full((1, block), largest), largest * signs, 2 * one]
     return np.concatenate(taken).astype(np.float32), np.concatenate(refused).astype(np.float32)

@@ -34,9 +34,14 @@ EMULATE = ROOT / "tests" / "cuda" / "emulate"
 SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
 #: Our types; their places are their numbers in the C interfaces.
-TYPES = ("itq3_s", "tq1_0", "tq2_0", "itq2_s")
+TYPES = ("itq3_s", "tq1_0", "tq2_0", "itq2_s", "itq3_n", "itq2_n")
+#: Weights of a block.
+LENGTHS = dict.fromkeys(TYPES, 256) | {row.identifier: row.format.block for row in FAMILY.values()}
 #: Those whose blocks are rotated.
-ROTATED = tuple(qtype.name.lower() for qtype in FAMILY)
+ROTATED = tuple(row.identifier for row in FAMILY.values())
+#: Those with blocks of 256, and the others.
+LONG_BLOCKS = tuple(name for name in TYPES if LENGTHS[name] == 256)
+SHORT_BLOCKS = tuple(name for name in TYPES if LENGTHS[name] != 256)
 #: Architectures: asynchronous copies and dependent launches; the first tensor cores for int8; tiles of 128 rows without
 #: tensor cores; those of 64 rows.
 HOPPER, TURING, VOLTA, PASCAL = 900, 750, 700, 610
@@ -210,12 +215,10 @@ def build(folder: Path, architecture: int) -> Path:
     newest = architecture == HOPPER
     units: list[tuple[list[str], str, Sequence[str]]]
     units = [(strict, "ours", unit) for unit in (*(OURS_NEWEST if newest else []), *OURS)]
-    if newest:  # ours runs in the place of MMVQ
-        units += [(with_ours, "upstream", unit) for unit in (INSTANCES[:1], INSTANCES[1:], ["mmid.cu"])]
-        units += [(on_host, "upstream", ["mmvq.cu", "mmq.cu", "quantize.cu"])]
-    else:
-        units += [(with_ours, "upstream", unit) for unit in (INSTANCES, ["mmvq.cu", "mmid.cu"])]
-        units += [(on_host, "upstream", ["mmq.cu", "quantize.cu"])]
+    # ITQ3_S has more widths than the others.
+    instances = (INSTANCES[:1], INSTANCES[1:]) if newest else (INSTANCES,)
+    units += [(with_ours, "upstream", unit) for unit in (*instances, ["mmvq.cu", "mmid.cu"])]
+    units += [(on_host, "upstream", ["mmq.cu", "quantize.cu"])]
 
     library = kept_library(folder, architecture, compiler, repr((flags, units)))
     if library.exists():

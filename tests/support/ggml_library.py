@@ -15,6 +15,7 @@ from gguf_itq3s.codec.native import library_name, library_path
 
 ITQ3_S = 500
 Q8_K_H = 501
+Q8_N_H = 505
 Q3_K = 11
 Q8_K = 15
 

@@ -24,9 +24,9 @@ def second_moment(columns: int, rank: int, seed: int = 0) -> np.ndarray:
     return inputs.T @ inputs / rank
 
 
-def blocks_of(matrix: np.ndarray) -> np.ndarray:
-    """The diagonal blocks: (n, n) -> (n / 256, 256, 256)."""
-    return np.stack([matrix[i : i + 256, i : i + 256] for i in range(0, len(matrix), 256)])
+def blocks_of(matrix: np.ndarray, block: int = 256) -> np.ndarray:
+    """The diagonal blocks: (n, n) -> (n / block, block, block)."""
+    return np.stack([matrix[i : i + block, i : i + block] for i in range(0, len(matrix), block)])
 
 
 def rows(count: int, columns: int, seed: int = 0) -> np.ndarray:

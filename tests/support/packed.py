@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -21,7 +22,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Valid random blocks: every byte pattern of codes, scales that are numbers, zero-points where there are."""
     rng = np.random.default_rng(seed)
-    count = rows * columns // 256
+    count = rows * columns // gguf.GGML_QUANT_SIZES[qtype][0]
     if (row := FAMILY.get(qtype)) is not None:
         fmt = row.format
         data = rng.integers(0, 256, (count, fmt.block_bytes), dtype=np.uint8)

@@ -28,7 +28,7 @@ import torch
 import triton_shapes
 from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.torch import PackedExperts, PackedLinear, kernels, products, rotate
+from gguf_itq3s.torch import PackedExperts, PackedLinear, decode, kernels, products, rotate
 from gguf_itq3s.torch.experts import Stack
 from packed import TYPES, deviation, matrix, packed_rows
 from scripts.tables.torch_memory import StorageTracker, additional
@@ -57,8 +57,9 @@ def backward() -> dict[str, float]:
     found = {}
     for qtype in TYPES:
         for rows in (1, 17):
-            built, decoded = layer(qtype, 33, 512)
-            x, g = matrix(rows, 512, 1).requires_grad_(), matrix(rows, 33, 2)
+            columns = 2 * decode.LAYOUTS[qtype].block
+            built, decoded = layer(qtype, 33, columns)
+            x, g = matrix(rows, columns, 1).requires_grad_(), matrix(rows, 33, 2)
             built(x, path="triton").backward(g)
             assert x.grad is not None
             found[f"{qtype.name}/{rows}"] = deviation(x.grad, g, decoded.t())
@@ -102,8 +103,9 @@ def experts() -> dict[str, list[float]]:
 
 def rotation() -> dict[str, Any]:
     x = matrix(67, 768)
+    blocks = (64, 256)
     return {
-        "exact": bool(np.array_equal(rotate(x, "triton").numpy(), fwht(x.numpy()))),
+        "exact": all(np.array_equal(rotate(x, "triton", block).numpy(), fwht(x.numpy(), block)) for block in blocks),
         "bfloat16": float((rotate(x.bfloat16(), "triton").float() - rotate(x.bfloat16())).abs().max()),
         "empty": list(rotate(x[:0], "triton").shape),
     }
@@ -156,7 +158,7 @@ def others() -> dict[str, Any]:
     built, decoded = layer(TYPES[0], 5, 512)
     built.path = "triton"
     x = matrix(3, 512, 1).requires_grad_()
-    torch.library.opcheck(products._rotate, (x, True))
+    torch.library.opcheck(products._rotate, (x, 256, True))
     torch.library.opcheck(products._product, (x, built.weight, int(TYPES[0]), torch.float32, True))
     compiled = torch.compile(built, fullgraph=True, backend="aot_eager")(x)
     strided = matrix(512, 3, 1).t()

@@ -40,7 +40,10 @@ def main() -> None:
     found = {}
     for target in TARGETS:
         signature = {"x": "*fp16", "out": "*fp16", "blocks": "i32"}
-        found[f"{target.arch} rotate"] = compile_kernel(kernels._rotate_kernel, target, signature, ROWS=4)
+        for block in {kind.block for kind in decode.LAYOUTS.values() if kind.rotated}:
+            found[f"{target.arch} rotate {block}"] = compile_kernel(
+                kernels._rotate_kernel, target, signature, **kernels.rotation_options(block)
+            )
         signature = {"partial": "*fp32", "out": "*fp16", "count": "i32", "split": "i32"}
         found[f"{target.arch} sum"] = compile_kernel(kernels._sum_kernel, target, signature, SIZE=1024)
         for kind in decode.LAYOUTS.values():

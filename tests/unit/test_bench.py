@@ -33,7 +33,7 @@ def sections() -> dict[str, dict[str, Any]]:
     others = samples_of("products_1", "products_4", "products_512", "prompt", "prompt_all")
     others |= {"quantize": {"ITQ3_S": [29.0], "IQ3_S": [1.0], "ITQ3_S (numpy)": [2.0]}}
     others |= {"roofline": {"memory_1": [20.0], "memory_2": [40.0], "products": [500.0]}}
-    speeds = {name: {str(n): [float(n * (10 - i))] for n in columns.COLUMNS} for i, name in enumerate(columns.TYPES)}
+    speeds = {name: {str(n): [float(n * (20 - i))] for n in columns.COLUMNS} for i, name in enumerate(columns.TYPES)}
     speeds |= {"ITQ3_S (AVX2)": speeds["Q4_K"], "Q4_K (AVX2)": speeds["ITQ3_S"]}
     loads = {w: {n: [large.Run(2.0 + i, 1.0, 2**20)] for i, n in enumerate(loading.TYPES)} for w in loading.WAYS}
     threads = {"gguf-itq3s convert": {"1": [large.Run(6.0, 6.0, 1)], "2": [large.Run(4.0, 8.0, 1)]}}
@@ -116,10 +116,10 @@ def test_page(recorded: Path) -> None:
     assert "| ITQ3_S | 15.0 | 15.0 | 70% | 15.0 | 15.0 | 70% |" in text
     assert "first: 256 MiB of weights; readers of them, medians by type: 1 thread 21.0 to 23.0 GB/s" in text
     assert "| products_1 | ITQ3_S over Q3_K | 2.8 | 0.50 (missed) | |" in text
-    assert "| first | ITQ3_S | 10.0 | 20.0 | 40.0 |" in text
-    speed = 10 - columns.TYPES.index("Q4_K")
-    assert f"| second | Q4_K | {10 / speed:.2f} | {10 / speed:.2f} |" in text
-    assert f"| second | Q4_K (AVX2) | {speed / 10:.2f} |" in text
+    assert "| first | ITQ3_S | 20.0 | 40.0 | 80.0 |" in text
+    speed = 20 - columns.TYPES.index("Q4_K")
+    assert f"| second | Q4_K | {20 / speed:.2f} | {20 / speed:.2f} |" in text
+    assert f"| second | Q4_K (AVX2) | {speed / 20:.2f} |" in text
     # 15 tokens/s of a model of 1 GB
     assert "| ITQ3_S | 3% | 3% | 75% | 38% |" in text and "| ITQ3_S | 49 |" in text
     assert "| default | ITQ3_S | 2 | 2.00 | 0.50 | 1 | 1.00 | 2.00 | 0.50 | 1 | 1.00 |" in text

@@ -48,7 +48,7 @@ def test_options_reach_cmake(cmake: Path, monkeypatch: pytest.MonkeyPatch, capsy
         f"-S|{ROOT / 'ggml-patch'}|-B|{out / 'cmake'}|-DCMAKE_BUILD_TYPE=Release|{settings}",
         f"--build|{out / 'cmake'}|{settings}",
     ]
-    assert capsys.readouterr().out == f"llama.cpp with ITQ3_S, ITQ2_S is in {out / 'bin'}\n"
+    assert capsys.readouterr().out == f"llama.cpp with ITQ3_S, ITQ2_S, ITQ3_N, ITQ2_N is in {out / 'bin'}\n"
 
 
 def test_an_installed_package_builds_below_the_cache(

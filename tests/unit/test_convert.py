@@ -33,7 +33,8 @@ from gguf_itq3s.checkpoint import patches, policy, reading
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
-from gguf_itq3s.codec.types import ITQ2_S, ITQ3_S
+from gguf_itq3s.codec.family import trellis_type
+from gguf_itq3s.codec.types import ITQ2_N, ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
@@ -56,7 +57,7 @@ def test_f16_equals_upstreams_file(name: str, checkpoint: Make, f16: Make, tmp_p
 
 @pytest.mark.parametrize("name", some(ARCHITECTURES, lambda name: name == "llama", pytest.mark.slow))
 def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    """Every ITQ3_S tensor holds the codec's bytes for the weights; everything else is as in the F16 file."""
+    """Every ITQ3_S or ITQ3_N tensor holds the codec's bytes for the weights; all else is as in the F16 file."""
     out = tmp_path / "out.gguf"
     effort = "default" if name == "llama" else "fast"  # what differs between architectures does not depend on it
     convert(ConvertOptions.of(checkpoint(name), out, effort=effort, native=False, fold_norms=False))
@@ -65,12 +66,13 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
     coded = 0
     for tensor_name, tensor in made.items():
         assert tensor.shape.tolist() == stored[tensor_name].shape.tolist()
-        if tensor.tensor_type == ITQ3_S:
+        if tensor.tensor_type in (ITQ3_S, ITQ3_N):
+            fmt = trellis_type(tensor.tensor_type).format
             # The weights are bfloat16 of magnitude 0.1: exact in float16 but for a few subnormal ones.
             weights = stored[tensor_name].data.astype(np.float32)
-            error = np.square(dequantize(tensor.data) - weights).sum() / np.square(weights).sum()
+            error = np.square(dequantize(tensor.data, fmt=fmt) - weights).sum() / np.square(weights).sum()
             assert error < 0.0235, tensor_name
-            np.testing.assert_array_equal(tensor.data, quantize(weights, effort=effort), err_msg=tensor_name)
+            np.testing.assert_array_equal(tensor.data, quantize(weights, fmt, effort=effort), err_msg=tensor_name)
             coded += 1
         elif tensor.tensor_type == stored[tensor_name].tensor_type:
             np.testing.assert_array_equal(tensor.data, stored[tensor_name].data)
@@ -81,7 +83,8 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
     }
     assert ours["general.file_type"] == 500
     assert ours["general.quantization_version"] == gguf.GGML_QUANT_VERSION
-    assert (ours["itq3s.version"], ours["itq3s.codec"], ours["itq3s.effort"]) == (1, "trellis", effort)
+    version = 2 if any(tensor.tensor_type == ITQ3_N for tensor in made.values()) else 1
+    assert (ours["itq3s.version"], ours["itq3s.codec"], ours["itq3s.effort"]) == (version, "trellis", effort)
     assert ours["itq3s.calibrated"] is False
     field = gguf.GGUFReader(out).fields["itq3s.version"]
     assert field.types == [gguf.GGUFValueType.UINT32]
@@ -122,12 +125,21 @@ def test_without_the_library_other_types_become_q8_0(
     monkeypatch.setattr(native, "load", lambda: None)
     convert(ConvertOptions.of(checkpoint("llama-odd"), tmp_path / "out.gguf", effort="fast"))
     made = types(tmp_path / "out.gguf")
-    assert made["output.weight"] == made["blk.0.ffn_down.weight"] == Type.Q8_0
+    assert made["output.weight"] == Type.Q8_0 and made["blk.0.ffn_down.weight"] == ITQ3_N
     assert made["blk.0.attn_q.weight"] == ITQ3_S
+    message = capsys.readouterr().err
+    assert message.count("note: without the built library: Q6_K -> Q8_0;") == 1
+    assert message.count("warning") == 0
+    said = "2 matrices whose rows are no multiple of 256 are in ITQ3_N: 3.25 bits a weight where IQ4_NL has 4.5; "
+    assert f"{said}25.00 KiB saved\n" in message
+    assert metadata(tmp_path / "out.gguf")["itq3s.version"] == 2
+    convert(ConvertOptions.of(checkpoint("llama-odd"), tmp_path / "old.gguf", effort="fast", fallback="iq4_nl"))
+    assert types(tmp_path / "old.gguf")["blk.0.ffn_down.weight"] == Type.Q8_0
     message = capsys.readouterr().err
     assert message.count("note: without the built library: IQ4_NL -> Q8_0, Q6_K -> Q8_0") == 1
     assert message.count("warning") == 1
     assert "blk.1.ffn_down.weight: 320 columns, ITQ3_S -> Q8_0" in message
+    assert metadata(tmp_path / "old.gguf")["itq3s.version"] == 1
 
 
 @pytest.mark.parametrize("name", some(["llama", "mixtral"], lambda name: name == "llama", pytest.mark.slow))
@@ -231,14 +243,39 @@ def small_model(**changes: object) -> policy.Model:
 @pytest.mark.parametrize(
     "columns,target,expected",
     [
-        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, Type.IQ4_NL), (300, ITQ3_S, Type.F16),
-        (256, ITQ2_S, ITQ2_S), (320, ITQ2_S, Type.IQ4_NL), (300, ITQ2_S, Type.F16),
+        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, ITQ3_N), (352, ITQ3_S, Type.IQ4_NL), (300, ITQ3_S, Type.F16),
+        (256, ITQ2_S, ITQ2_S), (320, ITQ2_S, ITQ2_N), (352, ITQ2_S, Type.IQ4_NL), (300, ITQ2_S, Type.F16),
+        (256, ITQ3_N, ITQ3_N), (320, ITQ3_N, ITQ3_N), (352, ITQ3_N, Type.IQ4_NL), (300, ITQ3_N, Type.F16),
         (320, Type.TQ2_0, Type.Q8_0), (300, Type.TQ1_0, Type.F16),
     ],
 )  # fmt: skip
 def test_fallbacks(columns: int, target: Type, expected: Type) -> None:
     choice = policy.choose("blk.0.ffn_up.weight", (64, columns), Type.F16, target, small_model())
     assert choice == policy.Choice(expected, target)
+
+
+@pytest.mark.parametrize(
+    "columns,target,expected",
+    [
+        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, Type.IQ4_NL), (320, ITQ2_S, Type.IQ4_NL), (320, ITQ3_N, ITQ3_N),
+        (352, ITQ3_N, Type.IQ4_NL), (300, ITQ3_S, Type.F16), (320, Type.TQ2_0, Type.Q8_0),
+    ],
+)  # fmt: skip
+def test_a_type_of_llama_cpp_may_be_asked_for_in_place_of_a_trellis_type(
+    columns: int, target: Type, expected: Type
+) -> None:
+    assert policy.fit(target, columns, "iq4_nl") == expected
+    shape, named = (64, columns), policy.Overrides(patterns=[("ffn_up", target)])
+    choice = policy.choose(
+        "blk.0.ffn_up.weight", shape, Type.F16, Type.Q8_0, small_model(), overrides=named, fallback="iq4_nl"
+    )
+    assert choice == policy.Choice(expected, target)
+
+
+def test_every_chain_of_fallbacks_ends() -> None:
+    for wanted in policy.FALLBACKS:
+        assert policy.fit(wanted, 31) == Type.F16
+        assert gguf.GGML_QUANT_SIZES[policy.fit(wanted, 32)][0] <= 32
 
 
 def test_models_of_70b_get_more_bits_for_attn_v() -> None:

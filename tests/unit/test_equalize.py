@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
+from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
 from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
@@ -45,6 +45,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"pad_token_id": 0}),
     "granite": ("GraniteConfig", {}),
     "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
+    "llama-short": ARCHITECTURES["llama-short"],
 }
 EXACT = [name for name in (*FAMILIES, *MIXTURES, *OTHERS) if name not in ("ernie-moe", "granite-moe", "llama-tied")]
 
@@ -122,7 +123,7 @@ def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str
     return done
 
 
-@pytest.mark.parametrize("name", some(EXACT, lambda name: name in ONE_OF_A_KIND, pytest.mark.slow))
+@pytest.mark.parametrize("name", some(EXACT, lambda name: name in (*ONE_OF_A_KIND, "llama-short"), pytest.mark.slow))
 def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path]) -> None:
     """In float64, with factors of 2^-2.5 to 2^2.5 on every channel that can be rescaled."""
     checkpoint = open_checkpoint(model_of(name))
@@ -162,25 +163,29 @@ def test_one_factor_in_the_wrong_place_is_seen(model_of: Callable[[str], Path]) 
 # ---------------------------------------------------------------------------------------------------- the best factors
 
 
-def test_the_factors_are_the_best() -> None:
+@pytest.mark.parametrize("columns,block", [(512, 256), (320, 64)])
+def test_the_factors_are_the_best(columns: int, block: int) -> None:
     rng = np.random.default_rng(0)
-    w, a = np.exp(rng.standard_normal((2, 512)) * 2)
+    w, a = np.exp(rng.standard_normal((2, columns)) * 2)
     t = np.exp(2 * equalize.logarithms(w, a))
     least = equalize.cost(w / t, a * t)
-    blocks = np.sqrt(w * a).reshape(2, 256).sum(axis=1)
+    blocks = np.sqrt(w * a).reshape(-1, block).sum(axis=1)
     assert least == pytest.approx(blocks @ blocks) and least < 0.5 * equalize.cost(w, a)
     # Other powers of the two are worse, and where one is 0 it does not count.
     assert equalize.cost(w / (t**2), a * t**2) > 1.5 * least
     np.testing.assert_allclose(
-        equalize.logarithms(w, a, powers=(2, 0)), equalize.logarithms(w, np.ones(512), powers=(2, 1))
+        equalize.logarithms(w, a, powers=(2, 0)), equalize.logarithms(w, np.ones(columns), powers=(2, 1))
     )
 
 
-@pytest.mark.parametrize(("head", "repeats"), [(128, 6), (64, 1), (64, 4), (32, 2)])
-def test_shared_factors_are_the_best(head: int, repeats: int) -> None:
-    """No step away from them, along any of many directions, costs less."""
+@pytest.mark.parametrize(
+    ("head", "repeats", "columns"),
+    [(128, 6, 1536), (64, 1, 1536), (64, 4, 1536), (32, 2, 1536), (32, 2, 192), (64, 3, 192)],
+)
+def test_shared_factors_are_the_best(head: int, repeats: int, columns: int) -> None:
+    """No step away from them, along any of many directions, costs less; in blocks of 64 too."""
     rng = np.random.default_rng(1)
-    heads = 768 // head // repeats * 2
+    heads = columns // head // repeats
     channel = np.broadcast_to(
         np.arange(heads * head).reshape(heads, 1, head), (heads, repeats, head)
     ).reshape(-1)  # fmt: skip
@@ -192,12 +197,12 @@ def test_shared_factors_are_the_best(head: int, repeats: int) -> None:
         t = np.exp(2 * u[channel])
         return equalize.cost(w / t, a * t)
 
-    least = cost(found)
-    assert least < 0.95 * equalize.cost(w, a)
+    lowest = cost(found)
+    assert lowest < 0.95 * equalize.cost(w, a)
     for _ in range(200):
         step = rng.standard_normal(found.size)
-        assert cost(found + 1e-3 * step) > least * (1 - 1e-7)
-        assert cost(found + 0.1 * step) > least
+        assert cost(found + 1e-3 * step) > lowest * (1 - 1e-7)
+        assert cost(found + 0.1 * step) > lowest
 
 
 def test_columns_of_zeros_do_no_harm() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from distributions import smooth
 from gguf_itq3s.codec import scale
@@ -87,18 +88,34 @@ def test_c_has_the_same_types() -> None:
     assert listed == [", ".join(map(str, row)) for row in expected]
 
 
+def test_c_has_the_same_mixes() -> None:
+    """Names of file types, mixes and fallbacks stand once in C, in itq-mix.h, in the order of the table."""
+    listed = re.findall(r"^ +X\((.+)\)", (SOURCES.parent / "llama" / "itq-mix.h").read_text(), re.MULTILINE)
+    expected = [
+        f'{row.name}, "{row.format.bits_per_weight:g}", {row.follows.name.removeprefix("MOSTLY_")}, '
+        f"{row.in_mix.get(Type.Q2_K, Type.Q2_K).name}, {row.fallback.name}"
+        for row in FAMILY.values()
+    ]
+    assert listed == expected and all(set(row.in_mix) <= {Type.Q2_K} for row in FAMILY.values())
+
+
 @pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 def test_c_has_the_same_levels_and_start_scales(row: TrellisType) -> None:
     """They stand once in C, in ggml-itq.h and itq-lanes.h."""
 
     header, lanes = ((SOURCES / name).read_text() for name in ("ggml-itq.h", "itq-lanes.h"))
-    levels = re.search(rf"^#define {row.name}_LEVELS {{ (.*) }}$", header, re.MULTILINE)
+    # A type has those of another by its name.
+    same = re.search(rf"^#define {row.name}_LEVELS (\w+)_LEVELS$", header, re.MULTILINE)
+    of_levels = same[1] if same else row.name
+    levels = re.search(rf"^#define {of_levels}_LEVELS {{ (.*) }}$", header, re.MULTILINE)
     assert levels and list(map(int, levels[1].split(", "))) == row.format.levels.tolist()
-    # How many each effort tries, and the RMS in level units at each.
-    defined = re.search(rf"^#define {row.name}_STARTS[\\\s]+{{ (.*?) }}, {{(.*?)}}", lanes, re.MULTILINE | re.DOTALL)
+    # What they go by, how many each effort tries, and what that is in level units at each.
+    starts = rf"^#define {row.name}_STARTS[\\\s]+(\w+), {{ (.*?) }}, {{(.*?)}}"
+    defined = re.search(starts, lanes, re.MULTILINE | re.DOTALL)
     assert defined
-    assert list(map(int, defined[1].split(", "))) == [len(starts) for starts in row.format.starts.values()]
-    quotients = re.findall(r"\(float\) \(([\d.]+) / ([\d.]+)\)", defined[2])
-    rms = [np.float32(float(above) / float(below)) for above, below in quotients]
-    assert rms == list(row.format.start_rms("default"))
-    assert rms[:1] == list(row.format.start_rms("fast"))
+    assert defined[1] == ("false" if row.format.peak_in_levels is None else "true")
+    assert list(map(int, defined[2].split(", "))) == [len(starts) for starts in row.format.starts.values()]
+    quotients = re.findall(r"\(float\) \(([\d.]+) / ([\d.]+)\)", defined[3])
+    magnitudes = [np.float32(float(above) / float(below)) for above, below in quotients]
+    assert magnitudes == list(row.format.start_levels("default"))
+    assert magnitudes[:1] == list(row.format.start_levels("fast"))

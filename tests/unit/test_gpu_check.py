@@ -24,6 +24,9 @@ from scripts.check.gpu import report
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "check" / "gpu"
 
+#: Cases of an operation and a type that the made-up test-backend-ops passes.
+CASES = 30
+
 #: One program that plays all of them, by the name it is called by. FAULTS holds lines "WORD VALUE".
 PROGRAM = r"""#!PYTHON -IS
 import os, re, sys
@@ -91,8 +94,8 @@ elif name == "test-backend-ops":
                 row("OP", f"name={case},type=f32", 1, 1, 10.0, 3000.0)
     else:
         for op in after("-o").split(","):
-            for kind in ("itq3_s", "itq2_s", "tq1_0", "tq2_0"):
-                for n in range(0 if faults.get("no-cases") in (op, f"{op}:{kind}") else 30):
+            for kind in ("itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq1_0", "tq2_0"):
+                for n in range(0 if faults.get("no-cases") in (op, f"{op}:{kind}") else CASES_OF_A_TYPE):
                     row(op, f"type_a={kind},type_b=f32,m=67,n={n},k=768", 1, 1, 0.0, 0.0)
 elif name == "llama-perplexity":
     key = " ".join(args[args.index("-t") + 2:])
@@ -120,8 +123,8 @@ GGML = r"""
 #include <stddef.h>
 #include <string.h>
 static const char * names[] = { "f32", "f16", "itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s",
-    "q6_K", "q3_K", "q2_K", "iq2_xxs" };
-const char * ggml_type_name(int type) { return type < 12 ? names[type] : NULL; }
+    "q6_K", "q3_K", "q2_K", "iq2_xxs", "itq3_n", "itq2_n" };
+const char * ggml_type_name(int type) { return type < 14 ? names[type] : NULL; }
 const char * ggml_op_name(int op) { return op == 7 ? "MUL_MAT" : op == 9 ? "CONT" : "OTHER"; }
 size_t ggml_row_size(int type, int64_t n) { return type == 0 ? 4 * n : type == 1 ? 2 * n : 100 * n / 256; }
 _Bool ggml_quantize_requires_imatrix(int type) { return type < 0; }
@@ -156,6 +159,7 @@ class Machine:
         for name in ("bash", "env"):
             (self.path / name).symlink_to(self.find(name))
         text = PROGRAM.replace("PYTHON", sys.executable, 1).replace("HERE_FOLDER", str(folder))
+        text = text.replace("CASES_OF_A_TYPE", str(CASES))
         for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "glslc", "compute-sanitizer", *FORBIDDEN):
             self.script(f"path/{name}", text)
         for name in BUILT:
@@ -249,7 +253,8 @@ def test_everything_in_order(machine: Machine, ggml_base: Path) -> None:
     assert order == sorted(order)
     assert {p.name for p in (machine.out / "logs").iterdir()} == {f"{name}.log" for name in ALL}
     text = (machine.out / "gpu_check.md").read_text()
-    assert "Made Up" in text and "| MUL_MAT-nopdl | tq2_0 | 30 | 0 | 0 |" in text and "| racecheck | 0 | 360 |" in text
+    assert "Made Up" in text and "| MUL_MAT-nopdl | tq2_0 | 30 | 0 | 0 |" in text
+    assert f"| racecheck | 0 | {CASES * len(report.SANITIZED) * len(report.TYPES)} |" in text
     assert "| batch24 | 80.0000 | +0.000% |" in text and "| 1 column, ITQ3_S over Q4_K | 1.3x | 1x | no |" in text
     assert "| tq1_0 | 100.0 | 100.0 |" in text and "| itq3_s-noshare | 100.0 | 100.0 |" in text
     assert not list((machine.folder / "work").glob("*.gguf"))

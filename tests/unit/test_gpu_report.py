@@ -86,7 +86,7 @@ def test_cells_are_ratios_of_times(tmp_path: Path) -> None:
         57344 * 8192 * 100 / 256 / 100e-6 / 1e12, rel=0.01
     )
     assert "Made Up" in text and "(read and written): 1000 GB/s" in text
-    assert "| columns 1 | 100.00 |  |  |  | 130.00 | 105.00 |  |  |  | 60.00 |" in text
+    assert "| columns 1 | 100.00 |  |  |  |  |  | 130.00 | 105.00 |  |  |  | 60.00 |" in text
 
 
 @pytest.mark.parametrize("time", [0.0, math.nan, math.inf])
@@ -189,7 +189,7 @@ def test_sanitizer_needs_a_summary_without_errors_and_cases(tmp_path: Path) -> N
     write(tmp_path, "sanitizer-synccheck", cases)
     assert report.sanitizer_problems(tmp_path) == ["racecheck: 2 errors", "synccheck: no summary"]
     text = run(tmp_path)[1]
-    for row in ("| memcheck | 0 | 12 |", "| racecheck | 2 | 12 |", "| synccheck | no summary | 12 |"):
+    for row in ("| memcheck | 0 | 18 |", "| racecheck | 2 | 18 |", "| synccheck | no summary | 18 |"):
         assert row in text
 
 

@@ -10,11 +10,12 @@ import gguf
 import numpy as np
 import pytest
 
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
-from gguf_itq3s.codec.types import ITQ2_S, ITQ3_S
+from gguf_itq3s.codec.types import ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.inspect import contents, verify
 from selection import some
 
@@ -220,3 +221,35 @@ def test_a_missing_tensor_and_another_shape_are_errors(tmp_path: Path, capsys: p
     writer.close()
     assert main(["verify", str(tmp_path / "short.gguf"), "--against", str(one)]) == 1
     assert main(["verify", str(one), "--against", str(tmp_path / "short.gguf")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "row", "said"),
+    [
+        (3, ITQ3_S, "has itq3s.version 3, this program reads 1 and 2"),
+        (0, ITQ3_S, "has itq3s.version 0, this program reads 1 and 2"),
+        ("1", ITQ3_S, "has itq3s.version '1', this program reads 1 and 2"),
+        (1, ITQ3_N, "has itq3s.version 1, which has no ITQ3_N"),
+        (1, ITQ3_S, ""), (2, ITQ3_S, ""), (2, ITQ3_N, ""), (None, ITQ3_N, ""),
+    ],
+)  # fmt: skip
+def test_a_version_that_does_not_fit_is_refused(
+    version: int | str | None, row: gguf.GGMLQuantizationType, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    if isinstance(version, str):
+        writer.add_string("itq3s.version", version)
+    elif version is not None:
+        writer.add_uint32("itq3s.version", version)
+    writer.add_tensor("t", blocks.quantize(np.zeros((2, 256)), FAMILY[row].format), raw_dtype=row)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if said:
+        for read in (contents.inspect_file, lambda path: verify.compare(path, path)):
+            with pytest.raises(UserError, match=said):
+                read(path)
+    else:
+        assert contents.inspect_file(path)["tensors"][0]["type"] == row.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.codec.trellis import search
 from gguf_itq3s.rounding import hessian, ldlq
-from hessians import SEARCHES, rows, second_moment
+from hessians import SEARCHES, blocks_of, rows, second_moment
 from selection import some
 
 ROWS = list(FAMILY.values())
@@ -20,7 +22,7 @@ of_types = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def rotated_error(weights: np.ndarray, data: np.ndarray, row: TrellisType) -> np.ndarray:
-    return fwht(blocks.dequantize(data, fmt=row.format) - weights)
+    return fwht(blocks.dequantize(data, fmt=row.format) - weights, row.format.block)
 
 
 @pytest.mark.slow
@@ -55,9 +57,14 @@ def test_much_better_where_inputs_are_correlated(row: TrellisType) -> None:
 
 @of_types
 @pytest.mark.parametrize("effort", some(blocks.EFFORTS, lambda effort: effort == "fast", pytest.mark.slow))
-@pytest.mark.parametrize("h", [np.eye(512), np.stack([np.eye(256)] * 2) * 3, np.zeros((512, 512))])
-def test_identity_is_plain_rounding(h: np.ndarray, effort: str, row: TrellisType) -> None:
-    weights = rows(20, 512)
+@pytest.mark.parametrize(
+    "form", [lambda eye, _: eye, lambda eye, block: blocks_of(eye, block) * 3, lambda eye, _: eye * 0],
+    ids=["full", "block", "zero"],
+)  # fmt: skip
+def test_identity_is_plain_rounding(
+    form: Callable[[np.ndarray, int], np.ndarray], effort: str, row: TrellisType
+) -> None:
+    weights, h = rows(20, 512), form(np.eye(512), row.format.block)
     data = ldlq.quantize(weights, hessian.factorize(h), ldlq.Search(effort=effort), qtype=row.type)
     np.testing.assert_array_equal(data, blocks.quantize(weights, row.format, effort=effort))
 
@@ -80,7 +87,11 @@ def test_levels_are_those_of_the_selectors(row: TrellisType) -> None:
     feedback = hessian.factorize(h)
     for options in SEARCHES:
         indices, selectors = ldlq.search(
-            np.ascontiguousarray(fwht(weights).T) * 1200, feedback.feedback, feedback.weight, options, row.format
+            np.ascontiguousarray(fwht(weights, row.format.block).T) * 1200,
+            feedback.feedback,
+            feedback.weight,
+            options,
+            row.format,
         )
         np.testing.assert_array_equal(row.format.trellis.subsets(selectors), indices & 3)
 
@@ -88,13 +99,14 @@ def test_levels_are_those_of_the_selectors(row: TrellisType) -> None:
 @of_types
 def test_scale_is_the_best_for_its_levels(row: TrellisType) -> None:
     """Refitted under the Hessian: no other scale has less cost."""
-    weights, h = rows(6, 256), second_moment(256, 100) + 0.01 * np.eye(256)
+    length = row.format.block
+    weights, h = rows(6, length), second_moment(length, 100) + 0.01 * np.eye(length)
     factor = hessian.factorize(h, 1e-6)
     data = ldlq.quantize(weights, factor, qtype=row.type)
     indices, _, d, _ = blocks.unpack(data, row.format)
     for number in range(len(weights)):
         levels = row.format.levels[indices[:, number]].astype(np.float64) / 32
-        x = fwht(weights[number]).astype(np.float64)
+        x = fwht(weights[number], length).astype(np.float64)
         best = (levels @ h @ x) / (levels @ h @ levels)
         assert float(d[number]) == pytest.approx(best, rel=2e-3)
 
@@ -106,7 +118,9 @@ def test_edge_rows(row: TrellisType) -> None:
     zero = np.zeros((3, 256), dtype=np.float32)
     assert not ldlq.quantize(zero, factor, qtype=row.type).any()
     assert not ldlq.quantize(zero + np.float32(1e-12), factor, qtype=row.type).any()
-    assert ldlq.quantize(np.zeros((0, 256)), factor, qtype=row.type).shape == (0, row.format.block_bytes)
+    assert ldlq.quantize(np.zeros((0, 256)), factor, qtype=row.type).shape == (
+        0, 256 // row.format.block * row.format.block_bytes,
+    )  # fmt: skip
     for bad in (np.nan, np.inf, 1e30):
         with pytest.raises(ValueError, match="NaN, infinite"):
             ldlq.quantize(np.full((1, 256), bad), factor, qtype=row.type)

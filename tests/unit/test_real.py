@@ -214,7 +214,7 @@ def test_texts_by_option_environment_or_neither(tmp_path: Path, monkeypatch: pyt
 
 # ---------------------------------------------------------------------------------------------------------- names
 
-ROWS = {row.key: row for row in (*layer_rows(), *mix_rows())}
+ROWS = {row.key: row for row in (*layer_rows(short=True), *mix_rows(short=True))}
 
 
 @pytest.fixture
@@ -292,6 +292,9 @@ def test_rows_are_chosen_by_pattern() -> None:
         real.chosen(every, ["nothing"])
     assert len(ROWS) == len(every)
     assert set(real.QUICK_ROWS) | set(real.SUMMARY) <= set(ROWS) and len(real.QUICK_ROWS) == 6
+    long = {row.key for row in (*layer_rows(), *mix_rows())}
+    assert not {key for key in long if "_n" in key} and set(real.QUICK_ROWS) | set(real.SUMMARY) <= long <= set(ROWS)
+    assert {"itq3_n-fisher", "mix-itq3_n-fisher", "mix-q3_k_s-imatrix", "mix-iq4_nl-imatrix"} <= set(ROWS) - long
     assert {name for _, above, below in pages.RATIOS for name in (above, *below)} <= set(ROWS)
 
 

@@ -1,7 +1,7 @@
 """Where the project asks for one trellis type by name: the registry and the kernels may, other places are listed here.
 
-A further type is a row of ``gguf_itq3s/codec/family.py`` and of ``ggml-itq-types.h``, its format, and what its kernels
-need. Every other place that names one is a branch that the next type has to be added to by hand.
+A further type is a row of ``gguf_itq3s/codec/family.py``, of ``ggml-itq-types.h`` and of ``itq-mix.h``, its format, and
+what its kernels need. Every other place that names one is a branch that the next type has to be added to by hand.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ REGISTRY = {
 BRANCHES = {
     # The name of the quantization method in config.json, which is that of the first type and stands in files.
     "gguf_itq3s/checkpoint/rescaling.py": 1,
-    # llama.cpp's table of file types: their names, the type of most tensors, the type of a file.
-    "ggml-patch/patches/0005-llama-ftype.patch": 6,
-    # Which mix of llama-quantize a file type follows, and what takes the place of Q2_K in it.
-    "ggml-patch/src/llama/itq-mix.h": 3,
 }
 
 NAMES = re.compile(rf"(?:MOSTLY_)?(?:{'|'.join(row.name for row in FAMILY.values())})(?:_[A-Z]+)?", re.IGNORECASE)

@@ -117,6 +117,19 @@ def test_the_matrices_are_those_of_packed_layers() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_each_stack_has_the_blocks_of_its_columns(path: str) -> None:
+    """ITQ3_S where it fits, ITQ3_N where it does not."""
+    first, down = random(3, 2 * 320, 256) / 20, random(3, 256, 320, seed=1) / 20
+    layer = PackedExperts.from_weights(first, down, gate, effort="fast")
+    assert [stack.qtype.name for stack in layer.stacks.values() if stack.qtype] == ["ITQ3_S", "ITQ3_N"]
+    assert torch.equal(layer.down_proj[1], PackedLinear.from_weight(down[1], effort="fast").weight)
+    x, index, routing = routed(3, 256)
+    expected = plain(decoded(layer), x, index, routing)
+    with use_path(path):
+        assert error(layer(x, index, routing), expected) < 2e-6
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None:
     layer = built()
@@ -180,9 +193,9 @@ def test_shapes_and_mistakes() -> None:
     assert torch.equal(layer(x.view(1, TOKENS, HIDDEN), index, routing), y[None])
     with pytest.raises(ValueError, match="do not match 5 matrices of 512 columns"):
         layer(x[:, :256], index, routing)
-    with pytest.raises(ValueError, match="rows must be a multiple of 256 long, not 300"):
+    with pytest.raises(ValueError, match="ITQ3_N rows must be a multiple of 64 long, not 300"):
         PackedExperts(2, {"up_proj": Stack(256, 300, ITQ3_S), "down_proj": Stack(300, 256)}, torch.relu)
-    with pytest.raises(ValueError, match="a residual pass follows ITQ3_S"):
+    with pytest.raises(ValueError, match="a residual pass follows one of ITQ3_S"):
         PackedExperts(2, {"up_proj": Stack(256, 256, TQ2_0, ITQ3_S), "down_proj": Stack(256, 256)}, torch.relu)
     with pytest.raises(ValueError, match="stacks of matrices are needed; the shapes are"):
         PackedExperts.from_weights(random(4, 256), random(4, 256), gate)
@@ -238,9 +251,9 @@ def test_the_rotation_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     own = products.rotate
 
-    def watched(x: torch.Tensor, path: str | None = None) -> torch.Tensor:
+    def watched(x: torch.Tensor, path: str | None, block: int) -> torch.Tensor:
         shapes.append(tuple(x.shape))
-        return own(x, path)
+        return own(x, path, block)
 
     monkeypatch.setattr(products, "rotate", watched)
     layer = built()

@@ -39,6 +39,10 @@ from packed import TYPES, deviation, matrix, packed_rows
 DATA = Path(__file__).resolve().parents[1] / "data"
 #: From the exact product in float32, of |x| |w|: half of what two paths may differ by.
 TOLERANCE = 1e-6
+#: Lengths of blocks that are rotated.
+BLOCKS = sorted({row.format.block for row in FAMILY.values()})
+#: Types whose rows may be no multiple of 256, and what they take the place of then.
+SHORT = {row.fallback: row.type for row in FAMILY.values() if is_trellis(row.fallback)}
 
 
 def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tolerance: float = TOLERANCE) -> None:
@@ -72,20 +76,25 @@ def test_dequantized_bits_are_those_of_the_codec(qtype: Type) -> None:
         np.testing.assert_array_equal(decoded, expected)
 
 
-def test_rotation_is_the_codecs_and_its_own_inverse() -> None:
-    x = matrix(3, 768)
-    np.testing.assert_allclose(rotate(x).numpy(), fwht(x.numpy()), atol=2e-6)
-    torch.testing.assert_close(rotate(rotate(x)), x)
-    integers = torch.randint(-63, 64, (4, 256)).float()
-    assert torch.equal(transform.fwht(integers) * 16, torch.from_numpy(fwht(integers.numpy())) * 16)
-    assert rotate(x.bfloat16()).dtype == torch.float32
-    with pytest.raises(ValueError, match=r"\(3, 100\) is not a multiple of 256"):
-        rotate(x[:, :100])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_rotation_is_the_codecs_and_its_own_inverse(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = matrix(3, 3 * block)
+    rotated = rotate(x, block=block)
+    np.testing.assert_allclose(rotated.numpy(), fwht(x.numpy(), block), atol=2e-6)
+    torch.testing.assert_close(rotate(rotated, block=block), x)
+    integers = torch.randint(-63, 64, (4, block)).float()
+    assert torch.equal(transform.fwht(integers, block), torch.from_numpy(fwht(integers.numpy(), block)))
+    assert rotate(x.bfloat16(), block=block).dtype == torch.float32
+    monkeypatch.setattr(transform, "PIECE", 2 * block)
+    assert torch.equal(rotate(x, block=block), rotated)
+    with pytest.raises(ValueError, match=rf"\(3, {block // 2}\) is not a multiple of {block}"):
+        rotate(x[:, : block // 2], block=block)
 
 
-def test_gradient_of_the_rotation() -> None:
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradient_of_the_rotation(block: int) -> None:
     x = matrix(2, 256).double().requires_grad_()
-    assert torch.autograd.gradcheck(rotate, x, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, block=block), x, fast_mode=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -93,7 +102,9 @@ def test_gradient_of_the_rotation() -> None:
 
 @pytest.mark.parametrize("path", ["reference", "dense"])
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 256, 7), (3, 768, 33), (17, 1024, 5), (0, 256, 3)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs"), [(1, 256, 7), (3, 768, 33), (17, 1024, 5), (0, 256, 3), (2, 512, 1)]
+)
 def test_product_is_that_of_the_dequantized_matrix(
     qtype: Type, rows: int, columns: int, outputs: int, path: str
 ) -> None:
@@ -104,6 +115,22 @@ def test_product_is_that_of_the_dequantized_matrix(
     y = layer(x, path=path)
     assert y.dtype == torch.float32 and y.shape == (rows, outputs)
     assert_close(y - layer.bias, x, expected, 3e-6)  # the bias rounds once more
+
+
+@pytest.mark.parametrize("qtype", SHORT, ids=lambda t: t.name)
+@pytest.mark.parametrize("columns", [64, 576, 832])
+def test_rows_that_are_no_multiple_of_256(qtype: Type, columns: int) -> None:
+    """The products and the gradient, whatever is left of a slice of 256 columns."""
+    data = torch.from_numpy(packed_rows(qtype, 7, columns))
+    expected = torch.from_numpy(gguf.quants.dequantize(data.numpy(), qtype))
+    layer = PackedLinear.from_blocks(data, qtype=qtype)
+    for path in ("reference", "dense"):
+        x, g = matrix(3, columns, 1).requires_grad_(), matrix(3, 7, 2)
+        y = layer(x, path=path)
+        y.backward(g)
+        assert x.grad is not None
+        assert_close(y.detach(), x.detach(), expected, 2e-6)
+        assert_close(x.grad, g, expected.t(), 2e-6)
 
 
 @pytest.mark.parametrize("count", [64, 100])
@@ -223,9 +250,9 @@ def test_residual_pass_codes_the_error() -> None:
 def test_what_residuals_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown residual 'q8_0'"):
         quantize(matrix(1, 256), residual="q8_0")
-    with pytest.raises(ValueError, match="follows ITQ3_S or ITQ2_S, not TQ2_0"):
+    with pytest.raises(ValueError, match=r"follows one of ITQ3_S, .*, not TQ2_0"):
         quantize(matrix(1, 256), TQ2_0, residual=True)
-    with pytest.raises(ValueError, match="follows ITQ3_S"):
+    with pytest.raises(ValueError, match="follows one of ITQ3_S"):
         PackedLinear(256, 1, qtype=TQ1_0, residual_type=TQ2_0)
     packed = quantize(matrix(3, 512), residual=True)
     assert packed.residual is not None
@@ -246,6 +273,26 @@ def test_quantize_writes_the_codecs_bytes(convert) -> None:  # type: ignore[no-u
     assert packed.residual is None
 
 
+@pytest.mark.parametrize(("short", "asked"), SHORT.items(), ids=lambda t: t.name)
+@pytest.mark.parametrize("residual", [None, ITQ3_S])
+def test_a_width_asks_for_shorter_blocks(short: Type, asked: Type, residual: Type | None) -> None:
+    """As the converter writes it; where both fit, the type that is asked for."""
+    weight = matrix(5, 320)
+    layer = PackedLinear.from_weight(weight, qtype=asked, residual_type=residual, effort="fast")
+    second = None if residual is None else Type["ITQ3_N"]
+    assert (layer.qtype, layer.residual_type) == (short, second)
+    np.testing.assert_array_equal(
+        layer.weight.numpy(), blocks.quantize(weight.numpy(), effort="fast", fmt=FAMILY[short].format)
+    )
+    assert float((layer.dequantize() - weight).norm() / weight.norm()) < (0.3 if residual is None else 0.1)
+    other = PackedLinear(320, 5, bias=False, qtype=asked, residual_type=residual)
+    other.load_state_dict(layer.state_dict())
+    assert other.qtype == short and torch.equal(other(weight), layer(weight))
+    again = PackedLinear.from_blocks(layer.weight, qtype=short, residual=layer.residual)
+    assert again.residual_type == second and torch.equal(again(weight), layer(weight))
+    assert PackedLinear(512, 5, qtype=asked).qtype == asked and PackedLinear(512, 5, qtype=short).qtype == short
+
+
 @pytest.mark.parametrize("qtype", [TQ1_0, TQ2_0], ids=lambda t: t.name)
 def test_ternary_matrices_keep_their_weights(qtype: Type) -> None:
     weight = torch.sign(matrix(6, 512)) * (matrix(6, 512, 1) > 0) * 0.5
@@ -261,9 +308,13 @@ def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clear_errors() -> None:
-    with pytest.raises(ValueError, match="multiple of 256 long, not 320"):
-        PackedLinear(320, 4)
-    with pytest.raises(ValueError, match="multiple of 256 long, not 320"):
+    with pytest.raises(ValueError, match="ITQ3_N rows must be a multiple of 64 long, not 352"):
+        PackedLinear(352, 4)
+    with pytest.raises(ValueError, match="TQ2_0 rows must be a multiple of 256 long, not 320"):
+        PackedLinear(320, 4, qtype=TQ2_0)
+    with pytest.raises(ValueError, match="TQ2_0 rows must be a multiple of 256 long, not 320"):
+        PackedLinear.from_weight(matrix(4, 320), residual_type=TQ2_0)
+    with pytest.raises(ValueError, match="ITQ3_S rows must be a multiple of 256 long, not 320"):
         quantize(matrix(2, 320))
     with pytest.raises(ValueError, match="Q4_K weights cannot stay packed"):
         PackedLinear(256, 4, qtype=Type.Q4_K)
@@ -364,7 +415,7 @@ def test_a_compiled_layer_takes_another_path() -> None:
 def test_operators_follow_pytorchs_rules() -> None:
     x = matrix(2, 256).requires_grad_()
     packed = quantize(matrix(3, 256), residual=True)
-    torch.library.opcheck(products._rotate, (x, False))
+    torch.library.opcheck(products._rotate, (x, 256, False))
     torch.library.opcheck(products._product, (x, packed.weight, int(ITQ3_S), torch.float32, False))
     gradient = matrix(2, 3).requires_grad_()
     torch.library.opcheck(products._product_transposed, (gradient, packed.weight, int(ITQ3_S), torch.float32, False))
@@ -399,11 +450,14 @@ def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_linears_of_a_model_are_replaced() -> None:
     model = torch.nn.ModuleDict({
         "body": torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256, bias=False)),
+        "narrow": torch.nn.Linear(320, 4),
         "odd": torch.nn.Linear(100, 4),
         "lm_head": torch.nn.Linear(256, 8),
     })  # fmt: skip
     bias = model["body"][0].bias  # type: ignore[index]
-    assert replace_linears(model.eval(), residual_type=TQ2_0) == ["body.0", "body.2"]
+    assert replace_linears(model.eval(), residual_type=TQ2_0) == ["body.0", "body.2"]  # TQ2_0 fits no other
+    assert replace_linears(model) == ["narrow"]
+    assert model["narrow"].qtype.name == "ITQ3_N"
     assert type(model["lm_head"]) is torch.nn.Linear and type(model["odd"]) is torch.nn.Linear
     first = model["body"][0]  # type: ignore[index]
     assert isinstance(first, PackedLinear) and first.bias is bias and not first.training

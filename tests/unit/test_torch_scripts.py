@@ -34,17 +34,22 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
-    sizes = ["--shapes", "96x256", "--rows", "1", "5", "--rounds", "1", "--count", "2"]
+    sizes = ["--shapes", "96x256", "96x320", "--rows", "1", "5", "--rounds", "1", "--count", "2"]
     done = bench("--device", "cpu", *sizes, "--results", tmp_path)
     assert done.returncode == 0, done.stderr
     layers = json.loads((tmp_path / "torch.json").read_text())["layers"]
-    assert {(entry["rows"], entry["layer"]) for entry in layers} == {
-        (rows, layer)
+    assert {(entry["columns"], entry["rows"], entry["layer"]) for entry in layers} == {
+        (columns, rows, layer)
+        for columns, names in (
+            (256, ("nn.Linear", "ITQ3_S, reference", "ITQ3_S, dense", "TQ2_0, reference")),
+            (320, ("nn.Linear", "ITQ3_N, reference", "ITQ3_N, dense")),
+        )
         for rows in (1, 5)
-        for layer in ("nn.Linear", "ITQ3_S, reference", "ITQ3_S, dense", "TQ2_0, reference")
+        for layer in names
     }
     assert all(entry["seconds"] > 0 for entry in layers)
-    assert "(1.00)" in (tmp_path / "torch.md").read_text()
+    page = (tmp_path / "torch.md").read_text()
+    assert "(1.00)" in page and page.count(" - ") == 2 * (2 + 3)
 
 
 def test_a_layer_that_is_wrong_is_not_timed() -> None:

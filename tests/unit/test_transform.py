@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gguf_itq3s.codec.transform import fwht, fwht_columns, hadamard_matrix
+from gguf_itq3s.codec.transform import fwht, fwht_columns, hadamard_matrix, rotation_block
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 32, 64, 128, 256, 512])
@@ -73,3 +73,8 @@ def test_bad_shapes_are_refused(shape: tuple[int, ...], block: int) -> None:
 def test_matrix_size_is_checked() -> None:
     with pytest.raises(ValueError, match="power of two"):
         hadamard_matrix(12)
+
+
+def test_the_length_of_a_block_depends_on_the_row_alone() -> None:
+    lengths = {0: 0, 32: 0, 64: 64, 100: 0, 192: 64, 256: 256, 320: 64, 576: 64, 1536: 256, 2880: 64, 4096: 256}
+    assert {columns: rotation_block(columns) for columns in lengths} == lengths

@@ -36,6 +36,7 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
+from gguf_itq3s.transformers.config import QTYPES
 from loading import FAST, TOKENS, difference, load, logits
 from selection import some
 
@@ -203,11 +204,39 @@ def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_
     assert len(packed(load(tmp_path, ITQ3SConfig(**{**FAST, "fold_norms": False})))) == 14
 
 
-def test_columns_that_are_no_multiple_of_256_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match="2 linear layers stay as they are.*no multiple of 256: model.layers.0.mlp.down"
-    ):
-        model = load(checkpoint("llama-odd"), ITQ3SConfig(**FAST))
+@pytest.mark.parametrize(("qtype", "residual"), [("itq3_s", None), ("itq2_s", None), ("itq3_s", "itq2_s")])
+def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
+    qtype: str, residual: str | None, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By the config and out of the converter's file; saved, they are what they were."""
+    folder, out = checkpoint("llama-odd"), tmp_path / "model.gguf"
+    models = [load(folder, ITQ3SConfig(qtype, residual, **FAST), dtype=torch.float32)]
+    if residual is None:
+        options = ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast", fold_norms=True)
+        convert(options, io.StringIO())
+        models.append(load_gguf(out, dtype=torch.float32))
+    short = {"itq3_s": "ITQ3_N", "itq2_s": "ITQ2_N", None: None}
+    for number, model in enumerate(models):
+        layers = packed(model)
+        assert layers.keys() - {"lm_head"} == packed(models[0]).keys()
+        for name, layer in layers.items():
+            assert name == "lm_head" or torch.equal(layer.weight, packed(models[0])[name].weight)
+            if name.endswith("down_proj"):
+                second = layer.residual_type and layer.residual_type.name
+                assert layer.in_features == 320 and (layer.qtype.name, second) == (short[qtype], short[residual])
+            else:
+                assert layer.in_features == 256 and layer.qtype.name.lower() == qtype
+        model.save_pretrained(tmp_path / str(number))
+        again = load(tmp_path / str(number))
+        assert {name: repr(layer) for name, layer in packed(again).items()} == {
+            name: repr(layer) for name, layer in layers.items()
+        }
+        assert torch.equal(logits(again), logits(model))
+
+
+def test_columns_that_are_no_whole_blocks_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="2 linear layers stay as they are.*not whole blocks: model.layers.0.mlp.down"):
+        model = load(checkpoint("llama-odd"), ITQ3SConfig("tq2_0", ternarize=True))
     assert len(packed(model)) == 12 and type(model.model.layers[0].mlp.down_proj) is nn.Linear
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
@@ -389,9 +418,9 @@ def test_bytes_where_floats_belong(saved: tuple[Any, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"qtype": "q4_k"}, "qtype 'q4_k' is not one of itq3_s, itq2_s, tq2_0, tq1_0"),
+        ({"qtype": "q4_k"}, f"qtype 'q4_k' is not one of {', '.join(QTYPES)}"),
         ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "residual"),
-        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows itq3_s or itq2_s, not tq2_0"),
+        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows one of itq3_s, .*, not tq2_0"),
         ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": "no"}, "fold_norms 'no' is not true"),
         ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
         ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import shutil
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from checkpoints import MIXTURES, SIZES, save_model
 from gguf_files import rewritten
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.torch import PackedExperts, PackedLinear, stacked
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
 from loading import FAST, TOKENS, difference, load, logits
@@ -219,14 +222,36 @@ def test_what_stays(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(layer.down_proj[2], unread.float())
 
 
-@pytest.mark.slow
-def test_columns_that_are_no_multiple_of_256_stay(tokenizer: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def narrow(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen 3 whose experts' second matrices have 320 columns."""
     kind, changes = MIXTURES["qwen3-moe"]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**SIZES, **changes, "moe_intermediate_size": 320})
-    save_model(AutoModelForCausalLM.from_config(config), tmp_path / "model", tokenizer)
-    with pytest.warns(UserWarning, match="no multiple of 256: model.layers.0.mlp.experts.down_proj"):
-        model = load(tmp_path / "model", ITQ3SConfig(**FAST))
+    return save_model(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("narrow") / "model", tokenizer)
+
+
+@pytest.mark.slow
+def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(narrow: Path, tmp_path: Path) -> None:
+    """As in the converter's file."""
+    model = load(narrow, ITQ3SConfig(**{**FAST, "fold_norms": False}), dtype=torch.float32)
+    layer = packed(model)["model.layers.1.mlp.experts"]
+    assert {name: stack.qtype.name for name, stack in layer.stacks.items() if stack.qtype} == {
+        "gate_up_proj": "ITQ3_S", "down_proj": "ITQ3_N"
+    }  # fmt: skip
+    convert(ConvertOptions.of(narrow, tmp_path / "model.gguf", pure=True, effort="fast"), io.StringIO())
+    file = load_gguf(tmp_path / "model.gguf", dtype=torch.float32)
+    theirs = packed(file)["model.layers.1.mlp.experts"]
+    assert repr(theirs) == repr(layer) and torch.equal(theirs.down_proj, layer.down_proj)
+    for number, one in enumerate((model, file)):
+        one.save_pretrained(tmp_path / str(number))
+        assert torch.equal(logits(load(tmp_path / str(number))), logits(one))
+
+
+@pytest.mark.slow
+def test_columns_that_are_no_whole_blocks_stay(narrow: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not whole blocks: model.layers.0.mlp.experts.down_proj"):
+        model = load(narrow, ITQ3SConfig("tq2_0", ternarize=True))
     layer = packed(model)["model.layers.0.mlp.experts"]
     assert layer.gate_up_proj.dtype == torch.uint8 and layer.down_proj.shape == (4, 256, 320)
     model.save_pretrained(tmp_path / "saved")

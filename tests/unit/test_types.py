@@ -11,7 +11,17 @@ import pytest
 
 import gguf_itq3s
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.family import DEFAULT, FAMILY, TrellisType, is_rotated, is_trellis, trellis_type
+from gguf_itq3s.codec.family import (
+    DEFAULT,
+    FAMILY,
+    FILE_VERSIONS,
+    TrellisType,
+    file_version,
+    is_rotated,
+    is_trellis,
+    rotation,
+    trellis_type,
+)
 from gguf_itq3s.codec.members import add_member
 from gguf_itq3s.codec.types import NUMPY_TYPES, bits_per_weight
 
@@ -27,6 +37,8 @@ def test_the_table() -> None:
     assert facts == {
         "ITQ3_S": (500, 500, "ITQ3_S - 3.125 bpw", 256, 100),
         "ITQ2_S": (502, 502, "ITQ2_S - 2.0625 bpw", 256, 66),
+        "ITQ3_N": (503, 503, "ITQ3_N - 3.25 bpw", 64, 26),
+        "ITQ2_N": (504, 504, "ITQ2_N - 2.25 bpw", 64, 18),
     }
     assert DEFAULT.name == "ITQ3_S"
 
@@ -47,6 +59,7 @@ def test_the_table_is_asked_by_type(row: TrellisType) -> None:
     assert is_trellis(row.type) and is_rotated(row.type) and trellis_type(row.type) is row
     other = gguf.GGMLQuantizationType.Q4_K
     assert not is_trellis(other) and not is_rotated(other)
+    assert (rotation(row.type), rotation(other)) == (row.format.block, 1)
     with pytest.raises(ValueError, match="Q4_K is not trellis-coded; use one of .*" + row.name):
         trellis_type(other)
 
@@ -66,7 +79,7 @@ def test_gguf_quants_uses_the_codec(row: TrellisType) -> None:
 def test_lazy_tensors_are_quantized_on_demand(row: TrellisType) -> None:
     x = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
     lazy = gguf.quants.quantize(gguf.LazyNumpyTensor.from_eager(x), row.type)
-    assert lazy.shape == (40, 2 * row.format.block_bytes)
+    assert lazy.shape == (40, 512 // row.format.block * row.format.block_bytes)
     np.testing.assert_array_equal(gguf.LazyNumpyTensor.to_eager(lazy), blocks.quantize(x, row.format))
 
 
@@ -87,6 +100,12 @@ def test_writer_and_reader(row: TrellisType, tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         gguf.quants.dequantize(tensor.data, tensor.tensor_type), blocks.dequantize(data, fmt=row.format)
     )
+
+
+def test_the_version_of_a_file_is_the_least_that_has_all_its_types() -> None:
+    long, short, other = gguf_itq3s.ITQ3_S, gguf_itq3s.ITQ2_N, gguf.GGMLQuantizationType.Q6_K
+    assert [file_version(types) for types in ([], [other], [other, long], [long, short, other])] == [0, 0, 1, 2]
+    assert FILE_VERSIONS == (1, 2)
 
 
 def test_a_taken_number_is_an_error() -> None:

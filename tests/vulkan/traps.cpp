@@ -164,23 +164,29 @@ static void set(ggml_tensor * t, const weights & w) {
     ggml_backend_tensor_set(t, w.blocks.data(), 0, ggml_nbytes(t));
 }
 
+// Columns of the matrices: of types in blocks of 64 no multiple of 256.
+static int64_t columns_of(ggml_type type) {
+    return ggml_blck_size(type) == 64 ? 576 : 512;
+}
+
 // Two activations in turn, then new values in both: what is rotated belongs to one of them, in one graph.
 static void in_turn(ggml_backend_t backend, ggml_type type, int64_t n) {
-    const weights a = make_weights(type, 512, 67);
-    const weights b = make_weights(type, 512, 40);
+    const int64_t k = columns_of(type);
+    const weights a = make_weights(type, k, 67);
+    const weights b = make_weights(type, k, 40);
     graph         g(backend);
     ggml_tensor * ta     = g.matrix(a);
     ggml_tensor * tb     = g.matrix(b);
-    ggml_tensor * x      = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 512, n);
-    ggml_tensor * y      = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 512, n);
+    ggml_tensor * x      = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, k, n);
+    ggml_tensor * y      = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, k, n);
     ggml_tensor * ends[] = { g.result(ggml_mul_mat(g.ctx, ta, x)), g.result(ggml_mul_mat(g.ctx, tb, y)),
                              g.result(ggml_mul_mat(g.ctx, tb, x)), g.result(ggml_mul_mat(g.ctx, ta, y)) };
     g.allocate();
     set(ta, a);
     set(tb, b);
     for (int round = 0; round < 2; ++round) {
-        const std::vector<float> vx = normal(512 * n);
-        const std::vector<float> vy = normal(512 * n);
+        const std::vector<float> vx = normal(k * n);
+        const std::vector<float> vy = normal(k * n);
         set(x, vx);
         set(y, vy);
         g.compute();
@@ -191,10 +197,10 @@ static void in_turn(ggml_backend_t backend, ggml_type type, int64_t n) {
     }
 }
 
-// One activation for this type and for one that wants it as it is.
-static void shared(ggml_backend_t backend, ggml_type type, int64_t n) {
+// One activation for two types: `other` wants it as it is, or rotated otherwise.
+static void shared(ggml_backend_t backend, ggml_type type, ggml_type other, int64_t n) {
     const weights a = make_weights(type, 768, 33);
-    const weights b = make_weights(GGML_TYPE_Q4_K, 768, 33);
+    const weights b = make_weights(other, 768, 33);
     graph         g(backend);
     ggml_tensor * ta     = g.matrix(a);
     ggml_tensor * tb     = g.matrix(b);
@@ -212,17 +218,43 @@ static void shared(ggml_backend_t backend, ggml_type type, int64_t n) {
     compare({ "shared", &a, v, n, {}, {}, ends[2] });
 }
 
+// Rows that end within the 128 weights that products of integers take at once, or within the first, behind a product whose
+// scales are no numbers: what that leaves in shared memory does not reach them.
+static void short_rows(ggml_backend_t backend, ggml_type type, int64_t n) {
+    weights none = make_weights(type, 512, 70);
+    memset(none.blocks.data(), 0xFF, none.blocks.size());
+    for (const int64_t k : { 64, 192 }) {
+        const weights a = make_weights(type, k, 70);
+        graph         g(backend);
+        ggml_tensor * tn = g.matrix(none);
+        ggml_tensor * ta = g.matrix(a);
+        ggml_tensor * y  = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 512, n);
+        ggml_tensor * x  = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, k, n);
+        g.result(ggml_mul_mat(g.ctx, tn, y));
+        ggml_tensor * end = g.result(ggml_mul_mat(g.ctx, ta, x));
+        g.allocate();
+        set(tn, none);
+        set(ta, a);
+        set(y, normal(512 * n));
+        const std::vector<float> v = normal(k * n);
+        set(x, v);
+        g.compute();
+        compare({ "rows of " + std::to_string(k), &a, v, n, {}, {}, end });
+    }
+}
+
 // An activation in F16, and a large constant one, whose rotation F16 does not hold. Weights are small then: sums are in F16
 // too where the backend thinks that is enough.
 static void half(ggml_backend_t backend, ggml_type type, int64_t n, ggml_type activation, bool large) {
-    const weights a = make_weights(type, 512, 40, 1, large ? 1.0f / 64 : 1.0f);
+    const int64_t k = columns_of(type);
+    const weights a = make_weights(type, k, 40, 1, large ? 1.0f / 64 : 1.0f);
     graph         g(backend);
     ggml_tensor * ta  = g.matrix(a);
-    ggml_tensor * x   = ggml_new_tensor_2d(g.ctx, activation, 512, n);
+    ggml_tensor * x   = ggml_new_tensor_2d(g.ctx, activation, k, n);
     ggml_tensor * end = g.result(ggml_mul_mat(g.ctx, ta, x));
     g.allocate();
     set(ta, a);
-    std::vector<float> v = normal(512 * n);
+    std::vector<float> v = normal(k * n);
     for (float & f : v) {
         f = ggml_fp16_to_fp32(ggml_fp32_to_fp16(large ? 30000.0f + 100.0f * f : f));
     }
@@ -233,30 +265,31 @@ static void half(ggml_backend_t backend, ggml_type type, int64_t n, ggml_type ac
 
 // Views: rows further apart than they are long, and permuted dimensions.
 static void strided(ggml_backend_t backend, ggml_type type, int64_t n) {
-    const weights a = make_weights(type, 512, 35);
+    const int64_t k = columns_of(type);
+    const weights a = make_weights(type, k, 35);
     graph         g(backend);
     ggml_tensor * ta     = g.matrix(a);
     ggml_tensor * wide   = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 1280, n);
-    ggml_tensor * view   = ggml_view_2d(g.ctx, wide, 512, n, wide->nb[1], 256 * sizeof(float));
-    ggml_tensor * cube   = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, 512, 3, n);
-    ggml_tensor * moved  = ggml_permute(g.ctx, cube, 0, 2, 1, 3);  // 512, n, 3
+    ggml_tensor * view   = ggml_view_2d(g.ctx, wide, k, n, wide->nb[1], 256 * sizeof(float));
+    ggml_tensor * cube   = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, k, 3, n);
+    ggml_tensor * moved  = ggml_permute(g.ctx, cube, 0, 2, 1, 3);  // k, n, 3
     ggml_tensor * ends[] = { g.result(ggml_mul_mat(g.ctx, ta, view)), g.result(ggml_mul_mat(g.ctx, ta, moved)) };
     g.allocate();
     set(ta, a);
     const std::vector<float> vw = normal(1280 * n);
-    const std::vector<float> vc = normal(512 * 3 * n);
+    const std::vector<float> vc = normal(k * 3 * n);
     set(wide, vw);
     set(cube, vc);
     g.compute();
-    std::vector<float> x(512 * n);
+    std::vector<float> x(k * n);
     for (int64_t c = 0; c < n; ++c) {
-        memcpy(&x[512 * c], &vw[1280 * c + 256], 512 * sizeof(float));
+        memcpy(&x[k * c], &vw[1280 * c + 256], k * sizeof(float));
     }
     compare({ "strided", &a, x, n, {}, {}, ends[0] });
-    std::vector<float> y(512 * 3 * n);
+    std::vector<float> y(k * 3 * n);
     for (int64_t i = 0; i < 3; ++i) {
         for (int64_t c = 0; c < n; ++c) {
-            memcpy(&y[512 * (n * i + c)], &vc[512 * (3 * c + i)], 512 * sizeof(float));
+            memcpy(&y[k * (n * i + c)], &vc[k * (3 * c + i)], k * sizeof(float));
         }
     }
     compare({ "permuted", &a, y, 3 * n, {}, {}, ends[1] });
@@ -264,11 +297,12 @@ static void strided(ggml_backend_t backend, ggml_type type, int64_t n) {
 
 // Experts: an activation for each of those in use, or one for all of them.
 static void experts(ggml_backend_t backend, ggml_type type, int64_t tokens, bool broadcast) {
+    const int64_t k    = columns_of(type);
     const int     used = 3;
-    const weights a    = make_weights(type, 512, 37, 6);
+    const weights a    = make_weights(type, k, 37, 6);
     graph         g(backend);
     ggml_tensor * ta  = g.matrix(a);
-    ggml_tensor * x   = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, 512, broadcast ? 1 : used, tokens);
+    ggml_tensor * x   = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, k, broadcast ? 1 : used, tokens);
     ggml_tensor * ids = ggml_new_tensor_2d(g.ctx, GGML_TYPE_I32, used, tokens);
     ggml_tensor * end = g.result(ggml_mul_mat_id(g.ctx, ta, x, ids));
     g.allocate();
@@ -280,8 +314,8 @@ static void experts(ggml_backend_t backend, ggml_type type, int64_t tokens, bool
         const int first = (int) (engine() % 6);
         for (int i = 0; i < used; ++i) {
             chosen.push_back((first + i) % 6);
-            const float * from = v.data() + 512 * (broadcast ? t : used * t + i);
-            columns.insert(columns.end(), from, from + 512);
+            const float * from = v.data() + k * (broadcast ? t : used * t + i);
+            columns.insert(columns.end(), from, from + k);
         }
     }
     set(x, v);
@@ -292,20 +326,50 @@ static void experts(ggml_backend_t backend, ggml_type type, int64_t tokens, bool
 
 // The sum with a bias that the backend fuses into the product.
 static void biased(ggml_backend_t backend, ggml_type type) {
-    const weights a = make_weights(type, 512, 41);
+    const int64_t k = columns_of(type);
+    const weights a = make_weights(type, k, 41);
     graph         g(backend);
     ggml_tensor * ta   = g.matrix(a);
-    ggml_tensor * x    = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 512, 1);
+    ggml_tensor * x    = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, k, 1);
     ggml_tensor * bias = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, 41, 1);
     ggml_tensor * end  = g.result(ggml_add(g.ctx, ggml_mul_mat(g.ctx, ta, x), bias));
     g.allocate();
     set(ta, a);
-    const std::vector<float> v = normal(512);
+    const std::vector<float> v = normal(k);
     const std::vector<float> b = normal(41);
     set(x, v);
     set(bias, b);
     g.compute();
     compare({ "bias", &a, v, 1, {}, b, end });
+}
+
+// Rows of a matrix as the device decodes them.
+static void compare_rows(const weights & a, const std::vector<int32_t> & which, ggml_tensor * row) {
+    std::vector<float> found(a.k * which.size());
+    ggml_backend_tensor_get(row, found.data(), 0, ggml_nbytes(row));
+    ++compared;
+    for (size_t i = 0; i < found.size(); ++i) {
+        const float want = a.values[a.k * which[i / a.k] + i % a.k];
+        if (!(std::fabs(found[i] - want) <= 1e-5f * (1.0f + std::fabs(want)))) {
+            ++failed;
+            printf("FAILED rows, %s: %g for %g\n", ggml_type_name(a.type), found[i], want);
+            break;
+        }
+    }
+}
+
+static void rows(ggml_backend_t backend, ggml_type type) {
+    const weights a = make_weights(type, columns_of(type), 35);
+    graph         g(backend);
+    ggml_tensor * ta  = g.matrix(a);
+    ggml_tensor * ids = ggml_new_tensor_1d(g.ctx, GGML_TYPE_I32, 5);
+    ggml_tensor * row = g.result(ggml_get_rows(g.ctx, ta, ids));
+    g.allocate();
+    set(ta, a);
+    const std::vector<int32_t> which = { 3, 34, 0, 8, 8 };
+    ggml_backend_tensor_set(ids, which.data(), 0, ggml_nbytes(ids));
+    g.compute();
+    compare_rows(a, which, row);
 }
 
 // Blocks with a zero-point, as the literal ternary code has them, beside blocks without, and blocks of zeros.
@@ -336,17 +400,7 @@ static void zero_points(ggml_backend_t backend, int64_t n) {
     g.compute();
     compare({ "zero-points", &a, v, n, {}, {}, end });
 
-    std::vector<float> found(768 * which.size());
-    ggml_backend_tensor_get(row, found.data(), 0, ggml_nbytes(row));
-    ++compared;
-    for (size_t i = 0; i < found.size(); ++i) {
-        const float want = a.values[768 * which[i / 768] + i % 768];
-        if (!(std::fabs(found[i] - want) <= 1e-5f * (1.0f + std::fabs(want)))) {
-            ++failed;
-            printf("FAILED rows with zero-points: %g for %g\n", found[i], want);
-            break;
-        }
-    }
+    compare_rows(a, which, row);
 }
 
 // A matrix of random blocks that is larger than a storage buffer of the device may be: upstream cuts it, though the device
@@ -422,11 +476,12 @@ int main(int argc, char ** argv) {
         large(backend, GGML_TYPE_ITQ3_S, 9);
         large(backend, GGML_TYPE_ITQ2_S, 1);
     } else {
-        for (const ggml_type type : { GGML_TYPE_ITQ3_S, GGML_TYPE_ITQ2_S, GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 }) {
-            const bool rotated = type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_ITQ2_S;
+        for (const ggml_type type : { GGML_TYPE_ITQ3_S, GGML_TYPE_ITQ2_S, GGML_TYPE_ITQ3_N, GGML_TYPE_ITQ2_N,
+                                      GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 }) {
+            const bool rotated = type != GGML_TYPE_TQ1_0 && type != GGML_TYPE_TQ2_0;
             for (const int64_t n : columns) {
                 in_turn(backend, type, n);
-                shared(backend, type, n);
+                shared(backend, type, GGML_TYPE_Q4_K, n);
                 // upstream's products of many F16 columns with TQ2_0 and Q2_K are off by 3% on Mesa's software device
                 if (rotated || n < 9) {
                     half(backend, type, n, GGML_TYPE_F16, false);
@@ -438,11 +493,16 @@ int main(int argc, char ** argv) {
                 strided(backend, type, n);
                 experts(backend, type, n, false);
                 experts(backend, type, n, true);
+                if (ggml_blck_size(type) == 64) {
+                    short_rows(backend, type, n);
+                }
                 if (type == GGML_TYPE_ITQ3_S) {
                     zero_points(backend, n);
+                    shared(backend, type, GGML_TYPE_ITQ3_N, n);  // blocks of 256 and of 64
                 }
             }
             biased(backend, type);
+            rows(backend, type);
         }
     }
     ggml_backend_free(backend);

@@ -19,56 +19,65 @@ static uint32_t load_word(const uint8_t * bytes) {
 //
 
 // Where a panel has the symbol of weight k of a block: word and lowest bit.
-ITQ_INLINE int symbol_word(int bits, int k) {
-    return bits == 1 ? k % 8 : 2 * (k % 8) + k / 8 % 2;
+ITQ_INLINE int symbol_word(int bits, int length, int k) {
+    const int words = length / 32;
+    return bits == 1 ? k % words : 2 * (k % words) + k / words % 2;
 }
 
-ITQ_INLINE int symbol_bit(int bits, int k) {
-    return 8 * (k / 64) + (bits == 1 ? ITQ2_S_SYMBOL_BIT(k / 8 % 8) : 2 * ((k / 16 % 4) ^ 1));
+ITQ_INLINE int symbol_bit(int bits, int length, int k) {
+    const int g = k / (length / 32) % 8;
+    return 8 * (k / (length / 4)) + (bits == 1 ? ITQ2_S_SYMBOL_BIT(g) : 2 * ((g / 2) ^ 1));
+}
+
+// And its selector: bit of the word k % (length / 32).
+ITQ_INLINE int selector_bit(int length, int k) {
+    return k / (length / 32);
 }
 
 #define COPY_ZERO_POINT_1(to, from) (to) = (from)
 #define COPY_ZERO_POINT_0(to, from)
 
-#define DEFINE_PANELS(NAME, name, bits, n_levels, length, has_z, number)                                              \
-    void itq_repack_##name##_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {      \
-        memset(panel, 0, (size_t) nb * ITQ_PANEL_ROWS * sizeof(block_##name));                                        \
-                                                                                                                      \
-        for (int r = 0; r < n_rows; ++r) {                                                                            \
-            const block_##name * x = (const void *) ((const char *) rows + (size_t) r * row_size);                    \
-            for (int64_t b = 0; b < nb; ++b) {                                                                        \
-                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                           \
-                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                          \
-                for (int k = 0; k < QK_K; ++k) {                                                                      \
-                    const uint32_t selector = x[b].sel[k / 8] >> k % 8 & 1;                                           \
-                    const uint32_t symbol   = (uint32_t) itq_symbol(bits, QK_K, x[b].qs, k);                          \
-                    codes->sel[k % 8][r] |= selector << k / 8;                                                        \
-                    codes->qs[symbol_word(bits, k)][r] |= symbol << symbol_bit(bits, k);                              \
-                }                                                                                                     \
-                scales->d[r] = x[b].d;                                                                                \
-                COPY_ZERO_POINT_##has_z(scales->z[r], x[b].z);                                                        \
-            }                                                                                                         \
-        }                                                                                                             \
-    }                                                                                                                 \
-                                                                                                                      \
-    void itq_unpack_##name(const void * panel, int64_t nb, void * rows, size_t row_size) {                            \
-        for (int r = 0; r < ROWS; ++r) {                                                                              \
-            block_##name * x = (void *) ((char *) rows + (size_t) r * row_size);                                      \
-            for (int64_t b = 0; b < nb; ++b) {                                                                        \
-                const itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                     \
-                const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                    \
-                memset(&x[b], 0, sizeof(x[b]));                                                                       \
-                for (int k = 0; k < QK_K; ++k) {                                                                      \
-                    const uint32_t selector = codes->sel[k % 8][r] >> k / 8 & 1;                                      \
-                    const uint32_t symbol =                                                                           \
-                        codes->qs[symbol_word(bits, k)][r] >> symbol_bit(bits, k) & ((1 << (bits)) - 1);              \
-                    x[b].sel[k / 8] |= (uint8_t) (selector << k % 8);                                                 \
-                    x[b].qs[itq_symbol_byte(bits, QK_K, k)] |= (uint8_t) (symbol << itq_symbol_shift(bits, QK_K, k)); \
-                }                                                                                                     \
-                x[b].d = scales->d[r];                                                                                \
-                COPY_ZERO_POINT_##has_z(x[b].z, scales->z[r]);                                                        \
-            }                                                                                                         \
-        }                                                                                                             \
+#define DEFINE_PANELS(NAME, name, bits, n_levels, length, has_z, number)                                         \
+    void itq_repack_##name##_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
+        memset(panel, 0, (size_t) nb * ITQ_PANEL_ROWS * sizeof(block_##name));                                   \
+                                                                                                                 \
+        for (int r = 0; r < n_rows; ++r) {                                                                       \
+            const block_##name * x = (const void *) ((const char *) rows + (size_t) r * row_size);               \
+            for (int64_t b = 0; b < nb; ++b) {                                                                   \
+                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                      \
+                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                     \
+                for (int k = 0; k < (length); ++k) {                                                             \
+                    const uint32_t selector = x[b].sel[k / 8] >> k % 8 & 1;                                      \
+                    const uint32_t symbol   = (uint32_t) itq_symbol(bits, length, x[b].qs, k);                   \
+                    codes->sel[k % ((length) / 32)][r] |= selector << selector_bit(length, k);                   \
+                    codes->qs[symbol_word(bits, length, k)][r] |= symbol << symbol_bit(bits, length, k);         \
+                }                                                                                                \
+                scales->d[r] = x[b].d;                                                                           \
+                COPY_ZERO_POINT_##has_z(scales->z[r], x[b].z);                                                   \
+            }                                                                                                    \
+        }                                                                                                        \
+    }                                                                                                            \
+                                                                                                                 \
+    void itq_unpack_##name(const void * panel, int64_t nb, void * rows, size_t row_size) {                       \
+        for (int r = 0; r < ROWS; ++r) {                                                                         \
+            block_##name * x = (void *) ((char *) rows + (size_t) r * row_size);                                 \
+            for (int64_t b = 0; b < nb; ++b) {                                                                   \
+                const itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                \
+                const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                               \
+                memset(&x[b], 0, sizeof(x[b]));                                                                  \
+                for (int k = 0; k < (length); ++k) {                                                             \
+                    const uint32_t selector = codes->sel[k % ((length) / 32)][r] >> selector_bit(length, k) & 1; \
+                    const uint32_t symbol =                                                                      \
+                        codes->qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) &              \
+                        ((1 << (bits)) - 1);                                                                     \
+                    x[b].sel[k / 8] |= (uint8_t) (selector << k % 8);                                            \
+                    x[b].qs[itq_symbol_byte(bits, length, k)] |=                                                 \
+                        (uint8_t) (symbol << itq_symbol_shift(bits, length, k));                                 \
+                }                                                                                                \
+                x[b].d = scales->d[r];                                                                           \
+                COPY_ZERO_POINT_##has_z(x[b].z, scales->z[r]);                                                   \
+            }                                                                                                    \
+        }                                                                                                        \
     }
 ITQ_TYPES(DEFINE_PANELS)
 
@@ -145,25 +154,28 @@ void itq_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_si
 //
 
 // Levels of row r of a block in the order of the activations.
-ITQ_INLINE void levels_of_row(int bits, const int8_t * table, uint32_t (*sel)[ROWS], uint32_t (*qs)[ROWS], int r,
-                              int8_t * levels) {
-    uint32_t s[8 + 6];  // the selectors of t = -6 .. 7
-    for (int t = 0; t < 8; ++t) {
+ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, uint32_t (*sel)[ROWS], uint32_t (*qs)[ROWS],
+                              int r, int8_t * levels) {
+    const int words = length / 32;
+    uint32_t  s[QK_ITQ / 32 + 6];  // the selectors of t = -6 .. words - 1
+    for (int t = 0; t < words; ++t) {
         s[6 + t] = sel[t][r];
     }
-    for (int t = 0; t < 6; ++t) {
-        s[t] = s[8 + t] << 1;
+    for (int t = 5; t >= 0; --t) {
+        s[t] = s[words + t] << 1;
     }
-    for (int t = 0; t < 8; ++t) {
+    for (int t = 0; t < words; ++t) {
         const uint32_t c1 = s[6 + t] ^ s[5 + t] ^ s[t];
         const uint32_t c0 = s[4 + t] ^ s[2 + t];
         for (int g = 0; g < 8; ++g) {
             for (int j = 0; j < 4; ++j) {
-                const int      k      = 64 * j + 8 * g + t;
-                const int      bit    = 8 * j + g;
-                const uint32_t symbol = qs[symbol_word(bits, k)][r] >> symbol_bit(bits, k) & ((1u << bits) - 1);
+                const int      p   = words * g + t;
+                const int      k   = length / 4 * j + p;
+                const int      bit = 8 * j + g;
+                const uint32_t symbol =
+                    qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) & ((1u << bits) - 1);
 
-                levels[4 * (8 * g + t) + j] = table[4 * symbol + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];
+                levels[4 * p + j] = table[4 * symbol + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];
             }
         }
     }
@@ -198,9 +210,9 @@ static void levels_tq1_0(const itq_codes_tq1_0 * codes, int r, int8_t * levels) 
     }
 }
 
-static int32_t dot_block(const int8_t * levels, const int8_t * q) {
+ITQ_INLINE int32_t dot_block(int length, const int8_t * levels, const int8_t * q) {
     int32_t sum = 0;
-    for (int i = 0; i < QK_K; ++i) {
+    for (int i = 0; i < length; ++i) {
         sum += levels[i] * q[i];
     }
     return sum;
@@ -219,13 +231,13 @@ static int32_t dot_block(const int8_t * levels, const int8_t * q) {
             itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                            \
             const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                           \
             for (int r = 0; r < ROWS; ++r) {                                                             \
-                int8_t levels[QK_K];                                                                     \
-                levels_of_row(bits, table, codes->sel, codes->qs, r, levels);                            \
+                int8_t levels[length];                                                                   \
+                levels_of_row(bits, length, table, codes->sel, codes->qs, r, levels);                    \
                 const float d = GGML_CPU_FP16_TO_FP32(scales->d[r]) * 0.03125f;                          \
                 const float m = d * ZERO_POINT_##has_z(scales, r);                                       \
                 for (int c = 0; c < nc; ++c) {                                                           \
                     const int64_t at  = b * nc + c;                                                      \
-                    const float   dot = (float) dot_block(levels, y->q + at * QK_K);                     \
+                    const float   dot = (float) dot_block(length, levels, y->q + at * (length));         \
                     out[c][r] += (d * dot - m * (float) y->sums[at]) * y->d[at];                         \
                 }                                                                                        \
             }                                                                                            \
@@ -247,7 +259,7 @@ ITQ_TYPES(DEFINE_GEMM)
                 const float d = GGML_CPU_FP16_TO_FP32(scales->d[r]);                                     \
                 for (int c = 0; c < nc; ++c) {                                                           \
                     const int64_t at = b * nc + c;                                                       \
-                    out[c][r] += d * (float) dot_block(levels, y->q + at * QK_K) * y->d[at];             \
+                    out[c][r] += d * (float) dot_block(QK_K, levels, y->q + at * QK_K) * y->d[at];       \
                 }                                                                                        \
             }                                                                                            \
         }                                                                                                \
@@ -256,10 +268,18 @@ ITQ_TYPES(DEFINE_GEMM)
 GEMM_TQ(tq2_0)
 GEMM_TQ(tq1_0)
 
-void itq_reorder_q8_K_h_generic(const int8_t * q, int8_t * y) {
-    for (int p = 0; p < 64; ++p) {
+ITQ_INLINE void reorder(int length, const int8_t * q, int8_t * y) {
+    for (int p = 0; p < length / 4; ++p) {
         for (int j = 0; j < 4; ++j) {
-            y[4 * p + j] = q[64 * j + p];
+            y[4 * p + j] = q[length / 4 * j + p];
         }
     }
+}
+
+void itq_reorder_q8_K_h_generic(const int8_t * q, int8_t * y) {
+    reorder(QK_K, q, y);
+}
+
+void itq_reorder_q8_n_h_generic(const int8_t * q, int8_t * y) {
+    reorder(64, q, y);
 }

@@ -20,12 +20,12 @@
 #define ITQ_PANEL_ROWS 16
 #define ITQ_GROUP      64  // columns that one call multiplies, at most
 
-// Codes of a block of a trellis type. Byte j of a word belongs to the weights 64*j .. 64*j + 63, of which place
-// p = 8*g + t says which: bit 8*j + g of sel[t] is the selector of weight 64*j + 8*g + t, so that the selector before is
-// the same bit of sel[t - 1], or of sel[7] a bit lower. Symbols lie so that a byte of them and the grids of a few places
-// are taken together by one mask:
-// - ITQ3_S: the symbol of p = 16*a + 8*h + t is in bits 2*(a ^ 1) of qs[2*t + h];
-// - ITQ2_S: that of p = 8*g + t is bit ITQ2_S_SYMBOL_BIT(g) of qs[t]: g ^ 2, or, where a byte can be looked up by six of
+// Codes of a block of a trellis type of n weights, in n/32 = T words of selectors. Byte j of a word belongs to the weights
+// n/4*j .. n/4*(j + 1) - 1, of which place p = T*g + t says which: bit 8*j + g of sel[t] is the selector of weight
+// n/4*j + T*g + t, so that the selector before is the same bit of sel[t - 1], or of sel[T - 1] a bit lower. Symbols lie so
+// that a byte of them and the grids of a few places are taken together by one mask:
+// - two bits: the symbol of p = 2*T*a + T*h + t is in bits 2*(a ^ 1) of qs[2*t + h];
+// - one bit: that of p = T*g + t is bit ITQ2_S_SYMBOL_BIT(g) of qs[t]: g ^ 2, or, where a byte can be looked up by six of
 //   its bits, 4 5 0 1 6 7 2 3 for g = 0 .. 7.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VBMI__)
@@ -42,6 +42,14 @@ typedef struct {
     uint32_t sel[8][ITQ_PANEL_ROWS];
     uint32_t qs[8][ITQ_PANEL_ROWS];
 } itq_codes_itq2_s;
+typedef struct {
+    uint32_t sel[2][ITQ_PANEL_ROWS];
+    uint32_t qs[4][ITQ_PANEL_ROWS];
+} itq_codes_itq3_n;
+typedef struct {
+    uint32_t sel[2][ITQ_PANEL_ROWS];
+    uint32_t qs[2][ITQ_PANEL_ROWS];
+} itq_codes_itq2_n;
 
 typedef struct {
     ggml_half d[ITQ_PANEL_ROWS];
@@ -50,6 +58,8 @@ typedef struct {
 typedef struct {
     ggml_half d[ITQ_PANEL_ROWS];
 } itq_scales_itq2_s;
+typedef itq_scales_itq2_s itq_scales_itq3_n;
+typedef itq_scales_itq2_s itq_scales_itq2_n;
 
 // Codes of a block of TQ2_0 and TQ1_0: the words of the block.
 typedef struct {
@@ -80,16 +90,18 @@ typedef struct {
     }
 ITQ_PANEL_OF(itq3_s, itq_scales_itq3_s, 1)
 ITQ_PANEL_OF(itq2_s, itq_scales_itq2_s, 2)
+ITQ_PANEL_OF(itq3_n, itq_scales_itq3_n, 2)
+ITQ_PANEL_OF(itq2_n, itq_scales_itq2_n, 2)
 ITQ_PANEL_OF(tq2_0, itq_scales_tq, 2)
 ITQ_PANEL_OF(tq1_0, itq_scales_tq, 2)
 
-// Quantized activations of nc columns of a product, block by block. The 256 bytes of a block are in the order of the
-// kernels, four that meet the four bytes of one word of weights side by side: byte 4*p + j is number 64*j + p of the
-// rotated block for the trellis types, and they stay in their order for TQ1_0 and TQ2_0.
+// Quantized activations of nc columns of a product, block by block, n = 256 or 64 numbers each. The bytes of a block are in
+// the order of the kernels, four that meet the four bytes of one word of weights side by side: byte 4*p + j is number
+// n/4*j + p of the rotated block for the trellis types, and they stay in their order for TQ1_0 and TQ2_0.
 struct itq_columns {
-    const int8_t *  q;     // [nb][nc][256], on a 64-byte boundary
+    const int8_t *  q;     // [nb][nc][n], on a 64-byte boundary
     const float *   d;     // [nb][nc] scales
-    const int32_t * sums;  // [nb][nc] sums of the 256
+    const int32_t * sums;  // [nb][nc] sums of the n
 };
 
 // Ask for the memory a few blocks behind line `line` of the codes of a block; the line that follows them has scales. What
@@ -148,7 +160,7 @@ ITQ_DECLARE_PANELS(tq2_0)
 ITQ_DECLARE_PANELS(tq1_0)
 
 // out[r]: the product of row r of n_rows, row_size bytes apart as a file has them, and the one column of y, the bytes of
-// which are in the order of Q8_K_H or Q8_K. It has the bits that a panel's product has. TQ1_0 has none.
+// which are in the order of Q8_K_H, Q8_N_H or Q8_K. It has the bits that a panel's product has. TQ1_0 has none.
 #if defined(__AVX2__) || (defined(__ARM_NEON) && defined(__aarch64__))
 #    define ITQ_HAS_GEMV
 #    define ITQ_DECLARE_GEMV(name)                                                                                     \
@@ -159,11 +171,13 @@ ITQ_TYPES(ITQ_GEMV_OF_TYPE)
 ITQ_DECLARE_GEMV(tq2_0)
 #endif
 
-// From 256 bytes of Q8_K_H to the order of the kernels.
+// From 256 bytes of Q8_K_H, 64 of Q8_N_H, to the order of the kernels.
 void itq_reorder_q8_K_h(const int8_t * q, int8_t * y);
+void itq_reorder_q8_n_h(const int8_t * q, int8_t * y);
 
 // Generic implementation
 void itq_reorder_q8_K_h_generic(const int8_t * q, int8_t * y);
+void itq_reorder_q8_n_h_generic(const int8_t * q, int8_t * y);
 
 #ifdef __cplusplus
 }

@@ -21,8 +21,9 @@ constexpr int64_t GROUP = ITQ_GROUP;
 constexpr size_t  LINE  = 64;  // bytes of a cache line, which panels and activations begin on
 
 struct type_kernels {
-    void (*quantize)(const float * GGML_RESTRICT, void * GGML_RESTRICT, int64_t);  // to block_q8_K
-    void (*reorder)(const int8_t *, int8_t *);                                     // NULL: the bytes stay as they are
+    int64_t length;  // weights of a block: 256, with activations in block_q8_K, or 64, with block_q8_n_h
+    void (*quantize)(const float * GGML_RESTRICT, void * GGML_RESTRICT, int64_t);
+    void (*reorder)(const int8_t *, int8_t *);  // NULL: the bytes stay as they are
     void (*repack)(const void *, size_t, int, int64_t, void *);
     void (*unpack)(const void *, int64_t, void *, size_t);
     void (*gemm)(int64_t, const void *, const itq_columns *, int, float (*)[ROWS]);
@@ -37,29 +38,44 @@ const type_kernels * kernels_of(ggml_type type) {
 #    define GEMV_OF(name) nullptr
 #endif
     switch (type) {
-#define KERNELS_OF_TYPE(NAME, name, ...)                                                                      \
-    case GGML_TYPE_##NAME:                                                                                    \
-        {                                                                                                     \
-            static const type_kernels kernels = { quantize_row_q8_K_h, itq_reorder_q8_K_h, itq_repack_##name, \
-                                                  itq_unpack_##name,   itq_gemm_##name,    GEMV_OF(name) };   \
-            return &kernels;                                                                                  \
+#define KERNELS_OF_TYPE(NAME, length, activations, name)                      \
+    case GGML_TYPE_##NAME:                                                    \
+        {                                                                     \
+            static const type_kernels kernels = { length,                     \
+                                                  quantize_row_##activations, \
+                                                  itq_reorder_##activations,  \
+                                                  itq_repack_##name,          \
+                                                  itq_unpack_##name,          \
+                                                  itq_gemm_##name,            \
+                                                  GEMV_OF(name) };            \
+            return &kernels;                                                  \
         }
-        ITQ_TYPES(KERNELS_OF_TYPE)
+#define KERNELS_OF_TYPE_256(NAME, name, ...) KERNELS_OF_TYPE(NAME, QK_K, q8_K_h, name)
+#define KERNELS_OF_TYPE_64(NAME, name, ...)  KERNELS_OF_TYPE(NAME, 64, q8_n_h, name)
+        ITQ_TYPES_256(KERNELS_OF_TYPE_256)
+        ITQ_TYPES_64(KERNELS_OF_TYPE_64)
         case GGML_TYPE_TQ1_0:
             {
-                static const type_kernels kernels = { quantize_row_q8_K, nullptr,        itq_repack_tq1_0,
-                                                      itq_unpack_tq1_0,  itq_gemm_tq1_0, nullptr };
+                static const type_kernels kernels = {
+                    QK_K, quantize_row_q8_K, nullptr, itq_repack_tq1_0, itq_unpack_tq1_0, itq_gemm_tq1_0, nullptr
+                };
                 return &kernels;
             }
         case GGML_TYPE_TQ2_0:
             {
-                static const type_kernels kernels = { quantize_row_q8_K, nullptr,        itq_repack_tq2_0,
-                                                      itq_unpack_tq2_0,  itq_gemm_tq2_0, GEMV_OF(tq2_0) };
+                static const type_kernels kernels = {
+                    QK_K, quantize_row_q8_K, nullptr, itq_repack_tq2_0, itq_unpack_tq2_0, itq_gemm_tq2_0, GEMV_OF(tq2_0)
+                };
                 return &kernels;
             }
         default:
             return nullptr;
     }
+}
+
+// Weights of a block.
+int64_t length_of(const ggml_tensor * weights) {
+    return kernels_of(weights->type)->length;
 }
 
 int64_t divide_up(int64_t a, int64_t b) {
@@ -109,14 +125,18 @@ class arena {
 
 // Quantized columns one behind the other, in groups as struct itq_columns has them.
 struct activations {
+    int64_t   length;  // of a block
     int8_t *  q;
     float *   d;
     int32_t * sums;
 
-    activations(arena & memory, int64_t blocks) :
-        q(memory.take<int8_t>(blocks * QK_K)), d(memory.take<float>(blocks)), sums(memory.take<int32_t>(blocks)) {}
+    activations(arena & memory, int64_t length, int64_t blocks) :
+        length(length), q(memory.take<int8_t>(blocks * length)), d(memory.take<float>(blocks)),
+        sums(memory.take<int32_t>(blocks)) {}
 
-    itq_columns from(int64_t block) const { return { q + block * QK_K, d + block, sums + block }; }
+    int8_t * bytes(int64_t block) const { return q + block * length; }
+
+    itq_columns from(int64_t block) const { return { bytes(block), d + block, sums + block }; }
 };
 
 struct mapping {
@@ -139,8 +159,8 @@ struct workspace {
     char *  packed;
 
     workspace(void * base, int n_threads, const ggml_tensor * op) :
-        memory(base), columns(memory, ggml_nelements(op->src[1]) / QK_K),
-        gathered(memory, op->op == GGML_OP_MUL_MAT_ID ? n_threads * gathered_blocks(op) : 0) {
+        memory(base), columns(memory, length_of(op->src[0]), ggml_nelements(op->src[1]) / length_of(op->src[0])),
+        gathered(memory, length_of(op->src[0]), op->op == GGML_OP_MUL_MAT_ID ? n_threads * gathered_blocks(op) : 0) {
         const ggml_tensor * weights = op->src[0];
         if (op->op == GGML_OP_MUL_MAT_ID) {
             const int64_t n_experts = weights->ne[2];
@@ -154,7 +174,9 @@ struct workspace {
         packed = memory.take<char>(n_threads * panels * (int64_t) panel_stride(weights));
     }
 
-    static int64_t gathered_blocks(const ggml_tensor * op) { return GROUP * (op->src[1]->ne[0] / QK_K); }
+    static int64_t gathered_blocks(const ggml_tensor * op) {
+        return GROUP * (op->src[1]->ne[0] / length_of(op->src[0]));
+    }
 
     // Panels of a chunk: they stay in the cache of second level while groups of columns go by. Experts gather their
     // columns for every chunk.
@@ -168,25 +190,36 @@ struct workspace {
 // A block of src1 to where the kernels read it.
 void quantize_block(const type_kernels & kernels, const char * x, bool quantized, bool reorder, const activations & to,
                     int64_t at) {
-    block_q8_K         own;
-    const block_q8_K * y = (const block_q8_K *) x;
+    union {
+        block_q8_K   of_256;
+        block_q8_n_h of_64;
+    } own;
     if (!quantized) {
-        kernels.quantize((const float *) x, &own, QK_K);
-        y = &own;
+        kernels.quantize((const float *) x, &own, kernels.length);
+        x = (const char *) &own;
     }
-    int8_t * q = to.q + at * QK_K;
-    if (reorder) {
-        kernels.reorder(y->qs, q);
-    } else {
-        memcpy(q, y->qs, QK_K);
-    }
-    int32_t sum = 0;
-    if (y->d != 0.0f) {  // upstream leaves the sums of a block of zeros open
-        for (int i = 0; i < QK_K / 16; ++i) {
+    const int8_t * qs;
+    float          d;
+    int32_t        sum = 0;
+    if (kernels.length == QK_K) {
+        const block_q8_K * y = (const block_q8_K *) x;
+        qs                   = y->qs;
+        d                    = y->d;
+        for (int i = 0; d != 0.0f && i < QK_K / 16; ++i) {  // upstream leaves the sums of a block of zeros open
             sum += y->bsums[i];
         }
+    } else {
+        const block_q8_n_h * y = (const block_q8_n_h *) x;
+        qs                     = y->qs;
+        d                      = y->d;
+        sum                    = y->sum;
     }
-    to.d[at]    = y->d;
+    if (reorder) {
+        kernels.reorder(qs, to.bytes(at));
+    } else {
+        memcpy(to.bytes(at), qs, kernels.length);
+    }
+    to.d[at]    = d;
     to.sums[at] = sum;
 }
 
@@ -199,8 +232,8 @@ void quantize_columns(const ggml_compute_params * params, const ggml_tensor * op
     const type_kernels & kernels    = *kernels_of(op->src[0]->type);
     const bool           quantized  = src1->type != GGML_TYPE_F32;
     const bool           reorder    = kernels.reorder && !takes_rows(op);
-    const size_t         block_size = quantized ? sizeof(block_q8_K) : QK_K * sizeof(float);
-    const int64_t        nb         = src1->ne[0] / QK_K;
+    const size_t         block_size = quantized ? ggml_type_size(src1->type) : kernels.length * sizeof(float);
+    const int64_t        nb         = src1->ne[0] / kernels.length;
     const int64_t        total      = sets * n * nb;
     const int64_t        start      = total * params->ith / params->nth;
     const int64_t        end        = total * (params->ith + 1) / params->nth;
@@ -247,7 +280,7 @@ template <typename Fill>
 void multiply(const ggml_tensor * weights, bool by_rows, const char * matrix, int64_t begin, int64_t end, int64_t first,
               int64_t step, int64_t n_groups, int64_t limit, char * scratch, const Fill & fill) {
     const type_kernels & kernels = *kernels_of(weights->type);
-    const int64_t        nb      = weights->ne[0] / QK_K;
+    const int64_t        nb      = weights->ne[0] / kernels.length;
     const int64_t        n_rows  = weights->ne[1];
     const size_t         nb01    = weights->nb[1];
     const size_t         stride  = panel_stride(weights);
@@ -341,7 +374,7 @@ void mul_mat(const ggml_compute_params * params, const workspace & work, ggml_te
 
     GGML_ASSERT(ne0 == ne01 && ne1 == ne11 && ne2 == ne12 && ne3 == ne13);
 
-    const int64_t nb      = ne00 / QK_K;
+    const int64_t nb      = ne00 / length_of(src0);
     const int64_t r2      = ne12 / ne02;
     const int64_t r3      = ne13 / ne03;
     const int64_t columns = r2 * ne11;    // that meet a matrix
@@ -430,7 +463,7 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
     GGML_ASSERT(ne03 == 1 && ne13 == 1 && ne3 == 1);
     GGML_ASSERT(ne0 == ne01 && ne1 == ids->ne[0] && ne2 == ne12 && ne12 == ids->ne[1]);
 
-    const int64_t nb = ne00 / QK_K;
+    const int64_t nb = ne00 / length_of(src0);
 
     quantize_columns(params, dst, work.columns, 1, ne11 * ne12, 1,
                      [&](int64_t, int64_t c) { return c % ne11 * nb11 + c / ne11 * nb12; });
@@ -477,11 +510,11 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
                          }
                          for (int64_t b = 0; b < nb; ++b) {
                              const int64_t  at = own + b * nc + c;
-                             const int8_t * q  = work.columns.q + (block + b) * QK_K;
+                             const int8_t * q  = work.columns.bytes(block + b);
                              if (by_rows && reorder) {
-                                 reorder(q, work.gathered.q + at * QK_K);  // an expert that a token names twice
+                                 reorder(q, work.gathered.bytes(at));  // an expert that a token names twice
                              } else {
-                                 memcpy(work.gathered.q + at * QK_K, q, QK_K);
+                                 memcpy(work.gathered.bytes(at), q, work.gathered.length);
                              }
                              work.gathered.d[at]    = work.columns.d[block + b];
                              work.gathered.sums[at] = work.columns.sums[block + b];
@@ -494,7 +527,8 @@ void mul_mat_id(const ggml_compute_params * params, const workspace & work, ggml
 class product_traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
         // upstream's own product of reference has to find its memory too
-        const size_t rows     = ggml_row_size(GGML_TYPE_Q8_K, ggml_nelements(op->src[1]));
+        const size_t rows =
+            ggml_row_size(ggml_get_type_traits_cpu(op->src[0]->type)->vec_dot_type, ggml_nelements(op->src[1]));
         const size_t experts  = op->op == GGML_OP_MUL_MAT_ID ? (size_t) op->src[0]->ne[2] : 0;
         const size_t mappings = experts ? experts * (size_t) ggml_nelements(op->src[2]) : 0;
         size                  = std::max(workspace(nullptr, n_threads, op).memory.used() + LINE,
@@ -548,14 +582,14 @@ template <typename F> void for_panels(const ggml_tensor * tensor, size_t offset,
 void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     const type_kernels & kernels = *kernels_of(tensor->type);
     for_panels(tensor, offset, size, [&](char * panel, size_t rows) {
-        kernels.repack((const char *) data + rows, tensor->nb[1], (int) ROWS, tensor->ne[0] / QK_K, panel);
+        kernels.repack((const char *) data + rows, tensor->nb[1], (int) ROWS, tensor->ne[0] / kernels.length, panel);
     });
 }
 
 void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     const type_kernels & kernels = *kernels_of(tensor->type);
     for_panels(tensor, offset, size, [&](char * panel, size_t rows) {
-        kernels.unpack(panel, tensor->ne[0] / QK_K, (char *) data + rows, tensor->nb[1]);
+        kernels.unpack(panel, tensor->ne[0] / kernels.length, (char *) data + rows, tensor->nb[1]);
     });
 }
 

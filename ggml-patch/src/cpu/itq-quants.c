@@ -17,14 +17,13 @@
     }
 ITQ_TYPES(DEFINE_QUANTIZE_ROW)
 
-// As quantize_row_q8_K_ref, with nothing left open: the rounding comes from a function, so that no compiler fuses it
-// with the product before it; the sums of a block of zeros are set; a block that has no usable scale is defined: one with
-// a NaN or an infinity has NaN for its scale, so that every product with it is NaN.
-static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML_RESTRICT y) {
+// What n numbers are multiplied by to fill 8 bits. 0: they have no usable scale, and *d is set to what they have for one,
+// NaN if there is a NaN or an infinity among them, so that every product with them is NaN.
+static float scale_to_8_bits(const float * x, int n, float * d) {
     float amax   = 0.0f;
     float max    = 0.0f;
     bool  finite = true;
-    for (int j = 0; j < QK_K; ++j) {
+    for (int j = 0; j < n; ++j) {
         const float ax = fabsf(x[j]);
         finite         = finite && ax < INFINITY;
         if (ax > amax) {
@@ -33,21 +32,38 @@ static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML
         }
     }
     if (!finite || amax < ITQ3_S_ACT_MIN) {
-        memset(y, 0, sizeof(*y));
-        y->d = finite ? 0.0f : NAN;
-        return;
+        *d = finite ? 0.0f : NAN;
+        return 0.0f;
     }
     const float iscale = -127.0f / max;
-    for (int j = 0; j < QK_K / 16; ++j) {
-        int sum = 0;
-        for (int l = 16 * j; l < 16 * j + 16; ++l) {
-            const int v = (int) lrintf(iscale * x[l]);
-            y->qs[l]    = (int8_t) (v < 127 ? v : 127);
-            sum += y->qs[l];
-        }
-        y->bsums[j] = (int16_t) sum;
+    *d                 = 1 / iscale;
+    return iscale;
+}
+
+// Rounds n numbers; their sum. The rounding comes from a function, so that no compiler fuses it with the product before it.
+static int round_to_8_bits(const float * x, int n, float iscale, int8_t * qs) {
+    int sum = 0;
+    for (int l = 0; l < n; ++l) {
+        const int v = (int) lrintf(iscale * x[l]);
+        qs[l]       = (int8_t) (v < 127 ? v : 127);
+        sum += qs[l];
     }
-    y->d = 1 / iscale;
+    return sum;
+}
+
+// As quantize_row_q8_K_ref, with nothing left open: the sums of a block of zeros are set.
+static void quantize_block_q8_K(const float * GGML_RESTRICT x, block_q8_K * GGML_RESTRICT y) {
+    float       d;
+    const float iscale = scale_to_8_bits(x, QK_K, &d);
+    if (iscale == 0.0f) {
+        memset(y, 0, sizeof(*y));
+        y->d = d;
+        return;
+    }
+    for (int j = 0; j < QK_K / 16; ++j) {
+        y->bsums[j] = (int16_t) round_to_8_bits(x + 16 * j, 16, iscale, y->qs + 16 * j);
+    }
+    y->d = d;
 }
 
 void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy, int64_t k) {
@@ -64,6 +80,29 @@ void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_REST
             rotated[j] *= 0.0625f;
         }
         quantize_block_q8_K(rotated, &y[i]);
+    }
+}
+
+void quantize_row_q8_n_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy, int64_t k) {
+    assert(k % 64 == 0);
+
+    block_q8_n_h * GGML_RESTRICT y = vy;
+
+    for (int64_t i = 0; i < k / 64; ++i) {
+        float rotated[64];
+        memcpy(rotated, x + i * 64, sizeof(rotated));
+        itq_fwht(rotated, 64);
+        for (int j = 0; j < 64; ++j) {
+            rotated[j] *= 0.125f;
+        }
+        float       d;
+        const float iscale = scale_to_8_bits(rotated, 64, &d);
+        if (iscale == 0.0f) {
+            memset(&y[i], 0, sizeof(y[i]));
+        } else {
+            y[i].sum = round_to_8_bits(rotated, 64, iscale, y[i].qs);
+        }
+        y[i].d = d;
     }
 }
 
@@ -104,4 +143,30 @@ static float dot_block(const int8_t * levels, float d, float z, const block_q8_K
         }                                                                                                              \
         *s = sumf;                                                                                                     \
     }
-ITQ_TYPES(DEFINE_VEC_DOT)
+ITQ_TYPES_256(DEFINE_VEC_DOT)
+
+#define DEFINE_VEC_DOT_64(NAME, name, ...)                                                                      \
+    void ggml_vec_dot_##name##_q8_n_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
+                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
+        assert(n % 64 == 0);                                                                                    \
+        assert(nrc == 1);                                                                                       \
+        GGML_UNUSED(bs);                                                                                        \
+        GGML_UNUSED(bx);                                                                                        \
+        GGML_UNUSED(by);                                                                                        \
+        GGML_UNUSED(nrc);                                                                                       \
+                                                                                                                \
+        const block_##name * GGML_RESTRICT x    = vx;                                                           \
+        const block_q8_n_h * GGML_RESTRICT y    = vy;                                                           \
+        float                              sumf = 0.0f;                                                         \
+        for (int i = 0; i < n / 64; ++i) {                                                                      \
+            int8_t levels[64];                                                                                  \
+            name##_decode_levels(x[i].qs, x[i].sel, levels);                                                    \
+            int32_t sum = 0;                                                                                    \
+            for (int j = 0; j < 64; ++j) {                                                                      \
+                sum += levels[j] * y[i].qs[j];                                                                  \
+            }                                                                                                   \
+            sumf += GGML_CPU_FP16_TO_FP32(x[i].d) * 0.03125f * (float) sum * y[i].d;                            \
+        }                                                                                                       \
+        *s = sumf;                                                                                              \
+    }
+ITQ_TYPES_64(DEFINE_VEC_DOT_64)

@@ -3,7 +3,8 @@
 #include "ggml-itq.h"
 
 // CPU kernels of the trellis types. The dot product needs no rotated weight: with H orthogonal and symmetric,
-// dot(H v, x) = dot(v, H x), so the activation row is rotated once and quantized to 8 bits (Q8_K_H, in block_q8_K).
+// dot(H v, x) = dot(v, H x), so the activation row is rotated once and quantized to 8 bits: to Q8_K_H, in block_q8_K, for
+// blocks of 256, to Q8_N_H for blocks of 64.
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,19 +19,40 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
 
 void quantize_row_q8_K_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
 
-// What every type has, beside a generic implementation of each product:
+// The same in blocks of 64, block_q8_n_h.
+void quantize_row_q8_n_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+
+void quantize_row_q8_n_h_generic(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+
+// The dot product of a type by the length of its blocks, and its activations.
+#define ITQ_VEC_DOT_OF_256(name)  ggml_vec_dot_##name##_q8_K_h
+#define ITQ_VEC_DOT_OF_64(name)   ggml_vec_dot_##name##_q8_n_h
+#define ITQ_VEC_DOT(name, length) ITQ_VEC_DOT_OF_##length(name)
+#define ITQ_VEC_DOT_TYPE(length)  ((length) == QK_K ? GGML_TYPE_Q8_K_H : GGML_TYPE_Q8_N_H)
+
+// What every type has:
 //
 //   quantize_row_name          quantize_row_name_ref
 //   ggml_vec_dot_name_q8_K_h   dot product of a row of its blocks and a row of Q8_K_H, n weights each; the arguments are
-//                              ggml_vec_dot_t's
+//                              ggml_vec_dot_t's. There is a generic implementation beside it.
+//   ggml_vec_dot_name_q8_n_h   the same of a type whose blocks have 64, with a row of Q8_N_H; portable code alone: panels and
+//                              rows are multiplied by itq-gemm.h, this is what their results are compared with
+#define ITQ_DECLARE_QUANTIZE_ROW(NAME, name, ...) \
+    void quantize_row_##name(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
+ITQ_TYPES(ITQ_DECLARE_QUANTIZE_ROW)
+
 #define ITQ_DECLARE_PRODUCTS(NAME, name, ...)                                                                          \
-    void quantize_row_##name(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);                        \
     void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx,        \
                                       size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);                   \
     void ggml_vec_dot_##name##_q8_K_h_generic(int n, float * GGML_RESTRICT s, size_t bs,                               \
                                               const void * GGML_RESTRICT vx, size_t bx, const void * GGML_RESTRICT vy, \
                                               size_t by, int nrc);
-ITQ_TYPES(ITQ_DECLARE_PRODUCTS)
+ITQ_TYPES_256(ITQ_DECLARE_PRODUCTS)
+
+#define ITQ_DECLARE_PRODUCTS_64(NAME, name, ...)                                                                \
+    void ggml_vec_dot_##name##_q8_n_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
+                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);
+ITQ_TYPES_64(ITQ_DECLARE_PRODUCTS_64)
 
 #ifdef __cplusplus
 }

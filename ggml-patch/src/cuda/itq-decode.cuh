@@ -3,8 +3,8 @@
 // Everything in this file is integer arithmetic on registers and compiles for the device and for the host
 // (plain C++ included), so that tests/cuda/ runs the very same functions without a GPU.
 //
-// Names: t is the index of a weight in its block of 256. A chunk is 32 consecutive weights; chunk k = 2*g + j takes its
-// symbols from half j of qs (bytes 32*j .. 32*j + 31) at bit 2*g, and its selector bits from 32-bit word k of sel.
+// Names: t is the index of a weight in its block. A chunk is 32 consecutive weights, its selector bits 32-bit word k of sel;
+// in a block of 256 chunk k = 2*g + j takes its symbols from half j of qs (bytes 32*j .. 32*j + 31) at bit 2*g.
 
 #pragma once
 
@@ -18,15 +18,18 @@
 #    define ITQ_FUNC static inline
 #endif
 
-// The level of an index 4*q + 2*c1 + c0 of a trellis type.
+// Of a trellis type: a block, its weights, the bits of a symbol, and the level of an index 4*q + 2*c1 + c0.
 template <ggml_type type> struct itq_traits;
 
-#define ITQ_CUDA_TRAITS(NAME, name, bits, n_levels, ...)    \
-    template <> struct itq_traits<GGML_TYPE_##NAME> {       \
-        ITQ_FUNC constexpr int level(const int index) {     \
-            constexpr int levels[n_levels] = NAME##_LEVELS; \
-            return levels[index];                           \
-        }                                                   \
+#define ITQ_CUDA_TRAITS(NAME, name, n_bits, n_levels, n_weights, ...) \
+    template <> struct itq_traits<GGML_TYPE_##NAME> {                 \
+        using block                   = block_##name;                 \
+        static constexpr int   length = n_weights;                    \
+        static constexpr int   bits   = n_bits;                       \
+        ITQ_FUNC constexpr int level(const int index) {               \
+            constexpr int levels[n_levels] = NAME##_LEVELS;           \
+            return levels[index];                                     \
+        }                                                             \
     };
 ITQ_TYPES(ITQ_CUDA_TRAITS)
 
@@ -184,7 +187,8 @@ ITQ_FUNC uint32_t itq_spread4(const uint32_t x) {
 
 // Level indices of the weights t = 8*m + 0..7, one per nibble: weight r < 4 in nibble 2r, weight r >= 4 in nibble 2r -
 // 7.
-//   q0, q1: the symbol words of the weights 0..3 and 4..7 (bytes 8*m % 64 .. + 7 of qs), group = m/8,
+//   q0, q1: the symbol words of the weights 0..3 and 4..7 (of a block of 256 bytes 8*m % 64 .. + 7 of qs, group = m/8; of
+//   one of 64 bytes 8*m % 16 .. + 7, group = m/2),
 //   sel_window: selector byte m in bits 8..15, byte m - 1 (0 for m = 0) in bits 0..7.
 ITQ_FUNC uint32_t itq_index_nibbles_8(const uint32_t q0, const uint32_t q1, const int group,
                                       const uint32_t sel_window) {
@@ -196,7 +200,7 @@ ITQ_FUNC uint32_t itq_index_nibbles_8(const uint32_t q0, const uint32_t q1, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// ITQ2_S: symbols are a plane of bits in the order of the selectors, and one prmt reaches all 8 levels.
+// Symbols of one bit (ITQ2_S, ITQ2_N) are a plane in the order of the selectors, and one prmt reaches all 8 levels.
 
 // The level indices of the weights 4n + i, n = 0..7, of a chunk, one per nibble: q is the chunk's word of symbols.
 ITQ_FUNC uint32_t itq2_s_index_nibbles(const uint32_t q, const uint32_t even, const uint32_t odd, const int i) {
@@ -217,4 +221,43 @@ ITQ_FUNC uint32_t itq2_s_index_nibbles_8(const uint32_t q, const uint32_t sel_wi
 // The levels of the four index nibbles in the low half of a word, as signed bytes.
 ITQ_FUNC uint32_t itq2_s_look_up(const uint32_t nibbles) {
     return itq_prmt(itq_level_bytes<GGML_TYPE_ITQ2_S>(0, 0), itq_level_bytes<GGML_TYPE_ITQ2_S>(4, 0), nibbles);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Blocks of 64, two chunks. Their activations are in decoded order within each chunk, the chunks one after the other.
+
+// Index words of chunk k of ITQ3_N: four nibbles, of the weights 4n + i with n = 4p + 0..3, in the lower half of
+// index[2*i + p]. Byte i of symbol word m has bits 4k, 4k + 1 of weight 4m + i of the chunk, and after them those of the
+// weight 16 further on, so that nibble k of four words is a half of eight weights of the same i.
+//   q: the four symbol words of the block.
+ITQ_FUNC void itq3_n_index_nibbles(const uint32_t (&q)[4], const int k, const uint32_t even, const uint32_t odd,
+                                   uint32_t (&index)[8]) {
+    const uint32_t x0 = itq_select(0x0F0F0F0F, q[0] >> 4 * k, q[1] >> 4 * k << 4);  // m = 0, 1
+    const uint32_t x1 = itq_select(0x0F0F0F0F, q[2] >> 4 * k, q[3] >> 4 * k << 4);  // m = 2, 3
+    for (int h = 0; h < 2; ++h) {  // i = 2h and, in the upper half, 2h + 1
+        const uint32_t sym = itq_prmt(x0, x1, h == 0 ? 0x5140 : 0x7362);
+        for (int p = 0; p < 2; ++p) {
+            const uint32_t pairs = itq_prmt(even, odd, p == 0 ? 0x5410 : 0x7632);
+            const uint32_t both  = itq_select(0xCCCCCCCC, p == 0 ? sym << 2 : sym, h == 0 ? pairs : pairs >> 2);
+            index[4 * h + p]     = both;
+            index[4 * h + 2 + p] = both >> 16;
+        }
+    }
+}
+
+// The same of ITQ2_N: q is the chunk's word of symbols.
+ITQ_FUNC void itq2_n_index_nibbles(const uint32_t q, const uint32_t even, const uint32_t odd, uint32_t (&index)[8]) {
+    for (int i = 0; i < 4; ++i) {
+        index[2 * i + 0] = itq2_s_index_nibbles(q, even, odd, i);
+        index[2 * i + 1] = index[2 * i + 0] >> 16;
+    }
+}
+
+// The levels of the four index nibbles in the low half of a word, as signed bytes.
+template <ggml_type type> ITQ_FUNC uint32_t itq_look_up(const uint32_t nibbles) {
+    if constexpr (itq_traits<type>::bits == 2) {
+        return itq_levels_minus(nibbles, 0);
+    } else {
+        return itq2_s_look_up(nibbles);
+    }
 }

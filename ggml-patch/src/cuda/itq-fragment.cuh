@@ -4,6 +4,10 @@
 // decoding: four neighbouring lanes c = 0..3 share the block of a row, each decodes 64 of its weights in registers and
 // hands them to the product as they are. In step s = 0..7 of a block lane c gives words w = 0, 1 of four bytes, of the
 // rows lane/4 and lane/4 + 8. The kernel that quantizes the activations puts them in the same order.
+//
+// Of blocks of 64 lane c has the whole of block c of four, each with a scale of its own, but the product adds up the
+// four lanes. So a column of activations is four of the eight columns of the product, one for each block, with zeros in
+// the place of the others: four sums instead of one of all blocks, for four times the products.
 
 #pragma once
 
@@ -11,9 +15,15 @@
 #include "itq-vecdot.cuh"
 #include "tq-decode.cuh"
 
+#include <type_traits>
+
+// Blocks of the 256 weights that four lanes share, and columns of activations in the eight of a product.
+template <ggml_type type> constexpr int itq_fragment_blocks  = QK_K / ggml_cuda_type_traits<type>::qk;
+template <ggml_type type> constexpr int itq_fragment_columns = 8 / itq_fragment_blocks<type>;
+
 // Position of the weights t .. t + 3 (of a ternary type, t a multiple of 4), or of weight t (trellis) among the 256 bytes
-// of a block in the order of fragments: 64 bytes for every two steps, in them 16 for each lane c, in them 8 for each
-// step, in them 4 for each word.
+// of a block, or of four, in the order of fragments: 64 bytes for every two steps, in them 16 for each lane c, in them
+// 8 for each step, in them 4 for each word.
 ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
     return 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * w;
 }
@@ -27,6 +37,12 @@ ITQ_FUNC constexpr int itq3_s_fragment_position(const int t) {
 ITQ_FUNC constexpr int itq2_s_fragment_position(const int t) {
     const int k = t / 32, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (k % 2) + i, k / 2, n / 4) + n % 4;
+}
+// ITQ3_N: lane c decodes block c; step s = 4p + 2k + h has the weights 4n + i of chunk k, n = 4p .. 4p + 3, with i = 2h
+// in word 0, with i = 2h + 1 in word 1. ITQ2_N: the two chunks of lane c are those of ITQ2_S.
+ITQ_FUNC constexpr int itq3_n_fragment_position(const int t) {
+    const int k = t / 32 % 2, i = t % 4, n = t % 32 / 4;
+    return itq_fragment_at(4 * (n / 4) + 2 * k + i / 2, t / 64, i % 2) + n % 4;
 }
 // TQ2_0: lane c has the words 4c .. 4c + 3 of qs; step s = 2g + p has digit g of the words 4c + 2p, 4c + 2p + 1.
 ITQ_FUNC constexpr int tq2_0_fragment_position(const int t) {
@@ -48,6 +64,8 @@ ITQ_FUNC constexpr int tq1_0_fragment_position(const int t) {
 template <ggml_type type> ITQ_FUNC constexpr int itq_fragment_position(const int t) {
     return type == GGML_TYPE_ITQ3_S   ? itq3_s_fragment_position(t)
            : type == GGML_TYPE_ITQ2_S ? itq2_s_fragment_position(t)
+           : type == GGML_TYPE_ITQ3_N ? itq3_n_fragment_position(t)
+           : type == GGML_TYPE_ITQ2_N ? itq2_s_fragment_position(t)
            : type == GGML_TYPE_TQ2_0  ? tq2_0_fragment_position(t)
                                       : tq1_0_fragment_position(t);
 }
@@ -65,18 +83,29 @@ struct alignas(16) itq_fragment_scales {
 };
 static_assert(sizeof(itq_fragment_scales) == 32, "two vector loads");
 
+// Of blocks of 64 a lane has sums of the blocks 0 and 1 of a column, or of 2 and 3. It multiplies by the scales of the
+// weights first, so that the origins are those of the weights, which do not depend on the column.
+struct alignas(16) itq_fragment_scales_64 {
+    float scale[2];
+    int   start[2];
+};
+static_assert(2 * sizeof(itq_fragment_scales_64) == sizeof(itq_fragment_scales), "of four blocks of a column");
+template <ggml_type type>
+using itq_fragment_scales_of =
+    std::conditional_t<ggml_cuda_is_itq_64(type), itq_fragment_scales_64, itq_fragment_scales>;
+
 // What the bytes that stand for weights are too large by.
 template <ggml_type type>
-constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S   ? 64
-                                    : type == GGML_TYPE_ITQ2_S ? 0
-                                                               : 1;
+constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_ITQ3_N   ? 64
+                                    : type == GGML_TYPE_ITQ2_S || type == GGML_TYPE_ITQ2_N ? 0
+                                                                                           : 1;
 
 // The sum of a column's bytes from the number that the sum of the products begins with. Garbage may be any number.
 template <ggml_type type> static __device__ __forceinline__ float itq_fragment_sum(const int start) {
     return (float) (int) (ITQ_FLOAT_ORIGIN_BITS - (uint32_t) start) * (1.0f / itq_fragment_offset<type>);
 }
 
-// Bytes of the activations of a block: what upstream takes for them in q8_1.
+// Bytes of the activations of 256 weights: what upstream takes for them in q8_1.
 ITQ_FUNC constexpr int64_t itq_fragment_bytes(const int64_t ncols) {
     return ncols * (int64_t) (sizeof(itq_fragment_scales) + QK_K);
 }
@@ -97,6 +126,11 @@ ITQ_FUNC constexpr int itq_quad_source(const int quad, const int w) {
     }
     return c == 0 && w == 0 ? ITQ_WORD_DZ : ITQ_WORD_SEL + 4 * (c / 2) + c % 2 + w - 1;
 }
+
+// Of blocks of 64, the words that hold one lie in the two quads of its lane, as in the file, from the word on in which
+// the block begins; that may be in its middle, so there is a word more than it has, or half of one.
+template <ggml_type type>
+constexpr int itq_quad_words_64 = (int) (sizeof(typename itq_traits<type>::block) + sizeof(half)) / 4;
 
 // A lane's own number, but one that the compiler knows nothing of, so that it keeps it in a register: left to itself it
 // makes what is made easily anew before every use.
@@ -132,6 +166,15 @@ template <ggml_type type> struct itq_fragment_lane {
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
+// First words of the tables of levels of symbols of two bits, up and down, see itq_table_word.
+struct itq3_fragment_tables {
+    uint32_t by_pair[2];
+    uint32_t by_symbol[2][2];
+    uint32_t minus;  // -1
+
+    __device__ __forceinline__ void fill(const int lane);
+};
+
 template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     // Bytes of row lane/4 of the first stage.
     const char * own;     // the quad whose symbols are in place, and after it that of the selector
@@ -140,12 +183,20 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     uint32_t     mask;    // of the symbols in place
     uint32_t     inside;  // 0 where nothing stands before the first chunk, else 1
     uint32_t     zero;
-    uint32_t     minus;  // -1
-    // First words of tables of levels up and down, see itq_table_word.
-    uint32_t     by_pair[2];
-    uint32_t     by_symbol[2][2];
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane);
+    itq3_fragment_tables tables;
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) {
+        const int c = lane % 4;
+        const int h = c / 2;
+        own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
+        others      = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * (c ^ 2));
+        turn        = itq_kept(4 + 24 * h, lane);
+        mask        = itq_kept(0x0F0F0F0F << 4 * h, lane);
+        inside      = (c + 3) / 4;
+        zero        = itq_kept(0, lane);
+        tables.fill(lane);
+    }
 };
 
 template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
@@ -159,6 +210,44 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
 
     __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), inside((c + 3) / 4),
+        levels{ itq_kept(itq2_s_table_word(0, false), lane), itq_kept(itq2_s_table_word(0, true), lane) } {}
+};
+
+// Blocks of 64.
+struct itq_fragment_lane_64 {
+    const char * own;     // quad of words of row lane/4 of the first stage, and after it the other one
+    bool         active;  // whether this lane's block is the one that this lane's column of the product is for
+    int          two[2];  // lanes, of the four, with the blocks whose sums this one has
+    uint32_t     zero;
+    uint32_t     words;   // bytes of two words that make one of the block
+    uint32_t     scales;  // and of the last words of two rows, that make their two scales
+
+    __device__ __forceinline__ itq_fragment_lane_64(const uint32_t * row0, const int lane) :
+        own((const char *) (row0 + ITQ_QUAD_WORDS * 2 * (lane % 4))), active(lane / 4 % 4 == lane % 4),
+        two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0) {}
+
+    // block: where this lane's are in memory, in row lane/4. In row lane/4 + 8 they begin at the same half of a word.
+    __device__ __forceinline__ void begin(const char * block, const int lane) {
+        const bool half = (uintptr_t) block & 2;
+        words           = itq_kept(half ? 0x5432 : 0x3210, lane);
+        scales          = itq_kept(half ? 0x7632 : 0x5410, lane);
+    }
+};
+
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_N> : itq_fragment_lane_64 {
+    itq3_fragment_tables tables;
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        itq_fragment_lane_64(row0, lane) {
+        tables.fill(lane);
+    }
+};
+
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_N> : itq_fragment_lane_64 {
+    uint32_t levels[2];
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        itq_fragment_lane_64(row0, lane),
         levels{ itq_kept(itq2_s_table_word(0, false), lane), itq_kept(itq2_s_table_word(0, true), lane) } {}
 };
 
@@ -177,23 +266,35 @@ ITQ_FUNC constexpr uint32_t itq_table_word(const bool pair_above, const int odd,
     return word;
 }
 
-__device__ __forceinline__ itq_fragment_lane<GGML_TYPE_ITQ3_S>::itq_fragment_lane(const uint32_t * row0,
-                                                                                  const uint32_t *, const int lane) {
-    const int c = lane % 4;
-    const int h = c / 2;
-    own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
-    others      = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * (c ^ 2));
-    turn        = itq_kept(4 + 24 * h, lane);
-    mask        = itq_kept(0x0F0F0F0F << 4 * h, lane);
-    inside      = (c + 3) / 4;
-    zero        = itq_kept(0, lane);
-    minus       = itq_kept(0xFFFFFFFF, lane);
+__device__ __forceinline__ void itq3_fragment_tables::fill(const int lane) {
+    minus = itq_kept(0xFFFFFFFF, lane);
     for (int down = 0; down < 2; ++down) {
         by_pair[down] = itq_kept(itq_table_word(true, 0, down, 0), lane);
         for (int odd = 0; odd < 2; ++odd) {
             by_symbol[odd][down] = itq_kept(itq_table_word(false, odd, down, 0), lane);
         }
     }
+}
+
+// The levels of four indices and 64 more, of weights t with t % 2 = odd, as the sum of two words. Of two tables, for
+// the lower and the upper eight indices, the one that is not meant gives copies of a sign bit, 0.
+static __device__ __forceinline__ void itq3_fragment_levels(const itq3_fragment_tables & tables, const bool pair_above,
+                                                            const int odd, const uint32_t up, uint32_t & lower,
+                                                            uint32_t & upper) {
+    const uint32_t up_first   = pair_above ? tables.by_pair[0] : tables.by_symbol[odd][0];
+    const uint32_t down_first = pair_above ? tables.by_pair[1] : tables.by_symbol[odd][1];
+    const uint32_t down       = up * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
+    lower                     = itq_prmt(up_first, itq_table_word(pair_above, odd, false, 1), up);
+    upper                     = itq_prmt(down_first, itq_table_word(pair_above, odd, true, 1), down);
+}
+
+// Indices of four weights and of the four of the next word, from pairs of subset bits and symbols of two groups, of which
+// the symbols stay where they are: those of group 0 are the lower bits of their nibbles, so that the pair is above, and
+// those of group 1 the upper ones. lower: whether the pairs are the lower halves of their nibbles.
+static __device__ __forceinline__ uint32_t itq3_fragment_indices(const int group, const bool lower, const uint32_t pair,
+                                                                 const uint32_t symbols) {
+    return group == 0 ? itq_select(0xCCCCCCCC, lower ? pair << 2 : pair, symbols)
+                      : itq_select(0xCCCCCCCC, symbols, lower ? pair : pair >> 2);
 }
 
 // As itq_subset_planes and itq_subset_pairs, but for the order of the bits in pairs of even weights, (c0, c1), which makes
@@ -247,29 +348,15 @@ template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
         d  = itq_half2_bits(dz).x;
     }
 
-    // The symbols of group 0 are the lower bits of their nibbles and those of group 1 the upper ones, and they stay
-    // there: the pair is above or below.
-    __device__ __forceinline__ uint32_t index(const int s) const {
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
+                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) const {
         const int      g    = s / 4;
         const int      i    = s % 4;
         const uint32_t pair = i % 2 == 0 ? even[g] : odd[g];
-        return g == 0 ? itq_select(0xCCCCCCCC, i < 2 ? pair << 2 : pair, sym[i])
-                      : itq_select(0xCCCCCCCC, sym[i], i < 2 ? pair : pair >> 2);
-    }
-    // Levels and 64 more as the sum of two words. Of two tables, for the lower and the upper eight indices, the one that
-    // is not meant gives copies of a sign bit, 0.
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
-                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) {
-        const bool     pair_above = s < 4;
-        const int      odd        = s % 2;
-        const uint32_t up_first   = pair_above ? at.by_pair[0] : at.by_symbol[odd][0];
-        const uint32_t down_first = pair_above ? at.by_pair[1] : at.by_symbol[odd][1];
-        uint32_t       up         = index(s);
+        uint32_t       up   = itq3_fragment_indices(g, i < 2, pair, sym[i]);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            const uint32_t down = up * at.minus - 1;  // the complement on the pipe of products, which is not as busy
-            lower[w]            = itq_prmt(up_first, itq_table_word(pair_above, odd, false, 1), up);
-            upper[w]            = itq_prmt(down_first, itq_table_word(pair_above, odd, true, 1), down);
+            itq3_fragment_levels(at.tables, g == 0, i % 2, up, lower[w], upper[w]);
             up >>= 16;
         }
     }
@@ -279,6 +366,79 @@ template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
         step(s, at, word, upper);
         word[0] |= upper[0];
         word[1] |= upper[1];
+    }
+};
+
+// The words of a block of 64, and in last the one that has its scale.
+template <ggml_type type, int n>
+static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_lane_64 & at, const int r,
+                                                             const uint32_t stage, const int  block,
+                                                             uint32_t (&words)[n], uint32_t & last) {
+    static_assert(4 * n + sizeof(half) == sizeof(typename itq_traits<type>::block), "words and a scale");
+    const char * row  = at.own + (stage + sizeof(uint32_t) * (ITQ_TILE_WORDS * block + 4 * 8 * r));
+    const char * next = row + sizeof(uint32_t) * ITQ_QUAD_WORDS;
+    const uint4  a    = *((const uint4 *) row);
+    uint32_t     v[8] = { a.x, a.y, a.z, a.w };
+    if constexpr (n == 4) {
+        v[4] = *((const uint32_t *) next);
+    } else {
+        const uint4 b = *((const uint4 *) next);
+        v[4]          = b.x;
+        v[5]          = b.y;
+        v[6]          = b.z;
+    }
+#pragma unroll
+    for (int l = 0; l < n; ++l) {
+        words[l] = itq_prmt(v[l], v[l + 1], at.words);
+    }
+    last = v[n];
+}
+
+template <> struct itq_fragments<GGML_TYPE_ITQ3_N> {
+    uint32_t sym[2]
+                [2];  // per chunk and h: nibble 4q + m has the symbols of the weights 4m + 2h + q and, above, 16 more
+    uint32_t pairs[2][2];  // per chunk and p: pairs of subset bits of the weights 16p + 4m + q and, above, 2 more
+    uint32_t last;
+
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        uint32_t v[6];
+        itq_fragment_words_64<GGML_TYPE_ITQ3_N>(at, r, stage, block, v, last);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const uint32_t x0 =
+                k == 0 ? itq_select(0x0F0F0F0F, v[0], v[1] << 4) : itq_select(0x0F0F0F0F, v[0] >> 4, v[1]);
+            const uint32_t x1 =
+                k == 0 ? itq_select(0x0F0F0F0F, v[2], v[3] << 4) : itq_select(0x0F0F0F0F, v[2] >> 4, v[3]);
+            sym[k][0] = itq_prmt(x0, x1, 0x5140);
+            sym[k][1] = itq_prmt(x0, x1, 0x7362);
+
+            uint32_t even, odd;
+            itq_fragment_pairs(k == 0 ? 0 : v[4], v[4 + k], even, odd);
+            pairs[k][0] = itq_prmt(even, odd, 0x5410);
+            pairs[k][1] = itq_prmt(even, odd, 0x7632);
+        }
+    }
+
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at,
+                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) const {
+        const int      p    = s / 4;
+        const int      k    = s / 2 % 2;
+        const int      h    = s % 2;
+        const uint32_t pair = pairs[k][p];
+        uint32_t       up   = itq3_fragment_indices(p, h == 0, pair, sym[k][h]);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            itq3_fragment_levels(at.tables, p == 0, w, up, lower[w], upper[w]);
+            up >>= 16;
+        }
+    }
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at,
+                                         uint32_t (&word)[2]) const {
+        uint32_t upper[2];
+        step(s, at, word, upper);
+        word[0] += upper[0];  // which may go to the pipe of products, too
+        word[1] += upper[1];
     }
 };
 
@@ -296,11 +456,40 @@ static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile,
     return __half2float(((const half *) tile)[x / 2]);
 }
 
-template <> struct itq_fragments<GGML_TYPE_ITQ2_S> {
+// Two chunks with symbols of one bit.
+struct itq2_fragments {
     uint32_t q[2];     // per chunk: symbols
     uint32_t even[2];  // and pairs of subset bits of the even and of the odd weights
     uint32_t odd[2];
-    float    d;
+
+    __device__ __forceinline__ void step(const int s, const uint32_t (&levels)[2], uint32_t (&word)[2]) const {
+        const bool     swapped = s % 2 == 0;
+        const uint32_t index   = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
+        word[0]                = itq_prmt(levels[swapped], itq2_s_table_word(1, swapped), index);
+        word[1]                = itq_prmt(levels[swapped], itq2_s_table_word(1, swapped), index >> 16);
+    }
+};
+
+template <> struct itq_fragments<GGML_TYPE_ITQ2_N> : itq2_fragments {
+    uint32_t last;
+
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ2_N> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        uint32_t v[4];
+        itq_fragment_words_64<GGML_TYPE_ITQ2_N>(at, r, stage, block, v, last);
+        q[0] = v[0];
+        q[1] = v[1];
+        itq_fragment_pairs(0, v[2], even[0], odd[0]);
+        itq_fragment_pairs(v[2], v[3], even[1], odd[1]);
+    }
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_N> & at,
+                                         uint32_t (&word)[2]) const {
+        itq2_fragments::step(s, at.levels, word);
+    }
+};
+
+template <> struct itq_fragments<GGML_TYPE_ITQ2_S> : itq2_fragments {
+    float d;
 
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at, const int r,
                                          const uint32_t stage, const int block) {
@@ -315,11 +504,8 @@ template <> struct itq_fragments<GGML_TYPE_ITQ2_S> {
     }
 
     __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at,
-                                         uint32_t (&word)[2]) {
-        const bool     swapped = s % 2 == 0;
-        const uint32_t index   = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
-        word[0]                = itq_prmt(at.levels[swapped], itq2_s_table_word(1, swapped), index);
-        word[1]                = itq_prmt(at.levels[swapped], itq2_s_table_word(1, swapped), index >> 16);
+                                         uint32_t (&word)[2]) const {
+        itq2_fragments::step(s, at.levels, word);
     }
 };
 

@@ -1,17 +1,23 @@
-// The 256-point Walsh-Hadamard transform of ITQ3_S by one warp, in registers and shuffles.
+// The Walsh-Hadamard transforms of the trellis types by one warp, in registers and shuffles: of 256 points, or of 64, then
+// of four blocks at a time.
 
 #pragma once
 
 #include "common.cuh"
 
-#define ITQ_BLOCK      256  // weights in a block, points of the transform
-#define ITQ_WARP_LANES 32   // threads that work on one block, whatever the physical warp size is
+#define ITQ_BLOCK      256  // values of a warp: a block of 256 or four of 64
+#define ITQ_WARP_LANES 32   // threads that work on them, whatever the physical warp size is
 #define ITQ_VALUES     (ITQ_BLOCK / ITQ_WARP_LANES)
 
-// In place and unnormalised: lane holds the values 8*lane + 0..7 of the block in v. Stages h = 1, 2, 4, ..., 128 in
-// this order and (a, b) -> (a + b, a - b) in float: the arithmetic of the CPU code, so the result is the same to the
-// bit. All 32 lanes of the group must call it.
+// 1 over the square root of the points: what normalises the transform.
+template <int points> static constexpr float itq_fwht_norm = points == 256 ? 1.0f / 16.0f : 1.0f / 8.0f;
+
+// In place and unnormalised: lane holds the values 8*lane + 0..7 in v. Stages h = 1, 2, 4, ..., points/2 in this order and
+// (a, b) -> (a + b, a - b) in float: the arithmetic of the CPU code, so the result is the same to the bit. All 32 lanes of
+// the group must call it.
+template <int points = 256>
 static __device__ __forceinline__ void itq_warp_fwht(float (&v)[ITQ_VALUES], const int lane) {
+    static_assert(points == 256 || points == 64, "no such blocks");
 #pragma unroll
     for (int h = 1; h < ITQ_VALUES; h *= 2) {
 #pragma unroll
@@ -26,7 +32,7 @@ static __device__ __forceinline__ void itq_warp_fwht(float (&v)[ITQ_VALUES], con
         }
     }
 #pragma unroll
-    for (int mask = 1; mask < ITQ_WARP_LANES; mask *= 2) {  // h = 8*mask
+    for (int mask = 1; mask < points / ITQ_VALUES; mask *= 2) {  // h = 8*mask
         // A product with 1 or -1 is exact, and one instruction where a choice of sums is two.
         const float sign = lane & mask ? -1.0f : 1.0f;
 #pragma unroll

@@ -17,9 +17,10 @@ int64_t ggml_cuda_itq_mma_max_columns(const ggml_type type) {
         return 0;
     }
     const int cc = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
-    return GGML_CUDA_CC_IS_NVIDIA(cc) && ggml_cuda_highest_compiled_arch(cc) >= GGML_CUDA_CC_AMPERE
-               ? ITQ_MMA_MAX_COLUMNS
-               : 0;
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc) || ggml_cuda_highest_compiled_arch(cc) < GGML_CUDA_CC_AMPERE) {
+        return 0;
+    }
+    return ggml_cuda_is_itq_64(type) ? itq_mma_max_columns<GGML_TYPE_ITQ3_N> : itq_mma_max_columns<GGML_TYPE_ITQ3_S>;
 }
 
 // What the system keeps of a multiprocessor's shared memory for each CUDA block.
@@ -80,7 +81,8 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
     const int64_t room     = std::max<int64_t>(1, per_sm * device.nsm / products);
 
     itq_mma_shape shape = args.shape;
-    shape.log2_warps_k  = choose_log2_warps_k(shape.nrows, (shape.nblocks + ITQ_MMA_UNIT - 1) / ITQ_MMA_UNIT, room);
+    constexpr int unit  = ITQ_MMA_UNIT * itq_fragment_blocks<type>;
+    shape.log2_warps_k  = choose_log2_warps_k(shape.nrows, (shape.nblocks + unit - 1) / unit, room);
     shape.stages        = stages;
     const int rows      = ITQ_MMA_ROWS * ITQ_MMA_WARPS >> shape.log2_warps_k;
     shape.tiles         = (shape.nrows + rows - 1) / rows;
@@ -99,17 +101,20 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
 template <ggml_type type, int ngroups, bool has_fusion>
 static void switch_aligned(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
-    const itq_mma_shape & shape   = args.shape;
-    bool                  aligned = shape.nblocks % ITQ_MMA_UNIT == 0;
-    for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,
-                                 (int64_t) shape.stride_row_x, shape.stride_channel_x, shape.stride_sample_x }) {
-        aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
+    // Rows of blocks of 64 are there because they are no multiple of 256.
+    if constexpr (!ggml_cuda_is_itq_64(type)) {
+        const itq_mma_shape & shape   = args.shape;
+        bool                  aligned = shape.nblocks % ITQ_MMA_UNIT == 0;
+        for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,
+                                     (int64_t) shape.stride_row_x, shape.stride_channel_x, shape.stride_sample_x }) {
+            aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
+        }
+        if (aligned) {
+            launch<type, ngroups, true, has_fusion>(args, fusion, stream);
+            return;
+        }
     }
-    if (aligned) {
-        launch<type, ngroups, true, has_fusion>(args, fusion, stream);
-    } else {
-        launch<type, ngroups, false, has_fusion>(args, fusion, stream);
-    }
+    launch<type, ngroups, false, has_fusion>(args, fusion, stream);
 }
 
 template <ggml_type type>
@@ -118,11 +123,11 @@ static void switch_columns(const itq_mma_args & args, const ggml_cuda_mm_fusion_
     if (fusion.gate || fusion.x_bias || fusion.gate_bias) {
         GGML_ASSERT(args.shape.ncols == 1);
         switch_aligned<type, 1, true>(args, fusion, stream);
-    } else if (args.shape.ncols <= 8) {
+    } else if (args.shape.ncols <= itq_fragment_columns<type>) {
         switch_aligned<type, 1, false>(args, fusion, stream);
-    } else if (args.shape.ncols <= 16) {
+    } else if (args.shape.ncols <= 2 * itq_fragment_columns<type>) {
         switch_aligned<type, 2, false>(args, fusion, stream);
-    } else if (args.shape.ncols <= 32) {
+    } else if (args.shape.ncols <= 4 * itq_fragment_columns<type>) {
         switch_aligned<type, 4, false>(args, fusion, stream);
     } else {
         switch_aligned<type, 8, false>(args, fusion, stream);
@@ -138,10 +143,11 @@ bool ggml_cuda_itq_mul_mat_vec_q(const void * vx, const ggml_type type_x, const 
                                  const int64_t nsamples_x, const int64_t nsamples_dst, const int64_t stride_sample_x,
                                  const int64_t stride_sample_y, const int64_t stride_sample_dst,
                                  const int64_t ids_stride, cudaStream_t stream) {
-    if (ggml_cuda_itq_mma_max_columns(type_x) == 0) {
+    const int64_t max_columns = ggml_cuda_itq_mma_max_columns(type_x);
+    if (max_columns == 0) {
         return false;
     }
-    GGML_ASSERT(ids || ncols_dst <= ITQ_MMA_MAX_COLUMNS);
+    GGML_ASSERT(ids || ncols_dst <= max_columns);
     const int64_t bs   = ggml_type_size(type_x);
     const int64_t q8_1 = sizeof(block_q8_1);
 
@@ -153,7 +159,7 @@ bool ggml_cuda_itq_mul_mat_vec_q(const void * vx, const ggml_type type_x, const 
     args.nchannels_dst = nchannels_dst;
 
     itq_mma_shape & shape    = args.shape;
-    shape.nblocks            = ncols_x / QK_K;
+    shape.nblocks            = ncols_x / ggml_blck_size(type_x);
     shape.nrows              = nrows_x;
     shape.stride_row_x       = stride_row_x * bs;
     shape.stride_channel_x   = stride_channel_x * bs;
@@ -182,18 +188,14 @@ bool ggml_cuda_itq_mul_mat_vec_q(const void * vx, const ggml_type type_x, const 
     }
 
     switch (type_x) {
-        case GGML_TYPE_ITQ3_S:
-            switch_columns<GGML_TYPE_ITQ3_S>(args, fusion, stream);
-            break;
-        case GGML_TYPE_ITQ2_S:
-            switch_columns<GGML_TYPE_ITQ2_S>(args, fusion, stream);
-            break;
-        case GGML_TYPE_TQ1_0:
-            switch_columns<GGML_TYPE_TQ1_0>(args, fusion, stream);
-            break;
-        case GGML_TYPE_TQ2_0:
-            switch_columns<GGML_TYPE_TQ2_0>(args, fusion, stream);
-            break;
+#define ITQ_SWITCH_COLUMNS(NAME, ...)                           \
+    case GGML_TYPE_##NAME:                                      \
+        switch_columns<GGML_TYPE_##NAME>(args, fusion, stream); \
+        break;
+        ITQ_TYPES(ITQ_SWITCH_COLUMNS)
+        ITQ_SWITCH_COLUMNS(TQ1_0)
+        ITQ_SWITCH_COLUMNS(TQ2_0)
+#undef ITQ_SWITCH_COLUMNS
         default:
             GGML_ABORT("fatal error");
     }

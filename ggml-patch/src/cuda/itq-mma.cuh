@@ -15,11 +15,13 @@
 
 #include <cstdint>
 
-#define ITQ_MMA_WARPS       8
-#define ITQ_MMA_ROWS        16
-#define ITQ_MMA_UNIT        2  // blocks of each row in a stage of the ring
-#define ITQ_MMA_MAX_STAGES  3
-#define ITQ_MMA_MAX_COLUMNS 64
+#define ITQ_MMA_WARPS      8
+#define ITQ_MMA_ROWS       16
+#define ITQ_MMA_UNIT       2  // blocks of each row in a stage of the ring
+#define ITQ_MMA_MAX_STAGES 3
+#define ITQ_MMA_MAX_GROUPS 8  // of columns
+
+template <ggml_type type> constexpr int itq_mma_max_columns = ITQ_MMA_MAX_GROUPS * itq_fragment_columns<type>;
 
 // d += a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
 static __device__ __forceinline__ void itq_mma(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0,
@@ -52,7 +54,7 @@ template <ggml_type type> struct itq_mma_ring {
     static constexpr __host__ __device__ int row(const int i) { return i * stride + 8 * (i / 4); }
 };
 
-// ITQ3_S: blocks as itq-fragment.cuh has them.
+// ITQ3_S and blocks of 64: in quads, as itq-fragment.cuh has them.
 template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr int bs         = ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs;
     static constexpr int row_bytes  = ITQ_MMA_UNIT * bs;
@@ -65,8 +67,18 @@ template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
 };
 
+template <ggml_type type> struct itq_mma_ring_64 {
+    static constexpr int bs        = ggml_cuda_type_traits<type>::bs;
+    static constexpr int row_bytes = ITQ_MMA_UNIT * itq_fragment_blocks<type> * bs;
+    static constexpr int words     = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
+
+    static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
+};
+template <> struct itq_mma_ring<GGML_TYPE_ITQ3_N> : itq_mma_ring_64<GGML_TYPE_ITQ3_N> {};
+template <> struct itq_mma_ring<GGML_TYPE_ITQ2_N> : itq_mma_ring_64<GGML_TYPE_ITQ2_N> {};
+
 struct itq_mma_shape {
-    int      nblocks;  // of a row
+    int      nblocks;  // of a row, blocks of the type
     int      nrows;
     int      ncols;         // of a product
     int      ncols_y;       // that lie together in y
@@ -95,14 +107,21 @@ static constexpr __host__ __device__ int itq_log2(const int n) {
 static constexpr __host__ __device__ int itq_mma_sum_buffers(const int ngroups, const bool has_fusion) {
     return ngroups == 1 && !has_fusion ? 2 : 1;
 }
+// Parts of a row's sum of a column: lanes that share the blocks of 64 add up what they have of theirs.
+template <ggml_type type> constexpr int itq_mma_parts = itq_fragment_blocks<type> == 1 ? 1 : 2;
+// Sums that a lane has of a group.
+template <ggml_type type> constexpr int itq_mma_sums  = 4 / itq_mma_parts<type>;
+
+template <ggml_type type>
 static constexpr __host__ __device__ int itq_mma_sum_words(const int ngroups, const bool has_fusion) {
-    return ITQ_MMA_WARPS * ITQ_MMA_ROWS * 8 * ngroups * itq_mma_sum_buffers(ngroups, has_fusion) * (has_fusion ? 2 : 1);
+    return ITQ_MMA_WARPS * ITQ_MMA_ROWS * itq_fragment_columns<type> * itq_mma_parts<type> * ngroups *
+           itq_mma_sum_buffers(ngroups, has_fusion) * (has_fusion ? 2 : 1);
 }
 template <ggml_type type>
 static constexpr __host__ __device__ size_t itq_mma_shared_bytes(const int stages, const int ngroups,
                                                                  const bool has_fusion) {
     return sizeof(uint32_t) *
-           (ITQ_MMA_WARPS * stages * itq_mma_ring<type>::words + itq_mma_sum_words(ngroups, has_fusion));
+           (ITQ_MMA_WARPS * stages * itq_mma_ring<type>::words + itq_mma_sum_words<type>(ngroups, has_fusion));
 }
 
 // CUDA blocks that a multiprocessor has registers for: with many columns the sums of one fill them.
@@ -110,9 +129,20 @@ static constexpr __host__ __device__ int itq_mma_blocks_per_multiprocessor(const
     return ngroups <= 2 ? 2 : 1;
 }
 
+// Words of activations that a lane has at a time, by four: of every group those of two steps, or, where one group comes
+// after the other, all of four of them.
+static constexpr __host__ __device__ int itq_mma_quads(const int ngroups) {
+    return ngroups < 8 ? ngroups : 4 * 4;
+}
+
+// The sum of so many parts.
+template <int parts> static __device__ __forceinline__ float itq_mma_sum_of(const float * part) {
+    return parts == 1 ? part[0] : part[0] + part[1];
+}
+
 // With few columns there is room for two products a step, which saves merging the two tables of levels.
 static constexpr __host__ __device__ bool itq_mma_two_tables(const ggml_type type, const int ngroups) {
-    return type == GGML_TYPE_ITQ3_S && ngroups <= 2;
+    return (type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_ITQ3_N) && ngroups <= 2;
 }
 
 // A pointer that the compiler does not see through, to global memory still: it would take the sum apart and add up the
@@ -136,6 +166,16 @@ static __device__ __forceinline__ int itq_mma_anew(int x) {
     return x;
 }
 
+static const __device__ __forceinline__ char * itq_mma_anew(const char * p) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    size_t at = __cvta_generic_to_global(p);
+    asm volatile("" : "+l"(at));
+    return (const char *) __cvta_global_to_generic(at);
+#else
+    return p;
+#endif
+}
+
 // In one instruction, which 64 bit factors whose upper halves are 0 do not always become.
 static __device__ __forceinline__ uint64_t itq_mma_product(const uint32_t a, const uint32_t b) {
 #if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
@@ -147,38 +187,87 @@ static __device__ __forceinline__ uint64_t itq_mma_product(const uint32_t a, con
 #endif
 }
 
-// A block of the warp's 16 rows times the activations, added to sum[group][..]: rows lane/4 (0, 1) and lane/4 + 8 (2, 3) of
-// columns 2*(lane % 4) + (0, 1).
+// 256 weights of the warp's 16 rows times the activations, added to sum[group][..]: rows lane/4 (0, 1) and lane/4 + 8
+// (2, 3) of columns 2*(lane % 4) + (0, 1); with blocks of 64 rows lane/4 (0) and lane/4 + 8 (1) of column lane % 4 / 2,
+// and of the four blocks the two from lane % 2 * 2 on.
 //   stage, block: where the block is in the ring; scales and bytes: this lane's of the activations in the first group;
 //   at_bytes: how far from there the bytes of a group are that may not be full. Columns past the end repeat the last or
 //   are garbage; nothing is written back from those.
 template <ggml_type type, int ngroups>
-static __device__ __forceinline__ void itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage,
-                                                     const int block, const itq_fragment_scales * scales,
-                                                     const char * bytes, const uint32_t (&at_bytes)[ngroups],
-                                                     float (&sum)[ngroups][4]) {
+static __device__ __forceinline__ void
+itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
+              const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
+              uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
     constexpr bool two_tables = itq_mma_two_tables(type, ngroups);
+    constexpr bool is_64      = ggml_cuda_is_itq_64(type);
+    constexpr int  columns    = itq_fragment_columns<type>;
 
-    const auto load = [&](const int n, const int s) {
-        return *((const uint4 *) (bytes + (n < ngroups / 2 ? n * (8 * QK_K) : at_bytes[n]) + s / 2 * 64));
+    // Where the bytes of the groups begin that may not be full.
+    [[maybe_unused]] const char * begins[ngroups] = {};
+    if constexpr (is_64) {
+        bytes = itq_mma_anew(bytes);
+#pragma unroll
+        for (int n = ngroups / 2; n < ngroups; ++n) {
+            begins[n] = itq_mma_anew(bytes + at_bytes[n]);
+        }
+    }
+    const auto load = [&](uint4 & b, const int n, const int s) {
+        if constexpr (is_64) {  // for columns of another block b stays what it is, 0
+            if (at.active) {
+                b = *((const uint4 *) ((n < ngroups / 2 ? bytes + n * (columns * QK_K) : begins[n]) + s / 2 * 64));
+            }
+        } else {
+            b = *((const uint4 *) (bytes + (n < ngroups / 2 ? n * (columns * QK_K) : at_bytes[n]) + s / 2 * 64));
+        }
     };
     itq_fragments<type> w[2];
     w[0].load(at, 0, stage, block);
     w[1].load(at, 1, stage, block);
 
-    const auto begin = [&](const int n, int (&acc)[4]) {
-        const int4 from = *((const int4 *) &scales[8 * n].start);
-        acc[0]          = from.x;
-        acc[1]          = from.y;
-        acc[2]          = from.z;
-        acc[3]          = from.w;
-    };
-    const auto end = [&](const int n, const int (&acc)[4]) {
-        const float4 u = *((const float4 *) &scales[8 * n].scale);
+    // Of blocks of 64 the scales of the sums, and what they make of the origin, exact: they have 11 bits.
+    [[maybe_unused]] float d[4], origin[4];
+    if constexpr (is_64) {
+        const uint32_t own = itq_prmt(w[0].last, w[1].last, at.scales);
+#pragma unroll
+        for (int l = 0; l < 2; ++l) {
+            const float2 rows = itq_half2_bits(__shfl_sync(0xFFFFFFFF, own, at.two[l], 4));
+            d[l]              = rows.x;
+            d[2 + l]          = rows.y;
+        }
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
-            const float f = fmaf(l % 2 == 0 ? u.x : u.z, __int_as_float(acc[l]), l % 2 == 0 ? u.y : u.w);
-            sum[n][l]     = fmaf(w[l / 2].d, f, sum[n][l]);
+            origin[l] = -ITQ_FLOAT_ORIGIN * d[l];
+        }
+    }
+
+    const auto begin = [&](const int n, int (&acc)[4]) {
+        if constexpr (is_64) {
+            const int2 from = *((const int2 *) scales[2 * columns * n].start);
+            acc[0] = acc[2] = from.x;
+            acc[1] = acc[3] = from.y;
+        } else {
+            const int4 from = *((const int4 *) &scales[columns * n].start);
+            acc[0]          = from.x;
+            acc[1]          = from.y;
+            acc[2]          = from.z;
+            acc[3]          = from.w;
+        }
+    };
+    const auto end = [&](const int n, const int (&acc)[4]) {
+        if constexpr (is_64) {
+            const float2 u = *((const float2 *) scales[2 * columns * n].scale);
+#pragma unroll
+            for (int l = 0; l < 4; ++l) {
+                const float f = fmaf(d[l], __int_as_float(acc[l]), origin[l]);
+                sum[n][l / 2] = fmaf(l % 2 == 0 ? u.x : u.y, f, sum[n][l / 2]);
+            }
+        } else {
+            const float4 u = *((const float4 *) &scales[columns * n].scale);
+#pragma unroll
+            for (int l = 0; l < 4; ++l) {
+                const float f = fmaf(l % 2 == 0 ? u.x : u.z, __int_as_float(acc[l]), l % 2 == 0 ? u.y : u.w);
+                sum[n][l]     = fmaf(w[l / 2].d, f, sum[n][l]);
+            }
         }
     };
     const auto decode = [&](const int s, uint32_t (&a)[4]) {
@@ -191,11 +280,10 @@ static __device__ __forceinline__ void itq_mma_block(const itq_fragment_lane<typ
         }
     };
     if constexpr (ngroups < 8) {
-        uint4 b[ngroups];
-        int   acc[ngroups][4];
+        int acc[ngroups][4];
 #pragma unroll
         for (int n = 0; n < ngroups; ++n) {
-            b[n] = load(n, 0);
+            load(b[n], n, 0);
             begin(n, acc[n]);
         }
 #pragma unroll
@@ -222,7 +310,7 @@ static __device__ __forceinline__ void itq_mma_block(const itq_fragment_lane<typ
                     itq_mma(acc[n], a[1], b0, b1);
                 }
                 if (s % 2 == 1 && s < 7) {
-                    b[n] = load(n, s + 1);
+                    load(b[n], n, s + 1);
                 }
             }
         }
@@ -247,9 +335,10 @@ static __device__ __forceinline__ void itq_mma_block(const itq_fragment_lane<typ
                     begin(n, acc);
 #pragma unroll
                     for (int s = 0; s < 8; s += 2) {
-                        const uint4 b = load(n, s);
-                        itq_mma(acc, a[s], b.x, b.y);
-                        itq_mma(acc, a[s + 1], b.z, b.w);
+                        uint4 & two = b[n % 4 * 4 + s / 2];
+                        load(two, n, s);
+                        itq_mma(acc, a[s], two.x, two.y);
+                        itq_mma(acc, a[s + 1], two.z, two.w);
                     }
                     end(n, acc);
                 }
@@ -263,7 +352,7 @@ static __device__ __forceinline__ void itq_mma_block(const itq_fragment_lane<typ
             const float z[2] = { w[0].d * itq_half2_bits(w[0].dz).y, w[1].d * itq_half2_bits(w[1].dz).y };
 #pragma unroll
             for (int n = 0; n < ngroups; ++n) {
-                const itq_fragment_scales u    = scales[8 * n];
+                const itq_fragment_scales u    = scales[columns * n];
                 const float               s[2] = { u.scale * itq_fragment_sum<type>(u.start),
                                                    u.next_scale * itq_fragment_sum<type>(u.next_start) };
 #pragma unroll
@@ -291,14 +380,18 @@ template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ_MMA_WARPS * 32, itq_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
 mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
                 float * dst, const itq_mma_shape shape) {
-    using ring                                 = itq_mma_ring<type>;
-    constexpr int                  bs          = ring::bs;
-    constexpr int                  unit        = ITQ_MMA_UNIT;
-    constexpr int                  columns     = 8 * ngroups;
-    constexpr bool                 two_buffers = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
+    using ring                                  = itq_mma_ring<type>;
+    constexpr int                  bs           = ring::bs;
+    constexpr int                  unit         = ITQ_MMA_UNIT;
+    constexpr bool                 is_64        = ggml_cuda_is_itq_64(type);
+    constexpr int                  per_256      = itq_fragment_blocks<type>;
+    constexpr int                  parts        = itq_mma_parts<type>;
+    constexpr int                  column_lanes = 4 * per_256;  // that have activations of a column
+    constexpr int                  columns      = itq_fragment_columns<type> * parts * ngroups;
+    constexpr bool                 two_buffers  = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
     [[maybe_unused]] constexpr int blocks_at_a_time =
-        type != GGML_TYPE_ITQ3_S && ngroups == 1 && !has_fusion ? unit : 1;
+        type != GGML_TYPE_ITQ3_S && type != GGML_TYPE_ITQ3_N && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq_mma_shared[];
     const int               lane = threadIdx.x;
@@ -310,7 +403,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     const int warp_k     = threadIdx.y % warps_k;
     const int warp_i     = threadIdx.y >> shape.log2_warps_k;
     const int log2_rows  = itq_log2(ITQ_MMA_ROWS * ITQ_MMA_WARPS) - shape.log2_warps_k;  // of a tile
-    const int nunits     = (shape.nblocks + unit - 1) / unit;
+    const int nunits     = (shape.nblocks + unit * per_256 - 1) / (unit * per_256);
     const int ring_words = shape.stages * ring::words;
 
     uint32_t * const tiles = (uint32_t *) itq_mma_shared + threadIdx.y * ring_words;
@@ -351,10 +444,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     // This lane's word of a block (ITQ3_S) or unit in a row of x, and its place in the ring.
     constexpr bool by_lane     = aligned || type == GGML_TYPE_ITQ3_S;
     const int      from_word   = type == GGML_TYPE_ITQ3_S ? itq_quad_source(lane / 4, lane % 4) : by_lane ? lane : 0;
-    const int      from_byte   = 4 * from_word;
-    uint32_t *     lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
-                                          : by_lane                ? lane
-                                                                   : 0);
+    const int      from_byte   = is_64 ? lane / 8 * bs : 4 * from_word;  // of blocks of 64: of the lane's
+    uint32_t *     lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S || is_64 ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
+                                          : by_lane                         ? lane
+                                                                            : 0);
     // The copies of a warp's units: tiles of the CUDA block, matrices, units of the warp's share.
     int            next_tile   = warp_k < nunits ? blockIdx.x : shape.tiles;
     int            next_matrix = 0;
@@ -398,6 +491,49 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 if (lane < next_nrows) {
                     const char * from = next_from - from_byte + itq_mma_product(lane, shape.stride_row_x);
                     itq_copy_async<4>(to - lane + ring::row(lane) + 32, from + 4 * 32);
+                }
+            }
+        } else if constexpr (is_64) {
+            // Word lane % 8 of those that hold block lane/8 of four.
+            const auto copy = [&](const int i, const int b, const char * from) {
+                itq_copy_async<4>(to + b * ITQ_TILE_WORDS + ring::row(i), from + b * (per_256 * bs));
+            };
+            if (lane % 8 < itq_quad_words_64<type>) {
+                if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * (unit * per_256) < shape.nblocks) {
+                    const char * from[2] = { next_from, next_from + shape.stride_row_x };
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        from[r] += 4 * (lane % 8) - ((uintptr_t) from[r] & 2);
+                    }
+#pragma unroll
+                    for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
+#pragma unroll
+                        for (int b = 0; b < unit; ++b) {
+                            copy(i, b, from[i % 2]);
+                        }
+                        from[i % 2] = itq_mma_anew(from[i % 2] + 2 * (uint64_t) shape.stride_row_x);
+                    }
+                } else {
+                    // Blocks that are not there are 0: their activations are, but a scale may be no number.
+                    const char * from = next_from;
+                    const int    left = shape.nblocks * bs - next_unit * ring::row_bytes - from_byte;
+#pragma unroll 1
+                    for (int i = 0; i < next_nrows; ++i) {
+                        const int at = 4 * (lane % 8) - (int) ((uintptr_t) from & 2);
+#pragma unroll
+                        for (int b = 0; b < unit; ++b) {
+                            const int rest = left - b * (per_256 * bs) - at;
+                            if (rest >= 4) {
+                                copy(i, b, from + at);
+                            } else if (rest == 2) {
+                                itq_copy_async_half_word(to + b * ITQ_TILE_WORDS + ring::row(i),
+                                                         from + at + b * (per_256 * bs));
+                            } else {
+                                to[b * ITQ_TILE_WORDS + ring::row(i)] = 0;
+                            }
+                        }
+                        from += shape.stride_row_x;
+                    }
                 }
             }
         } else if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * unit < shape.nblocks) {
@@ -466,29 +602,36 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     const uint32_t channel_y = ids ? 0 : channel_dst;
     const uint32_t first     = ids ? fastmodulo(channel_dst, shape.nchannels_y) : 0;
     const char *   y = (const char *) vy + sample_dst * shape.stride_sample_y + channel_y * shape.stride_channel_y;
-    const uint32_t stride_y          = (uint32_t) itq_fragment_bytes(1) * (uint32_t) shape.ncols_y;
-    const char *   scales            = itq_mma_opaque(y + (first + 2 * (lane % 4)) * sizeof(itq_fragment_scales));
+    const uint32_t stride_y = (uint32_t) itq_fragment_bytes(1) * (uint32_t) shape.ncols_y;
+    const char *   scales   = itq_mma_opaque(is_64 ? y + (first + lane % 4 / 2) * sizeof(itq_fragment_scales) +
+                                                         lane % 2 * sizeof(itq_fragment_scales_64)
+                                                   : y + (first + 2 * (lane % 4)) * sizeof(itq_fragment_scales));
     // A kernel for this many groups of columns is only chosen when the first half of them is full.
-    const int      last              = shape.ncols - 1;
-    const char *   bytes             = itq_mma_opaque(y + shape.ncols_y * sizeof(itq_fragment_scales) +
-                                                      (first + min(lane / 4, last)) * QK_K + 16 * (lane % 4));
+    const int      last     = shape.ncols - 1;
+    const char *   bytes    = itq_mma_opaque(y + shape.ncols_y * sizeof(itq_fragment_scales) +
+                                             (first + min(lane / column_lanes, last)) * QK_K + 16 * (lane % 4));
     uint32_t       at_bytes[ngroups] = { 0 };
 #pragma unroll
     for (int n = 1; n < ngroups; ++n) {
-        at_bytes[n] = (min(8 * n + lane / 4, last) - lane / 4) * QK_K;
+        at_bytes[n] = (min(itq_fragment_columns<type> * n + lane / column_lanes, last) - lane / column_lanes) * QK_K;
     }
 
     const uint32_t * const  row0 = tiles + ring::row(lane / 4);
     itq_fragment_lane<type> at(row0, row0 + ring::row(8), lane);
-    const uint32_t          last_stage = keep(sizeof(uint32_t) * (ring_words - ring::words));
-    uint32_t                stage      = 0;  // bytes of the ring: read, and filled meanwhile
-    uint32_t                fill       = last_stage;
-    int                     buffer     = 0;
+    const uint32_t          last_stage                          = keep(sizeof(uint32_t) * (ring_words - ring::words));
+    uint4                   activations[itq_mma_quads(ngroups)] = {};
+    uint32_t                stage                               = 0;  // bytes of the ring: read, and filled meanwhile
+    uint32_t                fill                                = last_stage;
+    int                     buffer                              = 0;
     for (int tile = blockIdx.x; tile < shape.tiles; tile += gridDim.x) {
         for (int matrix = 0; matrix < nmatrices; ++matrix) {
-            float sum[ngroups][4] = { { 0.0f } };
+            float sum[ngroups][itq_mma_sums<type>] = { { 0.0f } };
 
-            if constexpr (!by_lane) {
+            if constexpr (is_64) {
+                const int last = max(nrows_of(tile), 1) - 1;
+                at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x + lane % 4 * bs,
+                         lane);
+            } else if constexpr (!by_lane) {
                 const char * row  = rows_of(tile, matrix);
                 const int    last = max(nrows_of(tile), 1) - 1;
 #pragma unroll
@@ -505,10 +648,11 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
 #pragma unroll blocks_at_a_time
                 for (int b = 0; b < unit; ++b) {
                     const int ib = u * unit + b;
-                    if (aligned || b == 0 || ib < shape.nblocks) {
+                    if (aligned || b == 0 || ib * per_256 < shape.nblocks) {
                         const uint64_t from = itq_mma_product(ib, stride_y);
-                        itq_mma_block<type, ngroups>(at, stage, b, (const itq_fragment_scales *) (scales + from),
-                                                     bytes + from, at_bytes, sum);
+                        itq_mma_block<type, ngroups>(at, stage, b,
+                                                     (const itq_fragment_scales_of<type> *) (scales + from),
+                                                     bytes + from, at_bytes, activations, sum);
                     }
                 }
                 fill  = stage;
@@ -522,8 +666,12 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
             for (int n = 0; n < ngroups; ++n) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    *((float2 *) (mine + (lane / 4 + 8 * r) * columns + 8 * n + 2 * (lane % 4))) =
-                        make_float2(sum[n][2 * r], sum[n][2 * r + 1]);
+                    float * const row = mine + (lane / 4 + 8 * r) * columns;
+                    if constexpr (is_64) {
+                        row[4 * n + lane % 4] = sum[n][r];
+                    } else {
+                        *((float2 *) (row + 8 * n + 2 * (lane % 4))) = make_float2(sum[n][2 * r], sum[n][2 * r + 1]);
+                    }
                 }
             }
         }
@@ -541,10 +689,11 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
             }
             // Row i is in the shares of warps_k warps.
             const float * share =
-                all + ((i / ITQ_MMA_ROWS << shape.log2_warps_k) * ITQ_MMA_ROWS + i % ITQ_MMA_ROWS) * columns + j;
+                all + ((i / ITQ_MMA_ROWS << shape.log2_warps_k) * ITQ_MMA_ROWS + i % ITQ_MMA_ROWS) * columns +
+                parts * j;
             float result = 0.0f;
             for (int k = 0; k < shares; ++k) {
-                result += share[k * (ITQ_MMA_ROWS * columns)];
+                result += itq_mma_sum_of<parts>(share + k * (ITQ_MMA_ROWS * columns));
             }
             if constexpr (has_fusion) {
                 const int64_t i_bias = (ids ? channel_x : channel_dst) * shape.stride_channel_dst + row +
@@ -555,7 +704,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 if (use_gate) {
                     float gate = 0.0f;
                     for (int k = 0; k < shares; ++k) {
-                        gate += share[(ITQ_MMA_WARPS + k) * (ITQ_MMA_ROWS * columns)];
+                        gate += itq_mma_sum_of<parts>(share + (ITQ_MMA_WARPS + k) * (ITQ_MMA_ROWS * columns));
                     }
                     if (fusion.gate_bias) {
                         gate += ((const float *) fusion.gate_bias)[i_bias];

@@ -1,6 +1,7 @@
 // MMQ for the trellis types, TQ1_0 and TQ2_0: tiles of signed bytes in the layout of upstream's Q8_0 tiles. Weights have one scale a
 // block, and quantize_mmq_q8_1_128 gives the activations one for 128 values (in all four places of D4), so the product on
-// tensor cores stays in integers for 128 values, where upstream's scales after every 32. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
+// tensor cores stays in integers for 128 values, where upstream's scales after every 32. With blocks of 64 both have one for
+// 64. Included by mmq.cuh after upstream's load_tiles and vec_dot functions.
 //
 // Tiles of trellis types are in decoded order (itq-decode.cuh), as quantize_mmq_q8_1_128 stores the activations. The integer
 // part of the zero-point is folded into the bytes, so the zero-points that are in use, 0 and 2, cost nothing. What is
@@ -192,6 +193,45 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq2_s(const cha
     }
 }
 
+// Types with blocks of 64, four of them side by side, in decoded order within each chunk. Past the end of a row whose length
+// is no multiple of 256 stand blocks of the next one or, behind the last, the padding that upstream gives to quantized
+// tensors; their activations are 0. Upstream names the functions of all types for each: of is the type that this one is for.
+template <ggml_type of, ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq_n(const char * __restrict__ x,
+                                                                      int * __restrict__ x_tile, const int kbx0,
+                                                                      const int i_max, const int stride) {
+    using tile                    = itq_mmq_tile<type, J, fallback>;
+    using block                   = typename itq_traits<of>::block;
+    constexpr int I               = tile::rows();
+    constexpr int threads_per_row = 8;  // one chunk each
+    constexpr int rows_per_pass   = ggml_cuda_mmq_get_nthreads(type, J, fallback) / threads_per_row;
+    constexpr int rows_per_phase  = 8;
+    static_assert(I % rows_per_pass == 0 && rows_per_pass % rows_per_phase == 0, "rows that no thread loads");
+
+    // Eight neighbours, one phase of a 16 byte access, have rows whose stride spreads them over all banks.
+    const int tid = threadIdx.y * ggml_cuda_get_physical_warp_size() + threadIdx.x;
+    const int k   = tid / rows_per_phase % threads_per_row;
+
+#pragma unroll
+    for (int i0 = 0; i0 < I; i0 += rows_per_pass) {
+        int i = i0 + tid / (rows_per_phase * threads_per_row) * rows_per_phase + tid % rows_per_phase;
+        if (fallback) {
+            i = min(i, i_max);
+        }
+        const block & bxi = ((const block *) x)[kbx0 + i * stride + k / 2];
+
+        uint32_t index[8], level[8];
+        itq_load_chunk<of>(bxi, k % 2, index);
+#pragma unroll
+        for (int w = 0; w < 8; ++w) {
+            level[w] = itq_look_up<of>(index[w]);
+        }
+        itq_mmq_store4(x_tile + i * tile::stride() + 8 * k + 0, level + 0);
+        itq_mmq_store4(x_tile + i * tile::stride() + 8 * k + 4, level + 4);
+        ((float *) x_tile)[tile::scale(i) + k] = __half2float(bxi.d) * (1.0f / 32.0f);
+    }
+}
+
 template <ggml_type type, int J, bool fallback>
 static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_tq2_0(const char * __restrict__ x,
                                                                       int * __restrict__ x_tile, const int kbx0,
@@ -262,7 +302,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_tq1_0(const char
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products over the 128 values from word k00 of the tile on.
+// Products over the 128 values from word k00 of the tile on. Those of a scale are added up as integers: all, or 64.
 
 template <ggml_type type, int J, bool fallback>
 static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const int * __restrict__ x,
@@ -279,6 +319,8 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
     constexpr int rows_per_warp = ggml_cuda_mmq_get_rows_per_warp(type, J, fallback);
     constexpr int ntx           = rows_per_warp / tile_C::I;  // Number of x minitiles per warp.
     constexpr int nsteps        = MMQ_TILE_NE_K / QI8_0;
+    constexpr int nscales       = ggml_cuda_is_itq_64(type) ? 2 : 1;  // of the 128 values
+    constexpr int scale_steps   = nsteps / nscales;
 
     y += (threadIdx.y % ntx) * (tile_C::J * MMQ_TILE_Y_K);
     const float * x_f  = (const float *) x;
@@ -287,7 +329,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
     const int     i0   = (threadIdx.y / ntx) * rows_per_warp;
 
     tile_A A[ntx][nsteps];
-    float  dA[ntx][tile_C::ne / 2];
+    float  dA[ntx][nscales][tile_C::ne / 2];
 #    pragma unroll
     for (int n = 0; n < ntx; ++n) {
 #    pragma unroll
@@ -296,36 +338,43 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_tq_q8_1_mma(const i
         }
 #    pragma unroll
         for (int l = 0; l < tile_C::ne / 2; ++l) {
-            dA[n][l] = x_f[tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l))];
+            const float * scales = x_f + tile_x::scale(i0 + n * tile_A::I + tile_C::get_i(2 * l));
+#    pragma unroll
+            for (int g = 0; g < nscales; ++g) {
+                dA[n][g][l] = scales[nscales == 1 ? 0 : k00 / QI8_0 + g * scale_steps];
+            }
         }
     }
 
 #    pragma unroll
     for (int j0 = 0; j0 < J; j0 += ntx * tile_C::J) {
-        tile_C C[ntx];
 #    pragma unroll
-        for (int n = 0; n < ntx; ++n) {
+        for (int g = 0; g < nscales; ++g) {
+            tile_C C[ntx];
+#    pragma unroll
+            for (int n = 0; n < ntx; ++n) {
+#    pragma unroll
+                for (int l = 0; l < tile_C::ne; ++l) {
+                    C[n].x[l] = ITQ_FLOAT_ORIGIN_BITS;  // a sum is below 2^22
+                }
+            }
+#    pragma unroll
+            for (int s = g * scale_steps; s < (g + 1) * scale_steps; ++s) {
+                tile_B B;
+                load_generic(B, y_qs + j0 * MMQ_TILE_Y_K + s * QI8_0, MMQ_TILE_Y_K);
+#    pragma unroll
+                for (int n = 0; n < ntx; ++n) {
+                    mma(C[n], A[n][s], B);
+                }
+            }
 #    pragma unroll
             for (int l = 0; l < tile_C::ne; ++l) {
-                C[n].x[l] = ITQ_FLOAT_ORIGIN_BITS;  // a sum is below 2^22
-            }
-        }
+                const float dB = y_df[(j0 + tile_C::get_j(l)) * MMQ_TILE_Y_K + g * scale_steps];
 #    pragma unroll
-        for (int s = 0; s < nsteps; ++s) {
-            tile_B B;
-            load_generic(B, y_qs + j0 * MMQ_TILE_Y_K + s * QI8_0, MMQ_TILE_Y_K);
-#    pragma unroll
-            for (int n = 0; n < ntx; ++n) {
-                mma(C[n], A[n][s], B);
-            }
-        }
-#    pragma unroll
-        for (int l = 0; l < tile_C::ne; ++l) {
-            const float dB = y_df[(j0 + tile_C::get_j(l)) * MMQ_TILE_Y_K];
-#    pragma unroll
-            for (int n = 0; n < ntx; ++n) {
-                sum[(j0 / tile_C::J + n) * tile_C::ne + l] +=
-                    dA[n][l / 2] * dB * (__int_as_float(C[n].x[l]) - ITQ_FLOAT_ORIGIN);
+                for (int n = 0; n < ntx; ++n) {
+                    sum[(j0 / tile_C::J + n) * tile_C::ne + l] +=
+                        dA[n][g][l / 2] * dB * (__int_as_float(C[n].x[l]) - ITQ_FLOAT_ORIGIN);
+                }
             }
         }
     }

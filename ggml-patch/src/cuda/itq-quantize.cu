@@ -18,14 +18,15 @@ bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, const ggml_type
     if (!ggml_cuda_has_own_products(type_src0)) {
         return false;
     }
-    GGML_ASSERT(ne00 % ITQ_BLOCK == 0);
+    GGML_ASSERT(ne00 % ggml_blck_size(type_src0) == 0);
     GGML_ASSERT(ne0 % ITQ_BLOCK == 0);
 
     const uint3 ne2_fastdiv = init_fastdiv_values(ne2);
     if (ggml_cuda_itq_mma_max_columns(type_src0) > 0) {
-        const int64_t nblocks          = ne00 / ITQ_BLOCK;
+        const int64_t nblocks          = ne00 / ggml_blck_size(type_src0);
+        const int64_t warps            = (ne00 + ITQ_BLOCK - 1) / ITQ_BLOCK;
         const int64_t stride_channel_y = ne1 * ne0 / QK8_1 * sizeof(block_q8_1);
-        const dim3    num_blocks((nblocks + ITQ_QUANTIZE_WARPS - 1) / ITQ_QUANTIZE_WARPS, ne1, ne2 * ne3);
+        const dim3    num_blocks((warps + ITQ_QUANTIZE_WARPS - 1) / ITQ_QUANTIZE_WARPS, ne1, ne2 * ne3);
         const dim3    block_size(ITQ_WARP_LANES, ITQ_QUANTIZE_WARPS, 1);
         const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
         switch (type_src0) {
@@ -47,7 +48,9 @@ bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, const ggml_type
     const dim3 num_blocks((ne0 / ITQ_BLOCK + ITQ_QUANTIZE_WARPS - 1) / ITQ_QUANTIZE_WARPS, ne1, ne2 * ne3);
     const dim3 block_size(ITQ_WARP_LANES, ITQ_QUANTIZE_WARPS, 1);
     const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
-    if (ggml_is_itq(type_src0)) {
+    if (itq_points(type_src0) == 64) {
+        ggml_cuda_kernel_launch(quantize_q8_n_h, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, ne2_fastdiv);
+    } else if (itq_points(type_src0) == 256) {
         ggml_cuda_kernel_launch(quantize_q8_1x4<true>, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1,
                                 ne2_fastdiv);
     } else {
@@ -60,15 +63,21 @@ bool ggml_cuda_itq_quantize_row_q8_1(const float * x, void * vy, const ggml_type
 template <bool scatter, typename... args_t>
 static bool quantize_mmq(const ggml_type type, const int64_t ne00, const int64_t ne0, const int64_t nrows,
                          const int64_t nchannels, cudaStream_t stream, const args_t &... args) {
-    GGML_ASSERT(ne00 % ITQ_BLOCK == 0);
+    GGML_ASSERT(ne00 % ggml_blck_size(type) == 0);
     GGML_ASSERT(ne0 % ITQ_BLOCK == 0);
     const dim3 num_blocks(nrows, (ne0 / ITQ_BLOCK + ITQ_QUANTIZE_WARPS - 1) / ITQ_QUANTIZE_WARPS, nchannels);
     const dim3 block_size(ITQ_WARP_LANES, ITQ_QUANTIZE_WARPS, 1);
     const ggml_cuda_kernel_launch_params params(num_blocks, block_size, (size_t) 0, stream);
-    if (ggml_is_itq(type)) {
-        ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<true, scatter>, params, args...);
-    } else {
-        ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<false, scatter>, params, args...);
+    switch (itq_points(type)) {
+        case 256:
+            ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<256, scatter>, params, args...);
+            break;
+        case 64:
+            ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<64, scatter>, params, args...);
+            break;
+        default:
+            ggml_cuda_kernel_launch(quantize_mmq_q8_1_128<0, scatter>, params, args...);
+            break;
     }
     return true;
 }

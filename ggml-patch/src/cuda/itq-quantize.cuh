@@ -1,9 +1,10 @@
 // Activations in 8 bits for the products with the trellis types, TQ1_0 and TQ2_0.
 //
-// On tensor cores with up to 64 columns: the order of fragments (itq-fragment.cuh), one scale and sum for 256 values.
+// On tensor cores with few columns: the order of fragments (itq-fragment.cuh), a scale and sum for a block of weights.
 // Upstream's MMVQ, before Ampere: block_q8_1x4. The bytes are in natural order for the ternary types; for the others the
 // values are rotated and in decoded order (itq-decode.cuh), group j of a block of 256 being half j. MMQ: upstream's
 // block_q8_1_mmq in the D4 layout, with one scale for all 128 values; for them rotated and in decoded order as above.
+// Weights in blocks of 64, four of which a warp takes at a time: block_q8_n_h in MMVQ; one scale for 64 values in MMQ.
 
 #pragma once
 
@@ -14,7 +15,12 @@
 
 #include <cstdint>
 
-#define ITQ_QUANTIZE_WARPS 4  // blocks of 256 per CUDA block
+#define ITQ_QUANTIZE_WARPS 4  // in a CUDA block, each with 256 values
+
+// Values that are rotated together for weights of a type; 0: none are.
+static constexpr __host__ __device__ int itq_points(const ggml_type type) {
+    return ggml_cuda_is_itq_64(type) ? 64 : ggml_cuda_is_itq(type) ? 256 : 0;
+}
 
 // Values 8*lane + 0..7 of the block that starts at x.
 static __device__ __forceinline__ void itq_load_values(const float * x, const int lane, float (&v)[ITQ_VALUES]) {
@@ -40,19 +46,21 @@ static __device__ __forceinline__ void itq_load_values(const float * x, const in
 }
 
 // Normalised transform of the values of a block: the activation that meets rotated weights.
-static __device__ __forceinline__ void itq_rotate(float (&v)[ITQ_VALUES], const int lane) {
-    itq_warp_fwht(v, lane);
+template <int points = 256> static __device__ __forceinline__ void itq_rotate(float (&v)[ITQ_VALUES], const int lane) {
+    itq_warp_fwht<points>(v, lane);
 #pragma unroll
     for (int r = 0; r < ITQ_VALUES; ++r) {
-        v[r] *= 1.0f / 16.0f;
+        v[r] *= itq_fwht_norm<points>;
     }
 }
 
-// Lanes that share a scale, as the bits in which their numbers differ: the four of a chunk of 32 values, all; those of a
-// half block as its 128 bytes lie in the tiles of MMQ: the chunks of one parity in decoded order, or one after the other.
-static constexpr int                        itq_lanes_of_chunk = 3;
-static constexpr int                        itq_lanes_of_block = 31;
-template <bool rotate> static constexpr int itq_lanes_of_half  = rotate ? 27 : 15;
+// Lanes that share a scale, as the bits in which their numbers differ: the four of a chunk of 32 values, the eight of a block
+// of 64, all; those of a part of 256 values with a scale of its own in the tiles of MMQ: half a block as its 128 bytes lie
+// there, the chunks of one parity in decoded order, or one after the other; a block of 64.
+static constexpr int                       itq_lanes_of_chunk = 3;
+static constexpr int                       itq_lanes_of_64    = 7;
+static constexpr int                       itq_lanes_of_block = 31;
+template <int points> static constexpr int itq_lanes_of_part = points == 256 ? 27 : points == 64 ? itq_lanes_of_64 : 15;
 
 // Symmetric 8 bit quantization of the values of these lanes; returns their scale, NaN where a value is. Magnitudes are
 // compared as integers: in that order a NaN comes after infinity, where fmaxf passes over it.
@@ -94,27 +102,29 @@ template <int lanes> static __device__ __forceinline__ int itq_sum_lanes(const i
     return sum;
 }
 
-// Block ib of the row at x, rotated if the product wants it so. Values from ne00 on are zero.
-template <bool rotate>
+// Values 256*ib .. 256*ib + 255 of the row at x, rotated by so many points. Values from ne00 on are zero.
+template <int points>
 static __device__ __forceinline__ void itq_load_block(const float * x, const int64_t ib, const int64_t ne00,
                                                       const int lane, float (&v)[ITQ_VALUES]) {
 #pragma unroll
     for (int r = 0; r < ITQ_VALUES; ++r) {
         v[r] = 0.0f;
     }
-    if (ib * ITQ_BLOCK < ne00) {
+    // Rows of blocks of 64 may end within the 256 values.
+    if (ib * ITQ_BLOCK + (points == 64 ? ITQ_VALUES * lane : 0) < ne00) {
         itq_load_values(x + ib * ITQ_BLOCK, lane, v);
     }
-    if constexpr (rotate) {
-        itq_rotate(v, lane);
+    if constexpr (points != 0) {
+        itq_rotate<points>(v, lane);
     }
 }
 
-// A lane's bytes to their places in the 128 bytes of its group, in decoded and in natural order.
-static __device__ __forceinline__ void itq_store_decoded(int8_t * qs, const int lane, const int8_t (&q)[ITQ_VALUES]) {
+// A lane's bytes to their places: in the chunk at slot `slot` in decoded order, or in the 128 bytes of its group in natural
+// order.
+static __device__ __forceinline__ void itq_store_decoded(int8_t * qs, const int slot, const int lane,
+                                                         const int8_t (&q)[ITQ_VALUES]) {
     // Values 0..3 and 4..7 are the weights 4n + i, i = 0..3, of two consecutive n, hence neighbours in decoded order.
-    const int slot = lane / 4 / 2;  // group g of the chunk
-    const int n    = 2 * (lane % 4);
+    const int n = 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         *((char2 *) (qs + 32 * slot + 8 * i + n)) = make_char2(q[i], q[i + 4]);
@@ -149,7 +159,7 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     ggml_cuda_pdl_sync();
     float  v[ITQ_VALUES];
     int8_t q[ITQ_VALUES];
-    itq_load_block<rotate>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, v);
+    itq_load_block<rotate ? 256 : 0>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, v);
     const float d   = itq_quantize_lanes<itq_lanes_of_chunk>(v, q);
     const int   sum = itq_sum_lanes<itq_lanes_of_chunk>(q);
 
@@ -158,12 +168,46 @@ quantize_q8_1x4(const float * x_ptr, void * vy_ptr, const int64_t ne00, const in
     const int      slot  = rotate ? chunk / 2 : chunk % 4;
     block_q8_1x4 * y     = (block_q8_1x4 *) vy + ((((i3 * ne2.z + i2) * ne1 + i1) * ne0) / ITQ_BLOCK + ib) * 2 + group;
     if constexpr (rotate) {
-        itq_store_decoded(y->qs, lane, q);
+        itq_store_decoded(y->qs, slot, lane, q);
     } else {
         itq_store_natural(y->qs, lane, q);
     }
     if (lane % 4 == 0) {
         y->ds[slot] = { __float2half(d), (int16_t) sum };
+    }
+}
+
+// The same for weights in blocks of 64.
+__launch_bounds__(ITQ_QUANTIZE_WARPS * ITQ_WARP_LANES, 1) static __global__ void
+quantize_q8_n_h(const float * x_ptr, void * vy_ptr, const int64_t ne00, const int64_t s01, const int64_t s02,
+                const int64_t s03, const int64_t ne0, const uint32_t ne1, const uint3 ne2) {
+    ggml_cuda_pdl_lc();
+    const float * GGML_CUDA_RESTRICT x  = x_ptr;
+    void * GGML_CUDA_RESTRICT        vy = vy_ptr;
+
+    const int     lane = threadIdx.x;
+    const int64_t ib   = (int64_t) blockIdx.x * ITQ_QUANTIZE_WARPS + threadIdx.y;
+    if (ib * ITQ_BLOCK >= ne0) {
+        return;
+    }
+
+    const int64_t i1 = blockIdx.y;
+    const int64_t i3 = fastdiv(blockIdx.z, ne2);
+    const int64_t i2 = blockIdx.z - i3 * ne2.z;
+
+    ggml_cuda_pdl_sync();
+    float  v[ITQ_VALUES];
+    int8_t q[ITQ_VALUES];
+    itq_load_block<64>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, ne00, lane, v);
+    const float d   = itq_quantize_lanes<itq_lanes_of_64>(v, q);
+    const int   sum = itq_sum_lanes<itq_lanes_of_64>(q);
+
+    const int64_t  row = (i3 * ne2.z + i2) * ne1 + i1;
+    block_q8_n_h * y   = (block_q8_n_h *) vy + (row * ne0 + ib * ITQ_BLOCK) / 64 + lane / 8;
+    itq_store_decoded(y->qs, lane / 4 % 2, lane, q);
+    if (lane % 8 == 0) {
+        y->d   = d;
+        y->sum = sum;
     }
 }
 
@@ -191,9 +235,10 @@ __launch_bounds__(ITQ_QUANTIZE_WARPS * ITQ_WARP_LANES, 1) static __global__ void
 quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t s01, const int64_t s02,
                    const int64_t s03, const int64_t stride_channel_y, const uint3 ne2) {
     ggml_cuda_pdl_lc();
-    const int lane = threadIdx.x;
-    const int ib   = blockIdx.x * ITQ_QUANTIZE_WARPS + threadIdx.y;
-    if (ib >= nblocks) {
+    constexpr bool is_64 = ggml_cuda_is_itq_64(type);
+    const int      lane  = threadIdx.x;
+    const int      ib    = blockIdx.x * ITQ_QUANTIZE_WARPS + threadIdx.y;
+    if (ib * itq_fragment_blocks<type> >= nblocks) {
         return;
     }
     const int i1 = blockIdx.y;
@@ -201,22 +246,29 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     const int i2 = blockIdx.z - i3 * ne2.z;
 
     ggml_cuda_pdl_sync();
-    float  v[ITQ_VALUES];
-    int8_t q[ITQ_VALUES];
-    itq_load_block<ggml_cuda_is_itq(type)>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, (int64_t) nblocks * ITQ_BLOCK, lane,
-                                           v);
-    const float d   = itq_quantize_lanes<itq_lanes_of_block>(v, q);
-    const int   sum = itq_sum_lanes<itq_lanes_of_block>(q);
+    float         v[ITQ_VALUES];
+    int8_t        q[ITQ_VALUES];
+    constexpr int block = ITQ_BLOCK / itq_fragment_blocks<type>;
+    constexpr int lanes = is_64 ? itq_lanes_of_64 : itq_lanes_of_block;
+    itq_load_block<itq_points(type)>(x + i3 * s03 + i2 * s02 + i1 * s01, ib, (int64_t) nblocks * block, lane, v);
+    const float d   = itq_quantize_lanes<lanes>(v, q);
+    const int   sum = itq_sum_lanes<lanes>(q);
 
     // The scales of the block's columns, then the bytes.
     const int             ncols  = gridDim.y;
     int8_t *              y      = (int8_t *) vy + blockIdx.z * stride_channel_y + ib * itq_fragment_bytes(ncols);
     itq_fragment_scales * scales = (itq_fragment_scales *) y + i1;
     itq_store_fragments<type>(y + ncols * sizeof(itq_fragment_scales) + i1 * ITQ_BLOCK, lane, q);
-    if (lane == 0) {
-        const float scale   = __int_as_float(__float_as_int(ggml_cuda_is_itq(type) ? d * (1.0f / 32.0f) : d) & ~3);
+    const float scale = __int_as_float(__float_as_int(ggml_cuda_is_itq(type) ? d * (1.0f / 32.0f) : d) & ~3);
+    const int   start = ITQ_FLOAT_ORIGIN_BITS - itq_fragment_offset<type> * sum;
+    if constexpr (is_64) {
+        if (lane % 8 == 0) {
+            itq_fragment_scales_64 & two = ((itq_fragment_scales_64 *) scales)[lane / 16];
+            two.scale[lane / 8 % 2]      = scale;
+            two.start[lane / 8 % 2]      = start;
+        }
+    } else if (lane == 0) {
         const float origin  = -ITQ_FLOAT_ORIGIN * scale;
-        const int   start   = ITQ_FLOAT_ORIGIN_BITS - itq_fragment_offset<type> * sum;
         scales->scale       = scale;
         scales->origin      = origin;
         scales->start       = start;
@@ -230,10 +282,10 @@ quantize_fragments(const float * x, void * vy, const int nblocks, const int64_t 
     }
 }
 
-// For MMQ. Grid: (ne1 or tokens, blocks of a padded row / warps, ne2*ne3); block: (32, warps). Values from ne00 on, up to
+// For MMQ: a scale for 128 values, or 64. Grid: (ne1 or tokens, blocks of a padded row / warps, ne2*ne3); block: (32, warps). Values from ne00 on, up to
 // the padded row length ne0, are zero.
 // ids maps the rows of the output to those of x (not scatter), or a token's slots to the rows of the output (scatter).
-template <bool rotate, bool scatter>
+template <int points, bool scatter>
 __launch_bounds__(ITQ_QUANTIZE_WARPS * ITQ_WARP_LANES, 1) static __global__ void
 quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__ ids, void * __restrict__ vy,
                       const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
@@ -255,10 +307,11 @@ quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__
 
     float  v[ITQ_VALUES];
     int8_t q[ITQ_VALUES];
-    itq_load_block<rotate>(x + row, ib, ne00, lane, v);
-    const float d = itq_quantize_lanes<itq_lanes_of_half<rotate>>(v, q);
+    itq_load_block<points>(x + row, ib, ne00, lane, v);
+    const float d = itq_quantize_lanes<itq_lanes_of_part<points>>(v, q);
 
-    const int half_block = rotate ? lane / 4 % 2 : lane / 16;
+    const int half_block = points == 256 ? lane / 4 % 2 : lane / 16;
+    const int slot_128   = points == 256 ? lane / 8 : lane % 16 / 4;  // of the chunk
     const int nwrite     = scatter ? n_expert_used : 1;
     for (int slot = 0; slot < nwrite; ++slot) {
         int64_t i1;
@@ -270,13 +323,13 @@ quantize_mmq_q8_1_128(const float * __restrict__ x, const int32_t * __restrict__
         // The 128 value blocks of all rows lie side by side: half j of block ib is row 2*ib + j of a matrix of ne1
         // blocks.
         block_q8_1_mmq * y = (block_q8_1_mmq *) vy + (blockIdx.z * (ne0 / QK8_1_MMQ) + 2 * ib + half_block) * ne1 + i1;
-        if constexpr (rotate) {
-            itq_store_decoded(y->qs, lane, q);
+        if constexpr (points != 0) {
+            itq_store_decoded(y->qs, slot_128, lane, q);
         } else {
             itq_store_natural(y->qs, lane, q);
         }
         if (lane % 4 == 0) {
-            y->d4[rotate ? lane / 8 : lane % 16 / 4] = d;
+            y->d4[slot_128] = d;
         }
     }
     GGML_UNUSED_VARS(n_expert_used, s01, s03);

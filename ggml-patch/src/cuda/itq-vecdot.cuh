@@ -1,6 +1,7 @@
 // Products of quantized weights and 8-bit activations for MMVQ: trellis types, TQ1_0, TQ2_0.
 //
-// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq-quantize.cuh).
+// Four lanes share a block of 256, each takes 64 weights; the activations are block_q8_1x4 (itq-quantize.cuh). Two lanes share
+// a block of 64, each takes a chunk; the activations are block_q8_n_h, as on the CPU.
 
 #pragma once
 
@@ -22,15 +23,19 @@ struct alignas(16) block_q8_1x4 {
 };
 
 static_assert(sizeof(block_q8_1x4) == 4 * sizeof(block_q8_1), "wrong block_q8_1x4 size");
+static_assert(sizeof(block_q8_n_h) == 2 * sizeof(block_q8_1), "wrong block_q8_n_h size");
 
-// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block is the types' qi in itq-type-traits.cuh.
+// Lane l of a block is called with iqs = VDR*l; QI = 16 words a block of 256, 4 of 64, is the types' qi in
+// itq-type-traits.cuh.
 #define VDR_ITQ3_S_Q8_1_MMVQ 4
 #define VDR_ITQ2_S_Q8_1_MMVQ 4
+#define VDR_ITQ_N_Q8_1_MMVQ  2
 #define VDR_TQ_Q8_1_MMVQ     4
 
 // Only carried along by mmq.cuh.
 #define VDR_ITQ3_S_Q8_1_MMQ 8
 #define VDR_ITQ2_S_Q8_1_MMQ 8
+#define VDR_ITQ_N_Q8_1_MMQ  8
 #define VDR_TQ_Q8_1_MMQ     8
 
 static __device__ __forceinline__ float2 itq_half2_bits(const uint32_t bits) {
@@ -71,6 +76,23 @@ template <int n> static __device__ __forceinline__ void itq_load_words(const voi
 static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const int i) {
     const uint16_t * x16 = (const uint16_t *) x + 2 * i;
     return x16[0] | (uint32_t) x16[1] << 16;
+}
+
+// The index words of chunk k of a block of 64, see itq3_n_index_nibbles.
+template <ggml_type type>
+static __device__ __forceinline__ void itq_load_chunk(const typename itq_traits<type>::block & x, const int k,
+                                                      uint32_t (&index)[8]) {
+    static_assert(itq_traits<type>::length == 64, "other blocks have another order of symbols");
+    uint32_t c1, c0, even, odd;
+    itq_subset_planes(tq_load_word(x.sel, k), k == 0 ? 0 : tq_load_word(x.sel, 0), c1, c0);
+    itq_subset_pairs(c1, c0, even, odd);
+    if constexpr (itq_traits<type>::bits == 2) {
+        const uint32_t q[4] = { tq_load_word(x.qs, 0), tq_load_word(x.qs, 1), tq_load_word(x.qs, 2),
+                                tq_load_word(x.qs, 3) };
+        itq3_n_index_nibbles(q, k, even, odd, index);
+    } else {
+        itq2_n_index_nibbles(tq_load_word(x.qs, k), even, odd, index);
+    }
 }
 
 // A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
@@ -191,6 +213,36 @@ static __device__ __forceinline__ float vec_dot_itq2_s_q8_1(const void * __restr
         sum += q8_1x4_d(ds[g]) * sumi;
     }
     return __half2float(x->d) * (1.0f / 32.0f) * sum;
+}
+
+// Types with blocks of 64: lane l takes chunk l.
+template <ggml_type type>
+static __device__ __forceinline__ float vec_dot_itq_n_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    using block            = typename itq_traits<type>::block;
+    const block &        x = ((const block *) vbq)[kbx];
+    const int            k = iqs / VDR_ITQ_N_Q8_1_MMVQ;
+    const block_q8_n_h * y = (const block_q8_n_h *) bq8_1;
+
+    uint32_t index[8];
+    itq_load_chunk<type>(x, k, index);
+    int sumi = 0;
+#pragma unroll
+    for (int w = 0; w < 8; w += 2) {
+        int u[2];
+        itq_load_words((const int2 *) y->qs + 4 * k + w / 2, u);
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            if constexpr (itq_traits<type>::bits == 2) {
+                sumi = ggml_cuda_dp4a(itq_levels_negative(index[w + p]), u[p], sumi);
+                sumi = ggml_cuda_dp4a(itq_levels_positive(index[w + p] ^ 0x8888), u[p], sumi);
+            } else {
+                sumi = ggml_cuda_dp4a(itq2_s_look_up(index[w + p]), u[p], sumi);
+            }
+        }
+    }
+    return __half2float(x.d) * (1.0f / 32.0f) * (y->d * sumi);
 }
 
 // Lane l = 2*j + s takes bytes 16*s .. 16*s + 15 of half j of qs.

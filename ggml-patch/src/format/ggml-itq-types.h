@@ -11,14 +11,21 @@
 #ifndef GGML_TYPE_COUNT
 #    define GGML_TYPE_ITQ3_S ((enum ggml_type) 500)
 #    define GGML_TYPE_ITQ2_S ((enum ggml_type) 502)
+#    define GGML_TYPE_ITQ3_N ((enum ggml_type) 503)
+#    define GGML_TYPE_ITQ2_N ((enum ggml_type) 504)
 #endif
 
 // The registry: X(NAME, name, bits of a symbol, levels, weights of a block, whether a block has a zero-point, number).
 // What a type needs besides: block_name and NAME_LEVELS here, NAME_STARTS in itq-lanes.h, and its row of
 // gguf_itq3s/codec/family.py.
-#define ITQ_TYPES(X)                      \
+// Blocks of 64, for rows that are no multiple of 256, have their activations in blocks of 64 too: Q8_N_H.
+#define ITQ_TYPES_256(X)                  \
     X(ITQ3_S, itq3_s, 2, 16, 256, 1, 500) \
     X(ITQ2_S, itq2_s, 1, 8, 256, 0, 502)
+#define ITQ_TYPES_64(X)                  \
+    X(ITQ3_N, itq3_n, 2, 16, 64, 0, 503) \
+    X(ITQ2_N, itq2_n, 1, 8, 64, 0, 504)
+#define ITQ_TYPES(X) ITQ_TYPES_256(X) ITQ_TYPES_64(X)
 
 // Labels of a switch over enum ggml_type, for upstream's lists of types.
 #define ITQ_CASE_LABEL(NAME, ...) case GGML_TYPE_##NAME:

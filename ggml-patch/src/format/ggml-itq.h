@@ -3,7 +3,8 @@
 // The trellis types. A block of weights is rotated by the Walsh-Hadamard transform (FWHT) and trellis-coded: a symbol of
 // one bit or a few picks a level of one of four interleaved grids, and a shift register fed by one bit more, the
 // selector, says which grid. ITQ3_S has 2-bit symbols (100 bytes for 256 weights, 3.125 bits a weight), ITQ2_S 1-bit
-// symbols (66 bytes, 2.0625 bits).
+// symbols (66 bytes, 2.0625 bits); ITQ3_N and ITQ2_N are the same codes in blocks of 64 (26 bytes, 3.25 bits; 18 bytes,
+// 2.25 bits), for rows that are no multiple of 256.
 //
 //   s[t] = 0 for t < 0
 //   c1   = s[t] ^ s[t-1] ^ s[t-6]           Ungerboeck's 64-state code, parity checks 103 and 024 (octal)
@@ -38,11 +39,15 @@
 #define QK_ITQ    256
 #define QK_ITQ3_S 256
 #define QK_ITQ2_S 256
+#define QK_ITQ3_N 64
+#define QK_ITQ2_N 64
 
 // In units of d/32, index 4*symbol + grid. They fit 7 bits: level + 64 is an unsigned operand that cannot saturate
 // maddubs or dpbusd. No other file writes them out.
 #define ITQ3_S_LEVELS { -63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63 }
 #define ITQ2_S_LEVELS { -63, -36, -20, -6, 6, 20, 36, 63 }
+#define ITQ3_N_LEVELS ITQ3_S_LEVELS
+#define ITQ2_N_LEVELS ITQ2_S_LEVELS
 
 typedef struct {
     uint8_t   qs[QK_ITQ3_S / 4];   // 2-bit symbols, q[t] = (qs[t % 64] >> 2*(t / 64)) & 3
@@ -56,6 +61,25 @@ typedef struct {
     uint8_t   sel[QK_ITQ2_S / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
     ggml_half d;                   // scale
 } block_itq2_s;
+
+typedef struct {
+    uint8_t   qs[QK_ITQ3_N / 4];   // 2-bit symbols, q[t] = (qs[t % 16] >> 2*(t / 16)) & 3
+    uint8_t   sel[QK_ITQ3_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                   // scale
+} block_itq3_n;
+
+typedef struct {
+    uint8_t   qs[QK_ITQ2_N / 8];   // symbols, q[t] = (qs[t / 8] >> (t % 8)) & 1
+    uint8_t   sel[QK_ITQ2_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                   // scale
+} block_itq2_n;
+
+// Activations of blocks of 64 (GGML_TYPE_Q8_N_H), rotated like them; never in a file.
+typedef struct {
+    float   d;    // scale
+    int32_t sum;  // of qs
+    int8_t  qs[64];
+} block_q8_n_h;
 
 #define ITQ_CHECK_TYPE(NAME, name, bits, n_levels, length, has_z, number)                                  \
     static_assert(GGML_TYPE_##NAME == number, "the registry has another number than ggml.h");              \

@@ -31,20 +31,29 @@
 
 // What sets a code apart. The functions that take one are inlined into callers that name it, so that it is folded.
 struct itq_code {
-    int    bits;                           // of a symbol: a grid has 1 << bits levels
-    int    length;                         // weights of a block
-    int8_t levels[32];                     // in units of d/32, index 4*symbol + grid
-    int    n_starts[2];                    // enum itq_effort
-    float  rms_in_levels[ITQ_MAX_STARTS];  // the block's RMS in level units at each start scale (formats.py)
+    int    bits;                                 // of a symbol: a grid has 1 << bits levels
+    int    length;                               // weights of a block
+    int8_t levels[32];                           // in units of d/32, index 4*symbol + grid
+    bool   by_peak;                              // start scales go by the largest magnitude of a block, not by its RMS
+    int    n_starts[2];                          // enum itq_effort
+    float  magnitude_in_levels[ITQ_MAX_STARTS];  // that in level units at each start scale (formats.py)
 };
 
 #define ITQ3_S_STARTS                                                      \
-    { 1, 3 }, {                                                            \
+    false, { 1, 3 }, {                                                     \
         (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) \
     }
 #define ITQ2_S_STARTS                                \
-    { 1, 2 }, {                                      \
+    false, { 1, 2 }, {                               \
         (float) (33.5 / 0.97), (float) (33.5 / 1.05) \
+    }
+#define ITQ3_N_STARTS                                                      \
+    true, { 1, 3 }, {                                                      \
+        (float) (67.0 / 1.0), (float) (67.0 / 0.91), (float) (67.0 / 1.43) \
+    }
+#define ITQ2_N_STARTS                                                      \
+    false, { 1, 3 }, {                                                     \
+        (float) (33.5 / 0.98), (float) (33.5 / 0.88), (float) (33.5 / 1.1) \
     }
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
@@ -137,10 +146,29 @@ ITQ_INLINE void itq_rms(int n, float (*x)[ITQ_LANES], float (*fold)[ITQ_LANES], 
     }
 }
 
-// What takes the weights of each lane to level units at a start scale.
-ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float * rms, float * factor) {
+// What start scales go by, the root mean square of each lane or its largest magnitude; 0 where the former is.
+ITQ_INLINE void itq_magnitude(const struct itq_code * code, float (*x)[ITQ_LANES], float (*fold)[ITQ_LANES],
+                              float *                 magnitude) {
+    itq_rms(code->length, x, fold, magnitude);
+    if (!code->by_peak) {
+        return;
+    }
+    float peak[ITQ_LANES] = { 0 };
+    for (int t = 0; t < code->length; ++t) {
+        for (int l = 0; l < ITQ_LANES; ++l) {
+            const float here = fabsf(x[t][l]);
+            peak[l]          = here > peak[l] ? here : peak[l];
+        }
+    }
     for (int l = 0; l < ITQ_LANES; ++l) {
-        factor[l] = code->rms_in_levels[start] / (rms[l] > 0 ? rms[l] : 1.0f);
+        magnitude[l] = magnitude[l] > 0 ? peak[l] : 0.0f;
+    }
+}
+
+// What takes the weights of each lane to level units at a start scale.
+ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float * magnitude, float * factor) {
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        factor[l] = code->magnitude_in_levels[start] / (magnitude[l] > 0 ? magnitude[l] : 1.0f);
     }
 }
 
@@ -179,9 +207,9 @@ ITQ_INLINE void itq_keep_better(int n, struct itq_best * best, bool first, const
 }
 
 // Blocks that are zero, or too small for an fp16 scale, are zero bytes: their scale becomes +0.
-ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * rms) {
+ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * magnitude) {
     for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!(rms[l] > 0) || best->d[l] == 0x8000) {
+        if (!(magnitude[l] > 0) || best->d[l] == 0x8000) {
             best->d[l] = 0;
         }
     }

@@ -437,12 +437,12 @@ ITQ_INLINE void solve(const struct itq_code * code, struct ldlq_workspace * ws, 
     const int n = code->length;
 
     lanes * fold = (lanes *) ws->fold;
-    lanes   rms;
-    itq_rms(n, (lanes *) x, fold, rms);
+    lanes   magnitude;
+    itq_magnitude(code, (lanes *) x, fold, magnitude);
     for (int start = 0; start < starts; ++start) {
         lanes factor;
         vec   factors;
-        itq_start(code, start, rms, factor);
+        itq_start(code, start, magnitude, factor);
         memcpy(&factors, factor, sizeof(factors));
         for (int t = 0; t < n; ++t) {
             ws->target[t] = v_mul(y[t], factors);
@@ -477,7 +477,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct ldlq_workspace * ws, 
         itq_fold_sum(n, fold, total);
         itq_keep_better(n, &ws->best, start == 0, total, d, ws->code);
     }
-    itq_clear_zeros(&ws->best, rms);
+    itq_clear_zeros(&ws->best, magnitude);
 
     lanes unit;
     for (int l = 0; l < ITQ_LANES; ++l) {

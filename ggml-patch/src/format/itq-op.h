@@ -7,7 +7,7 @@
 #include <stdbool.h>
 
 static inline bool ggml_itq_type(enum ggml_type type) {
-    return ggml_is_itq(type) || type == GGML_TYPE_Q8_K_H;
+    return ggml_is_itq(type) || type == GGML_TYPE_Q8_K_H || type == GGML_TYPE_Q8_N_H;
 }
 
 // Whether an operation reads or writes one of the types.

@@ -152,11 +152,11 @@ ITQ_INLINE void search(const struct itq_code * code, struct workspace * ws, cons
 ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int starts) {
     const int n = code->length;
 
-    float rms[ITQ_LANES];
-    itq_rms(n, ws->x, ws->fold, rms);
+    float magnitude[ITQ_LANES];
+    itq_magnitude(code, ws->x, ws->fold, magnitude);
     for (int start = 0; start < starts; ++start) {
         float factor[ITQ_LANES];
-        itq_start(code, start, rms, factor);
+        itq_start(code, start, magnitude, factor);
         search(code, ws, factor);
 
         float     xl[ITQ_LANES];
@@ -178,7 +178,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int s
         itq_fold_sum(n, ws->fold, error);
         itq_keep_better(n, &ws->best, start == 0, error, d, ws->code);
     }
-    itq_clear_zeros(&ws->best, rms);
+    itq_clear_zeros(&ws->best, magnitude);
 }
 
 ITQ_CLONES static void solve_ternary(struct workspace * ws) {

@@ -8,6 +8,8 @@
 struct ggml_vk_itq_rotation {
     // What `rotated` is the rotation of, until the graph ends or a product reads another.
     const ggml_tensor *   source = nullptr;
+    // Weights of the blocks that it is the rotation for.
+    int64_t               block  = 0;
     // Describes the rotated activation to upstream's code: F32, contiguous, at the start of `buffer`.
     ggml_tensor           rotated{};
     ggml_backend_buffer_t buffer    = nullptr;

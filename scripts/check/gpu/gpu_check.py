@@ -6,7 +6,7 @@ No network, git, patch or xz. --only vulkan runs on any card with a Vulkan drive
 Vulkan and SPIR-V in place of nvcc and cuBLAS. The stages, in order:
 
   build        the patched llama.cpp that scripts/check/gpu/pack.py packed
-  ops          test-backend-ops of the three types, also without programmatic launches
+  ops          test-backend-ops of the trellis types, TQ1_0 and TQ2_0, also without programmatic launches
   sanitizer    some of its cases under compute-sanitizer
   perplexity   the bundled model on the CPU and in many configurations on the GPU
   perf         test-backend-ops perf: products of the types beside others and F16
@@ -50,7 +50,11 @@ TYPE_FILTER: Final = f"type(_a)?=({'|'.join(report.TYPES)})"
 #: One case or two of every type and way through the kernels: columns, experts, gates.
 SANITIZER_FILTER: Final = "|".join(
     f"({TYPE_FILTER}.*{shape})"
-    for shape in ("m=67,n=(1|2|5|8|16|17|77),k=768", "n_mats=8,.*m=96,n=(1|5|17),k=768", "m=[14],n=45,k=(1024|4608)")
+    for shape in (
+        "m=67,n=(1|2|5|8|9|16|17|77),k=(768|576)",
+        "n_mats=8,.*m=96,n=(1|5|17),k=(768|704)",
+        "m=[14],n=45,k=(1024|4608|960|1408)",
+    )
 )
 
 NO_PDL: Final = {"GGML_CUDA_PDL": "0"}

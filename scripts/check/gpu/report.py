@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-TYPES: Final = ("itq3_s", "itq2_s", "tq1_0", "tq2_0")
+TYPES: Final = ("itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq1_0", "tq2_0")
 
 #: For every operation the least cases of a type that must have passed; the suite has more.
 OPERATIONS: Final = {"MUL_MAT": 24, "MUL_MAT_ID": 6, "MUL_MAT_VEC_FUSION": 4, "GET_ROWS": 1}
@@ -44,7 +44,9 @@ BENCH_RUNS: Final = {"itq3_s": "itq3_s", "itq3_s-noshare": "itq3_s", **{name: na
 
 #: The timed product: gate and up of a 70B Llama in one, past the L2 cache of any card, its types and columns.
 ROWS, LENGTH = 57344, 8192
-PERF_TYPES: Final = ("itq3_s", "itq2_s", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
+PERF_TYPES: Final = (
+    "itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq2_0", "tq1_0", "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16",
+)  # fmt: skip
 COLUMNS: Final = (1, 4, 8, 16, 64, 128, 512)
 #: Names of their times.
 PRODUCTS: Final = tuple(f"{name} {name}.{n}" for name in PERF_TYPES for n in COLUMNS)
@@ -57,7 +59,8 @@ VULKAN_OPERATIONS: Final = {"MUL_MAT": 24, "MUL_MAT_ID": 6, "GET_ROWS": 1}
 VULKAN_PERF_RUNS: Final = (*PERF_TYPES, "copy")
 VULKAN_BENCH_RUNS: Final = {name: name for name in MODELS}
 COPIED: Final = 2**28  # numbers of 4 bytes
-BLOCK_BYTES: Final = {"itq3_s": 100, "itq2_s": 66, "tq1_0": 54, "tq2_0": 66}  # 256 weights
+#: Of 256 weights.
+BLOCK_BYTES: Final = {"itq3_s": 100, "itq2_s": 66, "itq3_n": 104, "itq2_n": 72, "tq1_0": 54, "tq2_0": 66}
 
 NOT_MEASURED: Final = "not measured"
 
@@ -346,7 +349,7 @@ class Table:
 def table(measured: dict[str, float]) -> list[Cell]:
     """The performance table; cells whose measurement is missing say so."""
     found = Table(measured)
-    for name in ("itq3_s", "itq2_s", "tq2_0", "tq1_0"):
+    for name in ("itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq2_0", "tq1_0"):
         found.bandwidth(name, 0.8 if name == "itq3_s" else None)
     found.over(1, "itq3_s", "q4_K", 1.3)
     found.over(1, "itq3_s", "iq3_s", 1.2)

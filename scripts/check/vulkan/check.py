@@ -46,8 +46,8 @@ OPTIONS: Final = (
 )  # fmt: skip
 TARGETS: Final = ("test-backend-ops", "llama-perplexity", "llama-completion")
 #: Types of weights that the check meets: ours, a stranger, and what the model has beside them.
-TYPES: Final = "F32 F16 BF16 ITQ3_S ITQ2_S TQ1_0 TQ2_0 Q4_K Q6_K Q8_0 IQ4_NL"
-OURS: Final = "itq3_s|itq2_s|tq1_0|tq2_0"
+TYPES: Final = "F32 F16 BF16 ITQ3_S ITQ2_S ITQ3_N ITQ2_N TQ1_0 TQ2_0 Q4_K Q6_K Q8_0 IQ4_NL"
+OURS: Final = "itq3_s|itq2_s|itq3_n|itq2_n|tq1_0|tq2_0"
 INTEGERS: Final = {"GGML_VK_FORCE_INTEGER_DOT": "1", "GGML_VK_FORCE_MMVQ": "1"}
 #: Name -> what it sets. Upstream's products of integers by expert are wrong with subgroups of 8, for every type.
 CONFIGURATIONS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -62,13 +62,15 @@ class Shader:
 INTEGERS: Final = tuple(
     Shader(label, "mul_mat_vecq.comp", define, 64)
     for label, define in (
-        ("**ITQ3_S**", "ITQ3_S"), ("**ITQ2_S**", "ITQ2_S"), ("**TQ2_0**", "TQ2_0"), ("**TQ1_0**", "TQ1_0"),
-        ("Q4_K", "Q4_K"),
+        ("**ITQ3_S**", "ITQ3_S"), ("**ITQ2_S**", "ITQ2_S"), ("**ITQ3_N**", "ITQ3_N"), ("**ITQ2_N**", "ITQ2_N"),
+        ("**TQ2_0**", "TQ2_0"), ("**TQ1_0**", "TQ1_0"), ("Q4_K", "Q4_K"),
     )
 )  # fmt: skip
 FLOATS: Final = (
     Shader("**ITQ3_S**", "mul_mat_vec_itq.comp", "ITQ3_S", 64),
     Shader("**ITQ2_S**", "mul_mat_vec_itq.comp", "ITQ2_S", 64),
+    Shader("**ITQ3_N**", "mul_mat_vec_itq.comp", "ITQ3_N", 64),
+    Shader("**ITQ2_N**", "mul_mat_vec_itq.comp", "ITQ2_N", 64),
     Shader("TQ2_0", "mul_mat_vec_tq2_0.comp", "TQ2_0", 16),
     Shader("**TQ1_0**", "mul_mat_vec_tq.comp", "TQ1_0", 64),
     Shader("Q4_K", "mul_mat_vec_q4_k.comp", "Q4_K", 16),

@@ -60,7 +60,7 @@ void ggml_abort(const char * file, const int line, const char * format, ...) {
 void ggml_log_internal(ggml_log_level, const char *, ...) {}
 
 int64_t ggml_blck_size(const ggml_type type) {
-    return emulate_is_ours(type) ? QK_K : 1;
+    return ggml_cuda_is_itq_64(type) ? 64 : emulate_is_ours(type) ? QK_K : 1;
 }
 size_t ggml_type_size(const ggml_type type) {
     switch (type) {
@@ -154,25 +154,25 @@ ggml_backend_cuda_context::~ggml_backend_cuda_context() {}
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-extern "C" void emulate_quantize_mmvq(const int rotate, const float * x, void * y, const int64_t ne00,
-                                      const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
-                                      const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    GGML_ASSERT(ggml_cuda_itq_quantize_row_q8_1(x, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01, s02, s03,
-                                                ne0, ne1, ne2, ne3, nullptr));
+extern "C" void emulate_quantize_mmvq(const int type, const float * x, void * y, const int64_t ne00, const int64_t s01,
+                                      const int64_t s02, const int64_t s03, const int64_t ne0, const int64_t ne1,
+                                      const int64_t ne2, const int64_t ne3) {
+    GGML_ASSERT(
+        ggml_cuda_itq_quantize_row_q8_1(x, y, emulate_types[type], ne00, s01, s02, s03, ne0, ne1, ne2, ne3, nullptr));
 }
 
-extern "C" void emulate_quantize_mmq(const int rotate, const float * x, const int32_t * ids, void * y,
-                                     const int64_t ne00, const int64_t s01, const int64_t s02, const int64_t s03,
-                                     const int64_t ne0, const int64_t ne1, const int64_t ne2, const int64_t ne3) {
-    GGML_ASSERT(ggml_cuda_itq_quantize_mmq_q8_1(x, ids, y, rotate ? GGML_TYPE_ITQ3_S : GGML_TYPE_TQ2_0, ne00, s01, s02,
-                                                s03, ne0, ne1, ne2, ne3, nullptr));
+extern "C" void emulate_quantize_mmq(const int type, const float * x, const int32_t * ids, void * y, const int64_t ne00,
+                                     const int64_t s01, const int64_t s02, const int64_t s03, const int64_t ne0,
+                                     const int64_t ne1, const int64_t ne2, const int64_t ne3) {
+    GGML_ASSERT(ggml_cuda_itq_quantize_mmq_q8_1(x, ids, y, emulate_types[type], ne00, s01, s02, s03, ne0, ne1, ne2, ne3,
+                                                nullptr));
 }
 
-extern "C" void emulate_quantize_scatter_mmq(const float * x, const int32_t * ids, void * y, const int64_t ne00,
-                                             const int64_t stride_token, const int64_t ne0, const int64_t n_tokens,
-                                             const int64_t nrows_dst, const int n_expert_used) {
-    GGML_ASSERT(ggml_cuda_itq_quantize_scatter_mmq_q8_1(x, ids, y, GGML_TYPE_ITQ3_S, ne00, stride_token, ne0, n_tokens,
-                                                        nrows_dst, n_expert_used, nullptr));
+extern "C" void emulate_quantize_scatter_mmq(const int type, const float * x, const int32_t * ids, void * y,
+                                             const int64_t ne00, const int64_t stride_token, const int64_t ne0,
+                                             const int64_t n_tokens, const int64_t nrows_dst, const int n_expert_used) {
+    GGML_ASSERT(ggml_cuda_itq_quantize_scatter_mmq_q8_1(x, ids, y, emulate_types[type], ne00, stride_token, ne0,
+                                                        n_tokens, nrows_dst, n_expert_used, nullptr));
 }
 
 // One product of tiles: kind 0 int8, A 16 x 32 and B 8 x 32 bytes; 1 F16, A 16 x 16 and B 8 x 16. Added to C, 16 x 8.

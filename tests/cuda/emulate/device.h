@@ -5,7 +5,8 @@
 #include "common.cuh"
 
 // Their numbers in the C interfaces.
-static const ggml_type emulate_types[] = { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0, GGML_TYPE_ITQ2_S };
+static const ggml_type emulate_types[] = { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ1_0,  GGML_TYPE_TQ2_0,
+                                           GGML_TYPE_ITQ2_S, GGML_TYPE_ITQ3_N, GGML_TYPE_ITQ2_N };
 
 static inline bool emulate_is_ours(const ggml_type type) {
     return std::find(std::begin(emulate_types), std::end(emulate_types), type) != std::end(emulate_types);

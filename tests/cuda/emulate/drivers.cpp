@@ -25,9 +25,9 @@ struct device_tensor {
     void *       memory = nullptr;
     size_t       size   = 0;
 
-    // room: bytes behind it that may be read.
-    device_tensor(const ggml_type type, void * data, const int64_t * ne, const int64_t * nb, const size_t room = 0) :
-        host(data) {
+    // room: bytes behind it that may be read, clear: of them that are 0.
+    device_tensor(const ggml_type type, void * data, const int64_t * ne, const int64_t * nb, const size_t room = 0,
+                  const size_t clear = 0) : host(data) {
         if (!data) {
             return;
         }
@@ -38,6 +38,7 @@ struct device_tensor {
         memory             = pool.alloc(bytes + room, &size);
         tensor.data        = (uint8_t *) memory + (size - bytes - room) / alignment * alignment;
         memcpy(tensor.data, host, bytes);
+        memset((uint8_t *) tensor.data + bytes, 0, clear);
     }
     ~device_tensor() {
         if (host) {
@@ -50,16 +51,22 @@ struct device_tensor {
     ggml_tensor * get() { return host ? &tensor : nullptr; }
 };
 
+// What the backend's buffers have behind a tensor whose rows are no multiple of this, and clear: MMQ reads past the last row.
+static size_t row_padding(const ggml_type type, const int64_t ne0) {
+    return (GGML_PAD(ne0, MATRIX_ROW_PADDING) - ne0) / ggml_blck_size(type) * ggml_type_size(type);
+}
+
 // dst = x*y by the kernels for few (1) or many (2) columns. ne and nb: four numbers for each of x, y, dst, ids, the bias
 // of x, the gate and its bias; those with data nullptr are not there.
 extern "C" void emulate_mul_mat(const int choice, const int type, void * x, void * y, void * dst, void * ids,
                                 void * x_bias, void * gate, void * gate_bias, const int64_t * ne, const int64_t * nb,
                                 const int glu_op) {
     ggml_backend_cuda_context ctx(0);
-    const ggml_type           ours = emulate_types[type];
+    const ggml_type           ours  = emulate_types[type];
     // MMVQ takes up to four rows at a time, of which it throws away those that are not there.
-    const size_t              room = choice == 1 ? 3 * nb[1] : 0;
-    device_tensor             tx(ours, x, ne, nb, room), ty(GGML_TYPE_F32, y, ne + 4, nb + 4);
+    const size_t              clear = choice == 2 ? row_padding(ours, ne[0]) : 0;
+    const size_t              room  = choice == 1 ? 3 * nb[1] : clear;
+    device_tensor             tx(ours, x, ne, nb, room, clear), ty(GGML_TYPE_F32, y, ne + 4, nb + 4);
     device_tensor             tdst(GGML_TYPE_F32, dst, ne + 8, nb + 8), tids(GGML_TYPE_I32, ids, ne + 12, nb + 12);
     device_tensor tx_bias(GGML_TYPE_F32, x_bias, ne + 16, nb + 16), tgate(ours, gate, ne + 20, nb + 20, room);
     device_tensor tgate_bias(GGML_TYPE_F32, gate_bias, ne + 24, nb + 24);
@@ -84,9 +91,10 @@ extern "C" void emulate_mul_mat(const int choice, const int type, void * x, void
 // each of x 0, dst 0, x 1, dst 1 and y.
 extern "C" void emulate_mul_mat_shared(const int choice, const int type_0, const int type_1, void * x_0, void * dst_0,
                                        void * x_1, void * dst_1, void * y, const int64_t * ne, const int64_t * nb) {
-    const size_t  room   = choice == 1 ? 3 * nb[1] : 0;
-    device_tensor x[2]   = { { emulate_types[type_0], x_0, ne, nb, room },
-                             { emulate_types[type_1], x_1, ne + 8, nb + 8, room } };
+    const size_t  clear  = choice == 2 ? row_padding(emulate_types[type_0], ne[0]) : 0;
+    const size_t  room   = choice == 1 ? 3 * nb[1] : clear;
+    device_tensor x[2]   = { { emulate_types[type_0], x_0, ne, nb, room, clear },
+                             { emulate_types[type_1], x_1, ne + 8, nb + 8, room, clear } };
     device_tensor dst[2] = { { GGML_TYPE_F32, dst_0, ne + 4, nb + 4 }, { GGML_TYPE_F32, dst_1, ne + 12, nb + 12 } };
     device_tensor ty(GGML_TYPE_F32, y, ne + 16, nb + 16);
 

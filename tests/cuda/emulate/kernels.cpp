@@ -5,13 +5,15 @@
 #include "itq-convert.cuh"
 #include "itq-vecdot.cuh"
 
-// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0, 3 ITQ2_S. dst: 0 float, 1 half, 2 bfloat16.
+// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0, 3 ITQ2_S, 4 ITQ3_N, 5 ITQ2_N. dst: 0 float, 1 half, 2 bfloat16.
 template <typename dst_t>
 static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s) {
     const auto convert = type == 0   ? dequantize_itq3_s_nc_cuda<dst_t>
                          : type == 1 ? dequantize_tq1_0_nc_cuda<dst_t>
                          : type == 2 ? dequantize_tq2_0_nc_cuda<dst_t>
-                                     : dequantize_itq2_s_nc_cuda<dst_t>;
+                         : type == 3 ? dequantize_itq2_s_nc_cuda<dst_t>
+                         : type == 4 ? dequantize_itq3_n_nc_cuda<dst_t>
+                                     : dequantize_itq2_n_nc_cuda<dst_t>;
     convert(x, (dst_t *) y, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
 }
 extern "C" void emulate_dequantize(const int type, const int dst, const void * x, void * y, const int64_t * ne,
@@ -31,16 +33,31 @@ extern "C" void emulate_dequantize(const int type, const int dst, const void * x
     }
 }
 
+// Rows of types with blocks of 64 by their numbers, to float. ne: of a row, then of the numbers; nb: strides in bytes, of the
+// rows, of the numbers and of the result.
+extern "C" void emulate_get_rows(const int type, const void * x, const int32_t * ids, float * y, const int64_t * ne,
+                                 const int64_t * nb) {
+    const auto get_rows = type == 4 ? get_rows_64_cuda<float, dequantize_itq3_n<float>>
+                                    : get_rows_64_cuda<float, dequantize_itq2_n<float>>;
+    get_rows(x, ids, y, ne[0], nb[0], nb[1], nb[2], ne[1], ne[2], ne[3], nb[3], nb[4], nb[5], nb[6], nb[7], nb[8],
+             nullptr);
+}
+
 // A row of weights times activations as MMVQ splits it over lanes: the lanes' sums are added.
 extern "C" float emulate_vec_dot(const int type, const void * x, const void * y, const int nblocks, const int kbx0) {
-    const auto vec_dot = type == 0   ? vec_dot_itq3_s_q8_1
-                         : type == 1 ? vec_dot_tq1_0_q8_1
-                         : type == 2 ? vec_dot_tq2_0_q8_1
-                                     : vec_dot_itq2_s_q8_1;
-    float      sum     = 0.0f;
+    const auto vec_dot      = type == 0   ? vec_dot_itq3_s_q8_1
+                              : type == 1 ? vec_dot_tq1_0_q8_1
+                              : type == 2 ? vec_dot_tq2_0_q8_1
+                              : type == 3 ? vec_dot_itq2_s_q8_1
+                              : type == 4 ? vec_dot_itq_n_q8_1<GGML_TYPE_ITQ3_N>
+                                          : vec_dot_itq_n_q8_1<GGML_TYPE_ITQ2_N>;
+    const bool short_blocks = type >= 4;
+    const int  qk = short_blocks ? 64 : QK_K, qi = qk / 16;
+    const int  vdr = short_blocks ? VDR_ITQ_N_Q8_1_MMVQ : VDR_ITQ3_S_Q8_1_MMVQ;
+    float      sum = 0.0f;
     for (int kbx = 0; kbx < nblocks; ++kbx) {
-        for (int iqs = 0; iqs < 16; iqs += VDR_ITQ3_S_Q8_1_MMVQ) {
-            sum += vec_dot(x, (const block_q8_1 *) y + kbx * (QK_K / QK8_1), kbx0 + kbx, iqs);
+        for (int iqs = 0; iqs < qi; iqs += vdr) {
+            sum += vec_dot(x, (const block_q8_1 *) y + kbx * (qk / QK8_1), kbx0 + kbx, iqs);
         }
     }
     return sum;

@@ -17,7 +17,7 @@ extern "C" void emulate_product(const int type, const void * x, const float * ac
     fusion.glu_op    = (ggml_glu_op) glu_op;
     fusion.glu_limit = 0.5f;
 
-    const int64_t ne00 = dims[0] * QK_K, padded = (ne00 + 511) / 512 * 512;
+    const int64_t ne00 = dims[0] * ggml_blck_size(emulate_types[type]), padded = (ne00 + 511) / 512 * 512;
     // Activations as ggml has them: ne11 by ne12 by ne13.
     const int64_t ne11 = ids ? dims[4] : dims[2], ne12 = ids ? dims[2] : dims[4], ne13 = ids ? 1 : dims[7];
     const int64_t s11 = ids ? s[4] : s[3], s12 = ids ? s[3] : s[4];

@@ -1,8 +1,9 @@
 #version 450
 
-// Weights of the trellis types, rotated back: a workgroup takes a block.
+// Weights of the trellis types, rotated back: a workgroup takes 256, a block or four.
 
 #include "dequant_head.glsl"
+#define ITQ_FWHT_LENGTH QUANT_K
 #include "itq_fwht.glsl"
 
 layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
@@ -12,15 +13,26 @@ layout(binding = 1) writeonly buffer D { D_TYPE data_b[]; };
 
 void main() {
     const uint lane = gl_LocalInvocationID.x;
-    for (uint ib = gl_WorkGroupID.x; ib < p.nel / QUANT_K; ib += gl_NumWorkGroups.x) {
-        const uint index = ITQ_INDEX4(data_a[ib], lane);
-        vec4 x;
-        [[unroll]] for (uint i = 0; i < 4; ++i) {
-            x[i] = float(itq_level(bitfieldExtract(index, int(8 * i), 8)));
+    const uint lanes = QUANT_K / 4;  // of a block
+    for (uint first = 256 * gl_WorkGroupID.x; first < p.nel; first += 256 * gl_NumWorkGroups.x) {
+        // the last workgroup may have fewer blocks than it could
+        const uint ib      = first / QUANT_K + lane / lanes;
+        const bool present = ib * QUANT_K < p.nel;
+        vec4  x = vec4(0.0);
+        float d = 0.0;
+        if (present) {
+            const uint index = ITQ_INDEX4(data_a[ib], lane % lanes);
+            [[unroll]] for (uint i = 0; i < 4; ++i) {
+                x[i] = float(itq_level(bitfieldExtract(index, int(8 * i), 8)));
+            }
+            x -= ITQ_ZERO_POINT(data_a[ib]);
+            d = float(data_a[ib].d) * ITQ_ROTATED_BACK;
         }
-        x = itq_fwht256(x - ITQ_ZERO_POINT(data_a[ib]), lane) * (float(data_a[ib].d) * ITQ_ROTATED_BACK);
-        [[unroll]] for (uint i = 0; i < 4; ++i) {
-            data_b[QUANT_K * ib + lane + 64 * i] = D_TYPE(x[i]);
+        x = itq_fwht(x, lane) * d;
+        if (present) {
+            [[unroll]] for (uint i = 0; i < 4; ++i) {
+                data_b[first + itq_fwht_first(lane) + lanes * i] = D_TYPE(x[i]);
+            }
         }
         barrier();
     }

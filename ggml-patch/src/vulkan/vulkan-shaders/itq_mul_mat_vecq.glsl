@@ -1,7 +1,9 @@
 // Products of the trellis types and of TQ1_0 and TQ2_0 with one to eight columns of quantized activations
 // (itq_quantize_q8_1.comp; upstream's quantize_q8_1.comp for the ternary types). mul_mat_vecq.comp includes this file.
 //
-// Four invocations share a block, 64 weights each, in GROUPS chunks of 32 with WORDS words of four weights from each.
+// An invocation takes 64 weights of a block, GROUPS chunks of 32 with WORDS words of four weights from each; LANES share it.
+
+#define LANES (QUANT_K / 64)
 
 #if defined(DATA_A_ITQ)
 #include "itq_lane.glsl"
@@ -56,6 +58,16 @@ void decode(const uint ib, const uint lane, out int32_t weights[GROUPS][WORDS], 
 #include "tq1_0_lane.glsl"
 #endif
 
+// Of the activations that belong to chunk k of block i in a row of them from y on: their block, and the chunk in it.
+uvec2 activations_of(const uint y, const uint i, const uint k) {
+#if QUANT_K == 256
+    return uvec2(y / 128 + 2 * i + k / 4, k % 4);
+#else
+    const uint half_block = y / 64 + i;
+    return uvec2(half_block / 2, 2 * (half_block % 2) + k);
+#endif
+}
+
 void calc_block(inout FLOAT_TYPE temp[NUM_COLS][NUM_ROWS], const uint a_offset, const uint b_offset, const uint lane,
                 const uint i, const uint num_blocks_per_row, const uint first_row, const uint num_rows) {
     [[unroll]] for (uint n = 0; n < num_rows; ++n) {
@@ -66,19 +78,18 @@ void calc_block(inout FLOAT_TYPE temp[NUM_COLS][NUM_ROWS], const uint a_offset, 
         [[unroll]] for (uint j = 0; j < NUM_COLS; ++j) {
             FLOAT_TYPE sum = FLOAT_TYPE(0);
             [[unroll]] for (uint g = 0; g < GROUPS; ++g) {
-                const uint k  = chunk_of(lane, g);
-                const uint ib = (j * p.batch_stride_b + b_offset) / 128 + 2 * i + k / 4;
+                const uvec2 y = activations_of(j * p.batch_stride_b + b_offset, i, chunk_of(lane, g));
                 int32_t q_sum = 0;
                 [[unroll]] for (uint w = 0; w < WORDS; ++w) {
-                    q_sum += dotPacked4x8EXT(weights[g][w], data_b[ib].qs[8 * (k % 4) + word_of(lane, g, w)]);
+                    q_sum += dotPacked4x8EXT(weights[g][w], data_b[y.x].qs[8 * y.y + word_of(lane, g, w)]);
                 }
-                const vec2 ds = vec2(data_b[ib].ds[k % 4]);
+                const vec2 ds = vec2(data_b[y.x].ds[y.y]);
 #if defined(DATA_A_ITQ)
                 float q = float(q_sum);
                 if (z != 0.0) {
                     int32_t y_sum = 0;
                     [[unroll]] for (uint w = 0; w < WORDS; ++w) {
-                        y_sum += dotPacked4x8EXT(0x01010101, data_b[ib].qs[8 * (k % 4) + w]);
+                        y_sum += dotPacked4x8EXT(0x01010101, data_b[y.x].qs[8 * y.y + w]);
                     }
                     q -= z * float(y_sum);
                 }
@@ -106,8 +117,8 @@ void compute_outputs(const uint32_t first_row, const uint32_t num_rows) {
             temp[j][i] = FLOAT_TYPE(0);
         }
     }
-    for (uint i = tid / 4; i < num_blocks_per_row; i += gl_WorkGroupSize.x / 4) {
-        calc_block(temp, a_offset, b_offset, tid % 4, i, num_blocks_per_row, first_row, num_rows);
+    for (uint i = tid / LANES; i < num_blocks_per_row; i += gl_WorkGroupSize.x / LANES) {
+        calc_block(temp, a_offset, b_offset, tid % LANES, i, num_blocks_per_row, first_row, num_rows);
     }
     reduce_result(temp, d_offset, first_row, num_rows, tid);
 }

@@ -2,8 +2,8 @@
 
     const uint idx    = pos_a + col * p.stride_a / LOAD_VEC_A + row;
     const uint k_pair = row * LOAD_VEC_A / 2;
-    const uint ib     = idx / 32;
-    const uint q      = 2 * (idx % 32);
+    const uint ib     = idx / (QUANT_K / 8);
+    const uint q      = 2 * (idx % (QUANT_K / 8));
 
     const float scale = float(data_a[ib].d) * ITQ_WEIGHT_SCALE;
     const float zero  = scale * ITQ_ZERO_POINT(data_a[ib]);

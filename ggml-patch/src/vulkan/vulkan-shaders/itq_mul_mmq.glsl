@@ -4,26 +4,26 @@
 // ternary one the words iqs and iqs + 4.
 
 #if defined(DATA_A_ITQ)
+#include "itq_lane.glsl"
+
 void block_a_to_shmem(const uint buf_ib, const uint ib, const uint iqs) {
-    const uint ib_k = ib / 8;
-    const uint k    = ib % 8;
+    const uint ib_k = ib / (QUANT_K / 32);
+    const uint k    = ib % (QUANT_K / 32);
 
     uint symbols = 0;
-#if defined(DATA_A_ITQ3_S)
+#if ITQ_SYMBOL_BITS == 2
+    // words 8*k + m of the planes, of which a chunk has half of one or two
     [[unroll]] for (uint m = 0; m < 8; ++m) {
-        const uint q = data_a[ib_k].qs[32 * (k % 2) + 4 * m + iqs];
-        symbols |= ((q >> (2 * (k / 2))) & 3) << (4 * m + 2);
+        const uint q    = data_a[ib_k].qs[4 * (8 * k % ITQ_PLANE + m % ITQ_PLANE) + iqs];
+        const uint from = 2 * (8 * k / ITQ_PLANE + m / ITQ_PLANE);
+        symbols |= ((q >> from) & 3) << (4 * m + 2);
     }
-    const uint sel    = data_a_packed32[ib_k].sel[k];
-    const uint before = k == 0 ? 0 : data_a_packed32[ib_k].sel[max(k, 1) - 1];
 #else
-    const uint q = uint(data_a_packed16[ib_k].qs[2 * k]) | (uint(data_a_packed16[ib_k].qs[2 * k + 1]) << 16);
+    const uint q = ITQ_PAIR(data_a_packed16[ib_k].qs, k);
     symbols      = (iqs < 2 ? q << (2 - iqs) : q >> (iqs - 2)) & 0x44444444u;
-    const uint sel    = uint(data_a_packed16[ib_k].sel[2 * k]) | (uint(data_a_packed16[ib_k].sel[2 * k + 1]) << 16);
-    const uint before = k == 0 ? 0 : uint(data_a_packed16[ib_k].sel[max(2 * k, 1) - 1]) << 16;
 #endif
     uint c1, c0;
-    itq_grids(sel, before, c1, c0);
+    itq_grids(itq_selectors(ib_k, k), itq_selectors_before(ib_k, k), c1, c0);
     // bits iqs of nibbles to their bits 1 and 0
     const uint index = symbols | (((c1 >> iqs) & 0x11111111u) << 1) | ((c0 >> iqs) & 0x11111111u);
 
@@ -79,6 +79,7 @@ ACC_TYPE mmq_dot_product(const uint ib_a) {
     const vec2 ds = vec2(cache_b.ds);
 #if defined(DATA_A_ITQ)
     float q = float(q_sum);
+#if defined(ITQ_HAS_ZERO_POINT)
     if (dz.y != 0.0) {
         int32_t y_sum = 0;
         [[unroll]] for (uint w = 0; w < 8; ++w) {
@@ -86,7 +87,14 @@ ACC_TYPE mmq_dot_product(const uint ib_a) {
         }
         q -= dz.y * float(y_sum);
     }
-    return ACC_TYPE(dz.x * ITQ_INTEGER_SCALE * (ds.x * q));
+#endif
+#if QUANT_K < BK * BK_STEP
+    // the steps behind the end of a row: activations of 0, and a scale that nobody has written
+    const float d = q_sum == 0 ? 0.0 : dz.x;
+#else
+    const float d = dz.x;
+#endif
+    return ACC_TYPE(d * ITQ_INTEGER_SCALE * (ds.x * q));
 #else
     return ACC_TYPE(dz.x * (ds.x * float(q_sum) - ds.y));
 #endif

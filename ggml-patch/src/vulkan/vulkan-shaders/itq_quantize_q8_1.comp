@@ -1,7 +1,8 @@
 #version 450
 
-// Activations rotated by the Walsh-Hadamard transform, in blocks of 256, and quantized to block_q8_1_x4: what the integer
-// products of the trellis types read. Any strides in. A workgroup takes a block of one row after another.
+// Activations rotated by the Walsh-Hadamard transform, in blocks of ITQ_FWHT_LENGTH, and quantized to block_q8_1_x4: what
+// the integer products of the trellis types read. Any strides in; rows without a gap out, so that one of blocks of 64 may
+// begin in the middle of a block_q8_1_x4. A workgroup takes 256 values of one row after another.
 //
 // The 32 values of a chunk are in the order of the nibbles of itq_indices (itq_types.glsl): byte 8*i + m is value 4*m + i.
 // The second half of ds, a sum, is written as upstream does it; the products of the trellis types do not read it.
@@ -19,13 +20,13 @@ layout(binding = 1) writeonly buffer D { block_q8_1_x4 data_d[]; };
 
 void main() {
     const uint lane = gl_LocalInvocationID.x;
-    for (uint block = gl_WorkGroupID.x; block < p.blocks; block += gl_NumWorkGroups.x) {
+    for (uint group = gl_WorkGroupID.x; 256 * group < p.ne0; group += gl_NumWorkGroups.x) {
         for (uint row = gl_WorkGroupID.y; row < p.ne1 * p.ne2 * p.ne3; row += gl_NumWorkGroups.y) {
-            vec4 x = itq_fwht256(itq_activations4(block, row, lane), lane) * (1.0 / 16.0);
+            vec4 x = itq_fwht(itq_activations4(group, row, lane), lane) * ITQ_FWHT_NORMALISED;
             barrier();
             // values of this lane: 4*m + i for four m, the half h of chunk k
             [[unroll]] for (uint n = 0; n < 4; ++n) {
-                itq_exchange[lane + 64 * n] = x[n];
+                itq_exchange[itq_fwht_first(lane) + ITQ_FWHT_LENGTH / 4 * n] = x[n];
             }
             barrier();
             const uint k = lane / 8;
@@ -51,14 +52,16 @@ void main() {
             itq_exchange[lane] = (x.x + x.y) + (x.z + x.w);
             barrier();
 
-            const uint to = (row * p.blocks + block) * 2 + k / 4;
-            data_d[to].qs[8 * (k % 4) + 2 * i + h] = pack32(i8vec4(x));
-            if (lane % 8 == 0) {
-                float sum = 0.0;
-                [[unroll]] for (uint n = 0; n < 8; ++n) {
-                    sum += itq_exchange[lane + n];
+            if (256 * group + 32 * k < p.ne0) {
+                const uint to = row * (p.ne0 / 32) + 8 * group + k;
+                data_d[to / 4].qs[8 * (to % 4) + 2 * i + h] = pack32(i8vec4(x));
+                if (lane % 8 == 0) {
+                    float sum = 0.0;
+                    [[unroll]] for (uint n = 0; n < 8; ++n) {
+                        sum += itq_exchange[lane + n];
+                    }
+                    data_d[to / 4].ds[to % 4] = f16vec2(vec2(d, sum * d));
                 }
-                data_d[to].ds[k % 4] = f16vec2(vec2(d, sum * d));
             }
             barrier();  // before the exchange is written again
         }

@@ -1,9 +1,8 @@
 // Blocks of the trellis types, their levels, and the indices of levels (docs/format.md, section "Decoding"). types.glsl
-// includes this file; DATA_A_ITQ3_S or DATA_A_ITQ2_S says of which type the weights are.
+// includes this file; DATA_A_ITQ3_S, DATA_A_ITQ2_S, DATA_A_ITQ3_N or DATA_A_ITQ2_N says of which type the weights are.
 //
-// A chunk is 32 consecutive weights of a block, k = 0..7. An index of a level is 4*symbol + 2*c1 + c0.
-
-#define QUANT_K_ITQ 256
+// A chunk is 32 consecutive weights of a block, k = 0..7 or, of blocks of 64, 0..1. An index of a level is
+// 4*symbol + 2*c1 + c0.
 
 struct block_itq3_s
 {
@@ -34,29 +33,76 @@ struct block_itq2_s_packed16
     float16_t d;
 };
 
-#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ2_S)
+// Those of blocks of 64 where they are wanted alone: the sources of all other shaders are then what they were.
+#if defined(DATA_A_ITQ3_N)
+struct block_itq3_n
+{
+    uint8_t qs[16];
+    uint8_t sel[8];
+    float16_t d;
+};
+
+struct block_itq3_n_packed16
+{
+    uint16_t qs[8];
+    uint16_t sel[4];
+    float16_t d;
+};
+#elif defined(DATA_A_ITQ2_N)
+struct block_itq2_n
+{
+    uint8_t qs[8];
+    uint8_t sel[8];
+    float16_t d;
+};
+
+struct block_itq2_n_packed16
+{
+    uint16_t qs[4];
+    uint16_t sel[4];
+    float16_t d;
+};
+#endif
+
+#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ2_S) || defined(DATA_A_ITQ3_N) || defined(DATA_A_ITQ2_N)
 
 #define DATA_A_ITQ
-#define QUANT_K QUANT_K_ITQ
 #define QUANT_R 1
+#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ2_S)
+#define QUANT_K 256
+#else
+#define QUANT_K 64
+#endif
 
 // Rotated activations are a sixteenth of what the formula says, so that a near-constant block of numbers that F16 holds
 // is none that overflows it; weights are sixteen times as large: d/2 for d/32.
 #define ITQ_WEIGHT_SCALE 0.5
 // In products of integers neither is: a sixteenth would cost them bits of a small scale of activations.
 #define ITQ_INTEGER_SCALE 0.03125
-// A true weight is d/32 * FWHT / 16 of levels.
-#define ITQ_ROTATED_BACK 0.001953125
+// A true weight is d/32 times the normalised transform of levels.
+#define ITQ_ROTATED_BACK (ITQ_INTEGER_SCALE * ITQ_FWHT_NORMALISED)
 
-// The upper half of the levels, four a word, lowest in the lowest byte; the lower half is their negative.
 #if defined(DATA_A_ITQ3_S)
 #define A_TYPE block_itq3_s
 #define A_TYPE_PACKED32 block_itq3_s_packed32
+#elif defined(DATA_A_ITQ2_S)
+#define A_TYPE block_itq2_s
+#define A_TYPE_PACKED16 block_itq2_s_packed16
+#elif defined(DATA_A_ITQ3_N)
+#define A_TYPE block_itq3_n
+#define A_TYPE_PACKED16 block_itq3_n_packed16
+#else
+#define A_TYPE block_itq2_n
+#define A_TYPE_PACKED16 block_itq2_n_packed16
+#endif
+
+// The upper half of the levels, four a word, lowest in the lowest byte; the lower half is their negative.
+#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ3_N)
+#define ITQ_SYMBOL_BITS 2
 #define ITQ_LEVELS 16
 const uint itq_upper_levels[2] = { 0x140C0702u, 0x3F2C2118u };  // 2 7 12 20, 24 33 44 63
 #else
-#define A_TYPE block_itq2_s
-#define A_TYPE_PACKED16 block_itq2_s_packed16
+#define ITQ_SYMBOL_BITS 1
 #define ITQ_LEVELS 8
 const uint itq_upper_levels[2] = { 0x3F241406u, 0u };  // 6 20 36 63
 #endif
@@ -81,11 +127,14 @@ uint itq_index4(const uint symbols, const uint window) {
     return (symbols << 2) | (itq_spread4(c1) << 1) | itq_spread4(c0);
 }
 
-// The same of weights 4*q to 4*q + 3 of a block, for q = 0..63, from the arrays of bytes of a block.
-#if defined(DATA_A_ITQ3_S)
+// The same of weights 4*q to 4*q + 3 of a block from its arrays of bytes. A plane of symbols of two bits is a quarter of
+// the block.
+#if ITQ_SYMBOL_BITS == 2
+#define ITQ_PLANE (QUANT_K / 16)
 #define ITQ_SYMBOLS4(BLOCK, q) \
-    ((pack32(u8vec4((BLOCK).qs[4 * ((q) % 16)], (BLOCK).qs[4 * ((q) % 16) + 1], (BLOCK).qs[4 * ((q) % 16) + 2], \
-                    (BLOCK).qs[4 * ((q) % 16) + 3])) >> (2 * ((q) / 16))) & 0x03030303u)
+    ((pack32(u8vec4((BLOCK).qs[4 * ((q) % ITQ_PLANE)], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 1], \
+                    (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 2], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 3])) \
+      >> (2 * ((q) / ITQ_PLANE))) & 0x03030303u)
 #else
 #define ITQ_SYMBOLS4(BLOCK, q) itq_spread4(uint((BLOCK).qs[(q) / 2]) >> (4 * ((q) & 1)))
 #endif
@@ -94,6 +143,7 @@ uint itq_index4(const uint symbols, const uint window) {
 #define ITQ_INDEX4(BLOCK, q) itq_index4(ITQ_SYMBOLS4(BLOCK, q), ITQ_WINDOW4(BLOCK, q))
 
 #if defined(DATA_A_ITQ3_S)
+#define ITQ_HAS_ZERO_POINT
 #define ITQ_ZERO_POINT(BLOCK) float((BLOCK).z)
 #else
 #define ITQ_ZERO_POINT(BLOCK) 0.0
@@ -120,23 +170,23 @@ void itq_indices(const uint symbols[4], const uint sel, const uint before, out u
     index[3] = symbols[3] | ((odd >> 2) & 0x33333333u);
 }
 
-#if defined(DATA_A_ITQ3_S)
-// Eight words of symbols of a half block to nibbles: nibble m of transposed[i] is that of byte i of word m which begins at
-// bit `from`, 0 or 4. It has the symbols of weight 4*m + i of two chunks.
-void itq_transpose(const uint q[8], const uint from, out uint transposed[4]) {
-    uint x[4];
-    [[unroll]] for (uint m = 0; m < 4; ++m) {
-        x[m] = ((q[2 * m] >> from) & 0x0F0F0F0Fu) | ((q[2 * m + 1] << (4 - from)) & 0xF0F0F0F0u);
+#if ITQ_SYMBOL_BITS == 2
+// Fields of a and b change places: those of a that are not in `low` and those of b that are, `by` bits apart.
+void itq_swap(inout uint a, inout uint b, const uint by, const uint low) {
+    const uint lower = (a & low) | ((b << by) & ~low);
+    b                = ((a >> by) & low) | (b & ~low);
+    a                = lower;
+}
+
+// Symbols of 64 weights, four words of four bytes of two nibbles, to words of nibbles: byte i of all words makes word i.
+void itq_transpose(inout uint x[4]) {
+    itq_swap(x[0], x[1], 8, 0x00FF00FFu);
+    itq_swap(x[2], x[3], 8, 0x00FF00FFu);
+    [[unroll]] for (uint i = 0; i < 2; ++i) {
+        const uint lower = x[i];
+        x[i]     = bitfieldInsert(lower, x[i + 2], 16, 16);
+        x[i + 2] = bitfieldInsert(x[i + 2], lower >> 16, 0, 16);
     }
-    // bytes 0 and 2, and 1 and 3, of the words 0 and 1, and 2 and 3
-    const uint a = (x[0] & 0x00FF00FFu) | ((x[1] & 0x00FF00FFu) << 8);
-    const uint b = ((x[0] >> 8) & 0x00FF00FFu) | (x[1] & 0xFF00FF00u);
-    const uint c = (x[2] & 0x00FF00FFu) | ((x[3] & 0x00FF00FFu) << 8);
-    const uint d = ((x[2] >> 8) & 0x00FF00FFu) | (x[3] & 0xFF00FF00u);
-    transposed[0] = bitfieldInsert(a, c, 16, 16);
-    transposed[1] = bitfieldInsert(b, d, 16, 16);
-    transposed[2] = bitfieldInsert(c, a >> 16, 0, 16);
-    transposed[3] = bitfieldInsert(d, b >> 16, 0, 16);
 }
 #else
 // Symbols of a chunk, a bit each, to the third bits of nibbles: nibble m of symbols[i] belongs to weight 4*m + i.

@@ -1,7 +1,7 @@
 #version 450
 
 // Products of the trellis types with one to eight columns of rotated activations (itq_rotate.comp), in floating point.
-// Four invocations share a block (itq_lane.glsl).
+// Four invocations share a block of 256 (itq_lane.glsl).
 
 #extension GL_EXT_shader_explicit_arithmetic_types_int8 : require
 #extension GL_EXT_shader_explicit_arithmetic_types_int32 : require
@@ -75,8 +75,8 @@ void compute_outputs(const uint32_t first_row, const uint32_t num_rows) {
             temp[j][i] = FLOAT_TYPE(0);
         }
     }
-    for (uint i = tid / 4; i < num_blocks_per_row; i += gl_WorkGroupSize.x / 4) {
-        calc_block(a_offset, b_offset, tid % 4, i, num_blocks_per_row, first_row, num_rows);
+    for (uint i = tid / ITQ_LANES; i < num_blocks_per_row; i += gl_WorkGroupSize.x / ITQ_LANES) {
+        calc_block(a_offset, b_offset, tid % ITQ_LANES, i, num_blocks_per_row, first_row, num_rows);
     }
     reduce_result(temp, d_offset, first_row, num_rows, tid);
 }

@@ -31,14 +31,15 @@ static inline void transpose_plane(const uint8_t * plane, uint8x16_t rows[2]) {
 }
 
 // 2*c1 + c0 of weights m, m+64, m+128, m+192, two bits each, for m = 0 .. 63, as the bytes of 2-bit symbols hold theirs.
-static inline void decode_grids(const uint8_t * sel, uint8x16_t grids[4]) {
+// `carried` are the bits that may go on from one transposed byte to the next.
+ITQ_INLINE void decode_grids(const uint8_t * sel, const int carried, uint8x16_t grids[4]) {
     uint8x16_t s[2];
     transpose_plane(sel, s);
     const uint8x16_t a = s[0];
     const uint8x16_t b = s[1];
 
     // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
-    const uint8x16_t b1  = vshlq_n_u8(b, 1);
+    const uint8x16_t b1  = vandq_u8(vshlq_n_u8(b, 1), vdupq_n_u8((uint8_t) carried));
     const uint8x16_t ac1 = veorq_u8(veorq_u8(a, vextq_u8(b1, a, 15)), vextq_u8(b1, a, 10));
     const uint8x16_t ac0 = veorq_u8(vextq_u8(b1, a, 14), vextq_u8(b1, a, 12));
     const uint8x16_t bc1 = veorq_u8(veorq_u8(b, vextq_u8(a, b, 15)), vextq_u8(a, b, 10));
@@ -80,34 +81,44 @@ ITQ_INLINE void load_levels(const int bits, const int8_t * table, int8x16_t leve
     }
 }
 
-// Products of the levels of a block and its activations, bytes in the order of Q8_K_H; the lanes add up to the sum.
-ITQ_INLINE int32x4_t multiply_codes(const int bits, const int8_t * table, const uint8_t * qs, const uint8_t * sel,
-                                    const int8_t * y) {
+// Products of the levels of a block and its activations, bytes in the order of Q8_K_H, of each quarter of the block; the lanes
+// add up to the sum. q8[i] has the activations of quarter i.
+ITQ_INLINE void multiply_quarters(const int bits, const int8_t * table, const int carried, const uint8_t * qs,
+                                  const uint8_t * sel, const int8_t * const q8[4], int32x4_t acc[4]) {
     const uint8x16_t low = vdupq_n_u8(0x0F);
 
     int8x16_t  levels[2];
     uint8x16_t grids[4], symbols[4];
     load_levels(bits, table, levels);
-    decode_grids(sel, grids);
+    decode_grids(sel, carried, grids);
     load_symbols(bits, qs, symbols);
 
-    int32x4_t acc[2] = { vdupq_n_s32(0), vdupq_n_s32(0) };
+    for (int i = 0; i < 4; ++i) {
+        acc[i] = vdupq_n_s32(0);
+    }
     for (int j = 0; j < 4; ++j) {
-        const int8_t *   q8 = y + 16 * j;
-        const uint8x16_t q  = symbols[j];
-        const uint8x16_t g  = grids[j];
-        const int8x16_t  t  = levels[j / 2];
+        const uint8x16_t q = symbols[j];
+        const uint8x16_t g = grids[j];
+        const int8x16_t  t = levels[j / 2];
 
         // indices 4*q + 2*c1 + c0, two in a byte
         const uint8x16_t even = select_bits(0x33, g, vshlq_n_u8(q, 2));
         const uint8x16_t odd  = select_bits(0x33, vshrq_n_u8(g, 2), q);
 
-        acc[0] = ggml_vdotq_s32(acc[0], ggml_vqtbl1q_s8(t, vandq_u8(even, low)), vld1q_s8(q8));
-        acc[1] = ggml_vdotq_s32(acc[1], ggml_vqtbl1q_s8(t, vandq_u8(odd, low)), vld1q_s8(q8 + 64));
-        acc[0] = ggml_vdotq_s32(acc[0], ggml_vqtbl1q_s8(t, vshrq_n_u8(even, 4)), vld1q_s8(q8 + 128));
-        acc[1] = ggml_vdotq_s32(acc[1], ggml_vqtbl1q_s8(t, vshrq_n_u8(odd, 4)), vld1q_s8(q8 + 192));
+        acc[0] = ggml_vdotq_s32(acc[0], ggml_vqtbl1q_s8(t, vandq_u8(even, low)), vld1q_s8(q8[0] + 16 * j));
+        acc[1] = ggml_vdotq_s32(acc[1], ggml_vqtbl1q_s8(t, vandq_u8(odd, low)), vld1q_s8(q8[1] + 16 * j));
+        acc[2] = ggml_vdotq_s32(acc[2], ggml_vqtbl1q_s8(t, vshrq_n_u8(even, 4)), vld1q_s8(q8[2] + 16 * j));
+        acc[3] = ggml_vdotq_s32(acc[3], ggml_vqtbl1q_s8(t, vshrq_n_u8(odd, 4)), vld1q_s8(q8[3] + 16 * j));
     }
-    return vaddq_s32(acc[0], acc[1]);
+}
+
+// The same of a whole block.
+ITQ_INLINE int32x4_t multiply_codes(const int bits, const int8_t * table, const uint8_t * qs, const uint8_t * sel,
+                                    const int8_t * y) {
+    const int8_t * const q8[4] = { y, y + 64, y + 128, y + 192 };
+    int32x4_t            acc[4];
+    multiply_quarters(bits, table, 0xFF, qs, sel, q8, acc);
+    return vaddq_s32(vaddq_s32(acc[0], acc[1]), vaddq_s32(acc[2], acc[3]));
 }
 
 #    define DEFINE_MULTIPLY(NAME, name, bits, n_levels, length, has_z, number)                    \
@@ -115,6 +126,6 @@ ITQ_INLINE int32x4_t multiply_codes(const int bits, const int8_t * table, const 
             static const int8_t table[n_levels] = NAME##_LEVELS;                                  \
             return multiply_codes(bits, table, x->qs, x->sel, y);                                 \
         }
-ITQ_TYPES(DEFINE_MULTIPLY)
+ITQ_TYPES_256(DEFINE_MULTIPLY)
 
 #endif  // NEON

@@ -2,6 +2,7 @@
 // them, without elsewhere. docs/kernels.md explains them.
 
 #include "../../itq-gemm.h"
+#include "../../itq-repack-64.h"
 #include "../../itq-rows.h"
 #include "itq-decode.h"
 
@@ -15,7 +16,8 @@
 
 #    define QUARTER_ROWS 4  // in a register
 #    define QUARTERS     (ITQ_PANEL_ROWS / QUARTER_ROWS)
-#    define PLACES 64  // words of weights of a block of 256: place p meets bytes 4*p .. 4*p + 3 of the activations
+// Words of weights of a block of 256, a fourth of its length: place p meets bytes 4*p .. 4*p + 3 of the activations.
+#    define PLACES       64
 
 static inline uint8x16_t load_words(const uint32_t * words, int quarter) {
     return vreinterpretq_u8_u32(vld1q_u32(words + QUARTER_ROWS * quarter));
@@ -154,10 +156,10 @@ static inline void store_place(decoded_block * decoded, int place, int quarter, 
 #    define TILE_COLUMNS 4
 
 // n columns, the first of which is `at`, of a block that is decoded; `offset` is what operands exceed the weights by.
-ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_scales s[QUARTERS], int offset,
-                              int has_min, const struct itq_columns * y, int64_t at, const int n,
+ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_scales s[QUARTERS], const int length,
+                              int offset, int has_min, const struct itq_columns * y, int64_t at, const int n,
                               float out[][ITQ_PANEL_ROWS]) {
-    const int8_t * q = y->q + at * QK_K;
+    const int8_t * q = y->q + at * length;
 
     int32x4_t acc[TILE_COLUMNS][QUARTERS];
     for (int c = 0; c < n; ++c) {
@@ -165,10 +167,10 @@ ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_
             acc[c][i] = vdupq_n_s32(-offset * y->sums[at + c]);
         }
     }
-    for (int p = 0; p < PLACES; p += 4) {
+    for (int p = 0; p < length / 4; p += 4) {
         int8x16_t v[TILE_COLUMNS];
         for (int c = 0; c < n; ++c) {
-            v[c] = vld1q_s8(q + c * QK_K + 4 * p);
+            v[c] = vld1q_s8(q + c * length + 4 * p);
         }
 #    define ADD_PLACE(lane)                                                        \
         for (int i = 0; i < QUARTERS; ++i) {                                       \
@@ -191,22 +193,22 @@ ITQ_INLINE void multiply_tile(const decoded_block * decoded, const struct block_
 }
 
 // All columns of block b.
-static inline void multiply_block(const decoded_block * decoded, const struct block_scales s[QUARTERS], int offset,
-                                  int has_min, const struct itq_columns * y, int64_t b, int nc,
-                                  float out[][ITQ_PANEL_ROWS]) {
+ITQ_INLINE void multiply_block(const decoded_block * decoded, const struct block_scales s[QUARTERS], const int length,
+                               int offset, int has_min, const struct itq_columns * y, int64_t b, int nc,
+                               float out[][ITQ_PANEL_ROWS]) {
     int c = 0;
     for (; c + TILE_COLUMNS <= nc; c += TILE_COLUMNS) {
-        multiply_tile(decoded, s, offset, has_min, y, b * nc + c, TILE_COLUMNS, out + c);
+        multiply_tile(decoded, s, length, offset, has_min, y, b * nc + c, TILE_COLUMNS, out + c);
     }
     switch (nc - c) {
         case 3:
-            multiply_tile(decoded, s, offset, has_min, y, b * nc + c, 3, out + c);
+            multiply_tile(decoded, s, length, offset, has_min, y, b * nc + c, 3, out + c);
             break;
         case 2:
-            multiply_tile(decoded, s, offset, has_min, y, b * nc + c, 2, out + c);
+            multiply_tile(decoded, s, length, offset, has_min, y, b * nc + c, 2, out + c);
             break;
         case 1:
-            multiply_tile(decoded, s, offset, has_min, y, b * nc + c, 1, out + c);
+            multiply_tile(decoded, s, length, offset, has_min, y, b * nc + c, 1, out + c);
             break;
         default:
             break;
@@ -219,22 +221,23 @@ static inline void multiply_block(const decoded_block * decoded, const struct bl
 
 #    define SELECTORS_BEFORE 6
 
-// Selectors of t = -6 .. 7: before t = 0 those of t + 8, a bit lower; weight 0 has zeros before it. The others are
-// loaded as they are needed.
+// Selectors of t = -6 .. words - 1 of a block of 32 * words weights: before t = 0 those of t + words, a bit lower; weight 0
+// has zeros before it. The others are loaded as they are needed.
 struct selectors {
     uint8x16_t at[SELECTORS_BEFORE + 8];
 };
 
-static inline struct selectors load_selectors_before(uint32_t (*sel)[ITQ_PANEL_ROWS], int quarter) {
+ITQ_INLINE struct selectors load_selectors_before(const int words, uint32_t (*sel)[ITQ_PANEL_ROWS], int quarter) {
     struct selectors s;
-    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
-        const uint32x4_t words = vreinterpretq_u32_u8(load_words(sel[i + 8 - SELECTORS_BEFORE], quarter));
-        s.at[i]                = vreinterpretq_u8_u32(vaddq_u32(words, words));
+    for (int i = SELECTORS_BEFORE - 1; i >= 0; --i) {
+        const int        t    = i + words - SELECTORS_BEFORE;
+        const uint8x16_t from = t < 0 ? s.at[i + words] : load_words(sel[t], quarter);
+        s.at[i]               = vreinterpretq_u8_u32(vaddq_u32(vreinterpretq_u32_u8(from), vreinterpretq_u32_u8(from)));
     }
     return s;
 }
 
-// 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of grids[h].
+// 2*c1 + c0 of the places words*(2*a + h) + t: bits 2*a of the bytes of grids[h].
 ITQ_INLINE void grids_of_step(uint32_t (*sel)[ITQ_PANEL_ROWS], int quarter, struct selectors * selectors, const int t,
                               uint8x16_t grids[2]) {
     const uint8x16_t even = vdupq_n_u8(0x55);
@@ -291,10 +294,13 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
     return (struct block_scales){ vmulq_n_f32(load_halves(scales->d, quarter), 0.03125f), vdupq_n_f32(0.0f) };
 }
 
+#    define scales_itq3_n scales_itq2_s
+#    define scales_itq2_n scales_itq2_s
+
 // The word of symbols of step t and fields h.
 #    define SYMBOLS(bits, t, h) ((bits) == 1 ? (t) : 2 * (t) + (h))
 
-// A step of gemm_direct_name: t = first + lane.
+// A step of gemm_direct_name in a block of 256: t = first + lane.
 #    define STEP(bits, lane)                                                                                  \
         {                                                                                                     \
             uint8x16_t grids[2];                                                                              \
@@ -313,6 +319,37 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
             }                                                                                                 \
         }
 
+#    define MULTIPLY_256(bits)                                               \
+        _Pragma("GCC unroll 2") for (int first = 0; first < 8; first += 4) { \
+            STEP(bits, 0)                                                    \
+            STEP(bits, 1)                                                    \
+            STEP(bits, 2)                                                    \
+            STEP(bits, 3)                                                    \
+        }
+
+// Fields h of step t in a block of 64, in which the places of one register of activations are those of both steps and fields.
+#    define FIELDS_OF_64(bits, t, h)                                                         \
+        {                                                                                    \
+            int8x16_t levels[4];                                                             \
+            levels_of_word(&tables, h, codes->qs[SYMBOLS(bits, t, h)], i, grids[h], levels); \
+            for (int a = 0; a < 4; ++a) {                                                    \
+                for (int c = 0; c < nc; ++c) {                                               \
+                    const int8x16_t v = vld1q_s8(q + c * 64 + 16 * a);                       \
+                    ADD_PRODUCTS(acc[c][a / 2 % chains], levels[a], v, 2 * (h) + (t));       \
+                }                                                                            \
+            }                                                                                \
+        }
+#    define STEP_OF_64(bits, t)                                 \
+        {                                                       \
+            uint8x16_t grids[2];                                \
+            HOLD_LOADS();                                       \
+            ITQ_PREFETCH(codes, 2 * i + (t));                   \
+            grids_of_step(codes->sel, i, &selectors, t, grids); \
+            FIELDS_OF_64(bits, t, 0)                            \
+            FIELDS_OF_64(bits, t, 1)                            \
+        }
+#    define MULTIPLY_64(bits) STEP_OF_64(bits, 0) STEP_OF_64(bits, 1)
+
 // Few columns: two sums of a column take turns, because sdot has a latency. Many: a block is decoded to memory once.
 #    define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                            \
         ITQ_INLINE void gemm_direct_##name(int64_t nb, const void * panel, const struct itq_columns * y, const int nc, \
@@ -325,20 +362,14 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
             for (int64_t b = 0; b < nb; ++b) {                                                                         \
                 itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                                      \
                 const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                     \
-                const int8_t *            q      = y->q + b * nc * QK_K;                                               \
+                const int8_t *            q      = y->q + b * nc * (length);                                           \
                 for (int i = 0; i < QUARTERS; ++i) {                                                                   \
                     int32x4_t acc[DIRECT_COLUMNS][2];                                                                  \
                     for (int c = 0; c < nc; ++c) {                                                                     \
                         acc[c][0] = acc[c][1] = vdupq_n_s32(0);                                                        \
                     }                                                                                                  \
-                    struct selectors selectors = load_selectors_before(codes->sel, i);                                 \
-                    _Pragma("GCC unroll 2") for (int first = 0; first < 8; first += 4) {                               \
-                        STEP(bits, 0)                                                                                  \
-                        STEP(bits, 1)                                                                                  \
-                        STEP(bits, 2)                                                                                  \
-                        STEP(bits, 3)                                                                                  \
-                    }                                                                                                  \
-                    const struct block_scales s = scales_##name(scales, i);                                            \
+                    struct selectors selectors = load_selectors_before((length) / 32, codes->sel, i);                  \
+                    MULTIPLY_##length(bits) const struct block_scales s = scales_##name(scales, i);                    \
                     for (int c = 0; c < nc; ++c) {                                                                     \
                         const int64_t   at  = b * nc + c;                                                              \
                         const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];               \
@@ -351,15 +382,15 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
         static inline void decode_##name(itq_codes_##name * codes, int quarter, decoded_block * decoded) {             \
             static const int8_t       table[n_levels] = NAME##_LEVELS;                                                 \
             const struct level_tables tables          = load_level_tables(bits, table);                                \
-            struct selectors          selectors       = load_selectors_before(codes->sel, quarter);                    \
-            _Pragma("GCC unroll 8") for (int t = 0; t < 8; ++t) {                                                      \
+            struct selectors          selectors       = load_selectors_before((length) / 32, codes->sel, quarter);     \
+            _Pragma("GCC unroll 8") for (int t = 0; t < (length) / 32; ++t) {                                          \
                 uint8x16_t grids[2];                                                                                   \
                 grids_of_step(codes->sel, quarter, &selectors, t, grids);                                              \
                 for (int h = 0; h < 2; ++h) {                                                                          \
                     int8x16_t levels[4];                                                                               \
                     levels_of_word(&tables, h, codes->qs[SYMBOLS(bits, t, h)], quarter, grids[h], levels);             \
                     for (int a = 0; a < 4; ++a) {                                                                      \
-                        store_place(decoded, 16 * a + 8 * h + t, quarter, levels[a]);                                  \
+                        store_place(decoded, (length) / 32 * (2 * a + h) + t, quarter, levels[a]);                     \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
@@ -377,7 +408,7 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
                     decode_##name(itq_codes_of_##name(panel, b), i, &decoded);                                         \
                     s[i] = scales_##name(itq_scales_of_##name(panel, b), i);                                           \
                 }                                                                                                      \
-                multiply_block(&decoded, s, 0, has_z, y, b, nc, out);                                                  \
+                multiply_block(&decoded, s, length, 0, has_z, y, b, nc, out);                                          \
             }                                                                                                          \
         }
 ITQ_TYPES(GEMM_TRELLIS)
@@ -404,7 +435,7 @@ static inline struct block_scales scales_tq(const itq_scales_tq * scales, int qu
                     decode_##type(itq_codes_of_##type(panel, b), i, &decoded);                                       \
                     s[i] = scales_tq(itq_scales_of_##type(panel, b), i);                                             \
                 }                                                                                                    \
-                multiply_block(&decoded, s, 1, 0, y, b, nc, out);                                                    \
+                multiply_block(&decoded, s, QK_K, 1, 0, y, b, nc, out);                                              \
             }                                                                                                        \
         }
 
@@ -743,6 +774,17 @@ void itq_repack_tq1_0(const void * rows, size_t row_size, int n_rows, int64_t nb
     }
 }
 
+#    define REPACK_64(NAME, name, ...)                                                                     \
+        void itq_repack_##name(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
+            itq_repack_##name##_words(rows, row_size, n_rows, nb, panel);                                  \
+        }
+ITQ_TYPES_64(REPACK_64)
+
+void itq_reorder_q8_n_h(const int8_t * q, int8_t * y) {
+    const int8x16x4_t v = { { vld1q_s8(q), vld1q_s8(q + 16), vld1q_s8(q + 32), vld1q_s8(q + 48) } };
+    vst4q_s8(y, v);
+}
+
 void itq_reorder_q8_K_h(const int8_t * q, int8_t * y) {
     for (int p = 0; p < 64; p += 16) {
         const int8x16x4_t v = { { vld1q_s8(q + p), vld1q_s8(q + 64 + p), vld1q_s8(q + 128 + p),
@@ -769,6 +811,10 @@ KERNELS(tq1_0)
 
 void itq_reorder_q8_K_h(const int8_t * q, int8_t * y) {
     itq_reorder_q8_K_h_generic(q, y);
+}
+
+void itq_reorder_q8_n_h(const int8_t * q, int8_t * y) {
+    itq_reorder_q8_n_h_generic(q, y);
 }
 
 #endif

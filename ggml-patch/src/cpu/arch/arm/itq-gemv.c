@@ -7,6 +7,7 @@
 #include "simd-mappings.h"
 
 #include <math.h>
+#include <string.h>
 
 #if defined(ITQ_HAS_GEMV)
 
@@ -70,7 +71,55 @@ static inline float32x4_t subtract_zero_points(float32x4_t v, float32x4_t d0, co
             const float32x4_t v  = vmulq_f32(vcvtq_f32_s32(sum_4(p)), d0);                               \
             return add_in_order(sum, (has_z) ? subtract_zero_points(v, d0, z, total) : v, n, y->d + at); \
         }
-ITQ_TYPES(ADD_GROUP)
+ITQ_TYPES_256(ADD_GROUP)
+
+// Four blocks of 64 together are a block of 256 of the same codes, but that no selector is carried from one to the next: bits
+// go on from the first half of a block to the second, to odd places.
+#    define CARRIED 0xAA
+
+// Symbols as a block of 256 has them: those of one bit in the order of the blocks, of two bits as field i of quarter f, where
+// block i has them in field f.
+ITQ_INLINE void gather_symbols(const int bits, const uint8_t * const from[GROUP], uint8_t * qs) {
+    if (bits == 1) {
+        for (int i = 0; i < GROUP; ++i) {
+            memcpy(qs + 8 * i, from[i], 8);
+        }
+        return;
+    }
+    const uint8x16_t a = vld1q_u8(from[0]), b = vld1q_u8(from[1]), c = vld1q_u8(from[2]), d = vld1q_u8(from[3]);
+
+    // fields 0 and 2 of pairs of blocks, 1 and 3
+    const uint8x16_t ab0 = select_bits(0x33, a, vshlq_n_u8(b, 2)), ab1 = select_bits(0x33, vshrq_n_u8(a, 2), b);
+    const uint8x16_t cd0 = select_bits(0x33, c, vshlq_n_u8(d, 2)), cd1 = select_bits(0x33, vshrq_n_u8(c, 2), d);
+    vst1q_u8(qs, select_bits(0x0F, ab0, vshlq_n_u8(cd0, 4)));
+    vst1q_u8(qs + 16, select_bits(0x0F, ab1, vshlq_n_u8(cd1, 4)));
+    vst1q_u8(qs + 32, select_bits(0x0F, vshrq_n_u8(ab0, 4), cd0));
+    vst1q_u8(qs + 48, select_bits(0x0F, vshrq_n_u8(ab1, 4), cd1));
+}
+
+#    define ADD_GROUP_64(NAME, name, bits, n_levels, length, has_z, number)                 \
+        ITQ_INLINE float add_group_##name(float sum, const block_##name * x, const int n,   \
+                                          const struct itq_columns * y, int64_t at) {       \
+            static const int8_t table[n_levels] = NAME##_LEVELS;                            \
+            const int8_t *      q8[GROUP];                                                  \
+            const uint8_t *     symbols[GROUP];                                             \
+            uint8_t             qs[QK_ITQ / 4];                                             \
+            uint8_t             sel[QK_ITQ / 8];                                            \
+            int32x4_t           p[GROUP];                                                   \
+            float               d[GROUP];                                                   \
+            for (int i = 0; i < GROUP; ++i) {                                               \
+                const int b = i < n ? i : n - 1;                                            \
+                q8[i]       = y->q + 64 * (at + b);                                         \
+                d[i]        = GGML_CPU_FP16_TO_FP32(x[b].d);                                \
+                symbols[i]  = x[b].qs;                                                      \
+                memcpy(sel + 8 * i, x[b].sel, 8);                                           \
+            }                                                                               \
+            gather_symbols(bits, symbols, qs);                                              \
+            multiply_quarters(bits, table, CARRIED, qs, sel, q8, p);                        \
+            const float32x4_t d0 = vmulq_n_f32(vld1q_f32(d), 0.03125f);                     \
+            return add_in_order(sum, vmulq_f32(vcvtq_f32_s32(sum_4(p)), d0), n, y->d + at); \
+        }
+ITQ_TYPES_64(ADD_GROUP_64)
 
 ITQ_INLINE float add_group_tq2_0(float sum, const block_tq2_0 * x, const int n, const struct itq_columns * y,
                                  int64_t at) {

@@ -20,20 +20,40 @@ static inline __m128i itq3_s_unsigned_levels(void) {
     return _mm_add_epi8(_mm_loadu_si128((const __m128i *) table), _mm_set1_epi8(64));
 }
 
+static inline __m256i itq_load_2x128(const void * a, const void * b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) a)),
+                                   _mm_loadu_si128((const __m128i *) b), 1);
+}
+
+// Exchanges fields of the bytes of two registers: those of *a that mask selects `shift` bits up with those of *b that
+// mask selects. shift is known to the compiler.
+#    define SWAP_FIELDS(a, b, shift, mask)                                                                  \
+        do {                                                                                                \
+            const __m256i swap_ =                                                                           \
+                _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(a, shift), b), _mm256_set1_epi8(mask)); \
+            b = _mm256_xor_si256(b, swap_);                                                                 \
+            a = _mm256_xor_si256(a, _mm256_slli_epi16(swap_, shift));                                       \
+        } while (0)
+
 #    if defined(ITQ_AVX512)
 
-// Levels plus 64 of weights 64*word .. 64*word + 63 of ITQ2_S: symbols and grids are planes of bits, which are masks.
-static inline __m512i itq2_s_levels_64(const block_itq2_s * x, int word) {
+// Levels plus 64 of weights 64*word .. 64*word + 63 of a block by 4 times their symbols: the grids are planes of bits, which
+// are masks.
+static inline __m512i itq_levels_64(__m512i symbols, const uint8_t * sel, int word, __m128i table) {
+    uint64_t c1, c0;
+    itq_grids(sel, word, &c1, &c0);
+    const __m512i with_c1 = _mm512_mask_add_epi8(symbols, c1, symbols, _mm512_set1_epi8(2));
+    const __m512i index   = _mm512_mask_add_epi8(with_c1, c0, with_c1, _mm512_set1_epi8(1));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
+}
+
+// The same with symbols of one bit, which are a plane too.
+static inline __m512i itq2_levels_64(const uint8_t * qs, const uint8_t * sel, int word) {
     static const int8_t levels[8] = ITQ2_S_LEVELS;
-    const __m512i       table =
-        _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64)));
-    uint64_t q, c1, c0;
-    memcpy(&q, x->qs + 8 * word, sizeof(q));
-    itq_grids(x->sel, word, &c1, &c0);
-    __m512i index = _mm512_maskz_mov_epi8(q, _mm512_set1_epi8(4));
-    index         = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
-    index         = _mm512_mask_add_epi8(index, c0, index, _mm512_set1_epi8(1));
-    return _mm512_shuffle_epi8(table, index);
+    uint64_t            q;
+    memcpy(&q, qs + 8 * word, sizeof(q));
+    return itq_levels_64(_mm512_maskz_mov_epi8(q, _mm512_set1_epi8(4)), sel, word,
+                         _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64)));
 }
 
 #    endif
@@ -173,30 +193,15 @@ static inline void itq3_s_levels_4x64(const uint8_t * grids, const uint8_t * qs,
 
 #        else
 
-static inline __m256i itq_load_2x128(const void * a, const void * b) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) a)),
-                                   _mm_loadu_si128((const __m128i *) b), 1);
-}
-
 // A plane of bits, 32 bytes, of each of `pairs` pairs of blocks, out of n `stride` bytes apart, transposed.
 // ITQ_COLUMN_BYTES bytes a block, best a line of the cache: byte 16 + m holds the bits of weights m, m+32, m+64, ...,
 // m+224, and the 16 bytes before carry them on from m = 31 to m = 0, a bit higher.
 #            define ITQ_COLUMN_BYTES 64
-static inline void itq_transpose(const uint8_t * plane, size_t stride, int n, int pairs, uint8_t * columns) {
+// The planes are in r0 and r1, a block in each half, 16 bytes of it in each register; `carried` are the bits that may go on.
+ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int carried, uint8_t * columns) {
     const __m256i mask_1 = _mm256_set1_epi8(0x55);
     const __m256i mask_2 = _mm256_set1_epi8(0x33);
     const __m256i mask_4 = _mm256_set1_epi8(0x0F);
-
-    // a block in each half, 16 bytes of it in each register
-    __m256i r0[ITQ_DECODED_GROUP / 2];
-    __m256i r1[ITQ_DECODED_GROUP / 2];
-    for (int p = 0; p < pairs; ++p) {
-        const uint8_t * a = plane + stride * (size_t) (2 * p < n ? 2 * p : n - 1);
-        const uint8_t * b = plane + stride * (size_t) (2 * p + 1 < n ? 2 * p + 1 : n - 1);
-
-        r0[p] = itq_load_2x128(a, b);
-        r1[p] = itq_load_2x128(a + 16, b + 16);
-    }
 
     // Bits change place between the registers, then the next bit of the byte number becomes the register.
 #            define SWAP(SLL, shift, mask)                                                                \
@@ -217,7 +222,10 @@ static inline void itq_transpose(const uint8_t * plane, size_t stride, int n, in
 #            undef SWAP
 
     for (int p = 0; p < pairs; ++p) {
-        const __m256i carry = _mm256_add_epi8(r1[p], r1[p]);
+        __m256i carry = _mm256_add_epi8(r1[p], r1[p]);
+        if (carried != 0xFF) {
+            carry = _mm256_and_si256(carry, _mm256_set1_epi8((char) carried));
+        }
 
         __m128i * a = (__m128i *) (columns + 2 * ITQ_COLUMN_BYTES * p);
         _mm_storeu_si128(a, _mm256_castsi256_si128(carry));
@@ -229,6 +237,19 @@ static inline void itq_transpose(const uint8_t * plane, size_t stride, int n, in
         _mm_storeu_si128(b + 1, _mm256_extracti128_si256(r0[p], 1));
         _mm_storeu_si128(b + 2, _mm256_extracti128_si256(r1[p], 1));
     }
+}
+
+static inline void itq_transpose(const uint8_t * plane, size_t stride, int n, int pairs, uint8_t * columns) {
+    __m256i r0[ITQ_DECODED_GROUP / 2];
+    __m256i r1[ITQ_DECODED_GROUP / 2];
+    for (int p = 0; p < pairs; ++p) {
+        const uint8_t * a = plane + stride * (size_t) (2 * p < n ? 2 * p : n - 1);
+        const uint8_t * b = plane + stride * (size_t) (2 * p + 1 < n ? 2 * p + 1 : n - 1);
+
+        r0[p] = itq_load_2x128(a, b);
+        r1[p] = itq_load_2x128(a + 16, b + 16);
+    }
+    itq_transpose_pairs(r0, r1, pairs, 0xFF, columns);
 }
 
 static inline __m256i itq_load_256(const uint8_t * p) {

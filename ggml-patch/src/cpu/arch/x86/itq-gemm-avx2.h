@@ -4,13 +4,16 @@
 // Included by itq-gemm.c after simd-mappings.h.
 
 #include "../../itq-gemm.h"
+#include "../../itq-repack-64.h"
 #include "itq-repack-avx2.h"
 
 #include <immintrin.h>
 #include <string.h>
 
 #define HALF_ROWS 8
-#define PLACES    64  // words of weights of a block of 256: place p meets bytes 4*p .. 4*p + 3 of the activations
+#define PLACES \
+    64  // words of weights of a block of 256, a fourth of its length: place p meets bytes 4*p .. 4*p + 3 of
+        // the activations
 
 //
 // common parts
@@ -174,24 +177,24 @@ ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * 
     return tables;
 }
 
-// The selectors of t = -6 .. 7 beside each other. Those before t = 0 are those of t + 8, a bit lower; weight 0 has zeros
-// before it.
+// The selectors of t = -6 .. words - 1 beside each other, in a block of 32 * words weights. Those before t = 0 are those of
+// t + words, a bit lower; weight 0 has zeros before it.
 #define SELECTORS_BEFORE 6
 
 struct selectors {
     __m256i at[SELECTORS_BEFORE + 8];
 };
 
-static inline void load_selectors(const uint32_t sel[][ITQ_PANEL_ROWS], int half, struct selectors * s) {
-    for (int t = 0; t < 8; ++t) {
+ITQ_INLINE void load_selectors(const int words, const uint32_t sel[][ITQ_PANEL_ROWS], int half, struct selectors * s) {
+    for (int t = 0; t < words; ++t) {
         s->at[SELECTORS_BEFORE + t] = load_words(sel[t], half);
     }
-    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
-        s->at[i] = _mm256_add_epi32(s->at[i + 8], s->at[i + 8]);
+    for (int i = SELECTORS_BEFORE - 1; i >= 0; --i) {
+        s->at[i] = _mm256_add_epi32(s->at[i + words], s->at[i + words]);
     }
 }
 
-// 2*c1 + c0 of the places 16*a + 8*h + t: bits 2*a of the bytes of fields[h].
+// 2*c1 + c0 of the places words*(2*a + h) + t: bits 2*a of the bytes of fields[h].
 static inline void grids_of_step(const struct selectors * selectors, int t, __m256i fields[2]) {
     const __m256i * s  = selectors->at + SELECTORS_BEFORE + t;
     const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-1]), s[-6]);
@@ -207,13 +210,14 @@ struct indices {
     __m256i odd[16];   // 4*grid + symbols
 };
 
-ITQ_INLINE void make_indices(const int bits, const uint32_t sel[][ITQ_PANEL_ROWS], const uint32_t qs[][ITQ_PANEL_ROWS],
-                             int half, struct indices * indices) {
-    const __m256i mask = _mm256_set1_epi8(0x33);
+ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t sel[][ITQ_PANEL_ROWS],
+                             const uint32_t qs[][ITQ_PANEL_ROWS], int half, struct indices * indices) {
+    const __m256i mask  = _mm256_set1_epi8(0x33);
+    const int     words = length / 32;
 
     struct selectors selectors;
-    load_selectors(sel, half, &selectors);
-    for (int t = 0; t < 8; ++t) {
+    load_selectors(words, sel, half, &selectors);
+    for (int t = 0; t < words; ++t) {
         __m256i fields[2];
         grids_of_step(&selectors, t, fields);
         for (int h = 0; h < 2; ++h) {
@@ -225,7 +229,7 @@ ITQ_INLINE void make_indices(const int bits, const uint32_t sel[][ITQ_PANEL_ROWS
     }
 }
 
-// Levels plus 64 of two places, 32 apart, of which a register has the indices in the lower and the upper nibbles.
+// Levels plus 64 of two places, half of all apart, of which a register has the indices in the lower and the upper nibbles.
 static inline void levels_of_nibbles(__m256i table, __m256i indices, __m256i levels[2]) {
     const __m256i low = _mm256_set1_epi8(0x0F);
     levels[0]         = _mm256_shuffle_epi8(table, _mm256_and_si256(indices, low));
@@ -252,6 +256,9 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
     return s;
 }
 
+#define scales_itq3_n scales_itq2_s
+#define scales_itq2_n scales_itq2_s
+
 // A block's sums to its part of the result.
 ITQ_INLINE void add_block(float * out, __m256i acc, struct block_scales s, const int has_min, int32_t sum, float d1) {
     __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(acc), s.d0);
@@ -267,13 +274,57 @@ struct indexed_block {
     const char *   codes;
 };
 
-// Sums of a block's products with the columns at .. at + n - 1, levels straight from the table. Both halves share the
-// activations of a place, and a table serves 16 registers of indices: what is loaded less often is fewer instructions.
-ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struct level_tables * tables,
-                                 const struct itq_columns * y, int64_t at, const int codes_size, const int n,
-                                 __m256i acc[MAX_TILE][2]) {
-    const int chains = CHAINS > 1 && n == 1 ? 2 : 1;  // of either half
+// How many sums of either half of a panel take turns.
+ITQ_INLINE int chains_of(const int n) {
+    return CHAINS > 1 && n == 1 ? 2 : 1;
+}
 
+// A part of a block's products with the columns at .. at + n - 1: words t0 .. t0 + steps - 1 of one table.
+ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct level_tables * tables, const int length,
+                              const struct itq_columns * y, int64_t at, const int codes_size, const int n,
+                              const int part, __m256i sums[MAX_TILE][2][2]) {
+    const int chains = chains_of(n);
+    const int words  = length / 32;
+    const int steps  = words < 4 ? words : 4;
+    const int turns  = words / steps;             // parts of the same table
+    const int bytes  = codes_size / (4 * turns);  // of the codes, that a part asks for
+
+    const int       t0    = steps * (part % turns);
+    const int       h     = part / turns % 2;
+    const int       a     = part / (2 * turns);
+    const __m256i   table = a == 0 ? tables->even[h] : tables->odd[h];
+    const __m256i * lo    = (a == 0 ? block->halves[0].even : block->halves[0].odd) + h + 2 * t0;
+    const __m256i * hi    = (a == 0 ? block->halves[1].even : block->halves[1].odd) + h + 2 * t0;
+    const int8_t *  q     = y->q + at * length + 4 * (words * (2 * a + h) + t0);
+    const int       first = bytes % 64 == 0 ? 0 : bytes * part;
+    const char *    codes = block->codes + bytes * part - first;
+    UNROLLED_4
+    for (int t = 0; t < steps; ++t) {
+        const int byte = first + bytes * t / steps;
+        if (byte % 64 < bytes / steps) {  // another line begins
+            ITQ_PREFETCH_BYTES(codes + byte);
+        }
+        __m256i levels[2][2];
+        levels_of_nibbles(table, lo[2 * t], levels[0]);
+        levels_of_nibbles(table, hi[2 * t], levels[1]);
+        for (int c = 0; c < n; ++c) {
+            for (int i = 0; i < 2; ++i) {
+                const __m256i four = load_place(q + c * length + length / 2 * i, t);
+                for (int half = 0; half < 2; ++half) {
+                    __m256i * sum = &sums[c][half][i % chains];
+                    *sum          = dot_levels(*sum, levels[half][i], four);
+                    IN_ORDER(*sum);
+                }
+            }
+        }
+    }
+}
+
+// Sums of a block's products with the columns at .. at + n - 1, levels straight from the table. Both halves share the
+// activations of a place, and a table serves several registers of indices: what is loaded less often is fewer instructions.
+ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struct level_tables * tables,
+                                 const int length, const struct itq_columns * y, int64_t at, const int codes_size,
+                                 const int n, __m256i acc[MAX_TILE][2]) {
     __m256i sums[MAX_TILE][2][2];
     for (int c = 0; c < n; ++c) {
         for (int half = 0; half < 2; ++half) {
@@ -281,86 +332,68 @@ ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struc
             sums[c][half][1] = _mm256_setzero_si256();
         }
     }
-    for (int part = 0; part < 8; ++part) {
-        const int       t0    = 4 * (part % 2);
-        const int       h     = part / 2 % 2;
-        const int       a     = part / 4;
-        const __m256i   table = a == 0 ? tables->even[h] : tables->odd[h];
-        const __m256i * lo    = (a == 0 ? block->halves[0].even : block->halves[0].odd) + h + 2 * t0;
-        const __m256i * hi    = (a == 0 ? block->halves[1].even : block->halves[1].odd) + h + 2 * t0;
-        const int8_t *  q     = y->q + at * QK_K + 4 * (16 * a + 8 * h + t0);
-        const char *    codes = block->codes + codes_size / 8 * part;
-        UNROLLED_4
-        for (int t = 0; t < 4; ++t) {
-            if (codes_size * t / 32 % 64 < codes_size / 32) {  // another line begins
-                ITQ_PREFETCH_BYTES(codes + codes_size * t / 32);
-            }
-            __m256i levels[2][2];
-            levels_of_nibbles(table, lo[2 * t], levels[0]);
-            levels_of_nibbles(table, hi[2 * t], levels[1]);
-            for (int c = 0; c < n; ++c) {
-                for (int i = 0; i < 2; ++i) {
-                    const __m256i four = load_place(q + c * QK_K + 2 * PLACES * i, t);
-                    for (int half = 0; half < 2; ++half) {
-                        __m256i * sum = &sums[c][half][i % chains];
-                        *sum          = dot_levels(*sum, levels[half][i], four);
-                        IN_ORDER(*sum);
-                    }
-                }
-            }
+    if (length == 64) {  // so short that a loop would cost
+        multiply_part(block, tables, length, y, at, codes_size, n, 0, sums);
+        multiply_part(block, tables, length, y, at, codes_size, n, 1, sums);
+        multiply_part(block, tables, length, y, at, codes_size, n, 2, sums);
+        multiply_part(block, tables, length, y, at, codes_size, n, 3, sums);
+    } else {
+        for (int part = 0; part < 8; ++part) {
+            multiply_part(block, tables, length, y, at, codes_size, n, part, sums);
         }
     }
     ITQ_PREFETCH_BYTES(block->codes + codes_size);  // the scales
     for (int c = 0; c < n; ++c) {
         for (int half = 0; half < 2; ++half) {
-            acc[c][half] = chains == 1 ? sums[c][half][0] : _mm256_add_epi32(sums[c][half][0], sums[c][half][1]);
+            acc[c][half] = chains_of(n) == 1 ? sums[c][half][0] : _mm256_add_epi32(sums[c][half][0], sums[c][half][1]);
         }
     }
 }
 
-static inline void decode_indexed(const struct indexed_block * block, const struct level_tables * tables,
-                                  decoded_block * decoded) {
+ITQ_INLINE void decode_indexed(const struct indexed_block * block, const struct level_tables * tables, const int length,
+                               decoded_block * decoded) {
+    const int words = length / 32;
     for (int half = 0; half < 2; ++half) {
-        for (int i = 0; i < 16; ++i) {
+        for (int i = 0; i < 2 * words; ++i) {
             const int h = i % 2;
-            const int p = 8 * h + i / 2;
+            const int p = words * h + i / 2;
             __m256i   even[2], odd[2];
             levels_of_nibbles(tables->even[h], block->halves[half].even[i], even);
             levels_of_nibbles(tables->odd[h], block->halves[half].odd[i], odd);
             store_place(decoded, p, half, even[0]);
-            store_place(decoded, 16 + p, half, odd[0]);
-            store_place(decoded, 32 + p, half, even[1]);
-            store_place(decoded, 48 + p, half, odd[1]);
+            store_place(decoded, 2 * words + p, half, odd[0]);
+            store_place(decoded, 4 * words + p, half, even[1]);
+            store_place(decoded, 6 * words + p, half, odd[1]);
         }
     }
 }
 
 // The same sums from a block that is decoded.
 #if defined(__AVXVNNI__)
-ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const struct itq_columns * y, int64_t at, const int n,
-                                 __m256i acc[MAX_TILE][2]) {
-    const int8_t * q = y->q + at * QK_K;
+ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const int length, const struct itq_columns * y,
+                                 int64_t at, const int n, __m256i acc[MAX_TILE][2]) {
+    const int8_t * q = y->q + at * length;
 
     for (int c = 0; c < n; ++c) {
         acc[c][0] = acc[c][1] = start_levels(y->sums[at + c]);
     }
-    for (int p = 0; p < PLACES; ++p) {
+    for (int p = 0; p < length / 4; ++p) {
         const __m256i lo = load_decoded(decoded, p, 0);
         const __m256i hi = load_decoded(decoded, p, 1);
         for (int c = 0; c < n; ++c) {
-            const __m256i four = load_place(q + c * QK_K, p);
+            const __m256i four = load_place(q + c * length, p);
             acc[c][0]          = dot_levels(acc[c][0], lo, four);
             acc[c][1]          = dot_levels(acc[c][1], hi, four);
         }
     }
 }
 #else
-// 64 times the activations of places p and p + PLACES/2: what the levels' offset adds to two sums of two products each.
-static inline void offsets_of_pairs(const int8_t * q, int16_t offsets[PLACES]) {
+// 64 times the activations of places p and p + length/8: what the levels' offset adds to two sums of two products each.
+ITQ_INLINE void offsets_of_pairs(const int length, const int8_t * q, int16_t offsets[PLACES]) {
     const __m256i offset = _mm256_set1_epi8(64);
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < length / 64; ++i) {
         const __m256i a = _mm256_maddubs_epi16(offset, _mm256_loadu_si256((const __m256i *) (q + 32 * i)));
-        const __m256i b = _mm256_maddubs_epi16(offset, _mm256_loadu_si256((const __m256i *) (q + 2 * PLACES + 32 * i)));
+        const __m256i b = _mm256_maddubs_epi16(offset, _mm256_loadu_si256((const __m256i *) (q + length / 2 + 32 * i)));
         _mm256_store_si256((__m256i *) (offsets + 16 * i), _mm256_add_epi16(a, b));
     }
 }
@@ -374,23 +407,24 @@ static inline __m256i dot_pair(__m256i acc, __m256i a, __m256i of_a, __m256i b, 
     return _mm256_add_epi32(acc, _mm256_madd_epi16(four, _mm256_set1_epi16(1)));
 }
 
-ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const struct itq_columns * y, int64_t at, const int n,
-                                 __m256i acc[MAX_TILE][2]) {
-    const int8_t * q = y->q + at * QK_K;
+ITQ_INLINE void multiply_decoded(const decoded_block * decoded, const int length, const struct itq_columns * y,
+                                 int64_t at, const int n, __m256i acc[MAX_TILE][2]) {
+    const int8_t * q     = y->q + at * length;
+    const int      pairs = length / 8;
 
     _Alignas(32) int16_t offsets[MAX_TILE][PLACES];
     for (int c = 0; c < n; ++c) {
-        offsets_of_pairs(q + c * QK_K, offsets[c]);
+        offsets_of_pairs(length, q + c * length, offsets[c]);
         acc[c][0] = acc[c][1] = _mm256_setzero_si256();
     }
-    for (int p = 0; p < PLACES / 2; ++p) {
+    for (int p = 0; p < pairs; ++p) {
         const __m256i a_lo = load_decoded(decoded, p, 0);
         const __m256i a_hi = load_decoded(decoded, p, 1);
-        const __m256i b_lo = load_decoded(decoded, p + PLACES / 2, 0);
-        const __m256i b_hi = load_decoded(decoded, p + PLACES / 2, 1);
+        const __m256i b_lo = load_decoded(decoded, p + pairs, 0);
+        const __m256i b_hi = load_decoded(decoded, p + pairs, 1);
         for (int c = 0; c < n; ++c) {
-            const __m256i of_a   = load_place(q + c * QK_K, p);
-            const __m256i of_b   = load_place(q + c * QK_K, p + PLACES / 2);
+            const __m256i of_a   = load_place(q + c * length, p);
+            const __m256i of_b   = load_place(q + c * length, p + pairs);
             const __m256i offset = load_place((const int8_t *) offsets[c], p);
             acc[c][0]            = dot_pair(acc[c][0], a_lo, of_a, b_lo, of_b, offset);
             acc[c][1]            = dot_pair(acc[c][1], a_hi, of_a, b_hi, of_b, offset);
@@ -423,7 +457,7 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
                                            const int n, float out[][ITQ_PANEL_ROWS]) {                                 \
         __m256i             acc[MAX_TILE][2];                                                                          \
         struct block_scales s[2];                                                                                      \
-        multiply_indexed(block, tables, y, at, (int) sizeof(itq_codes_##name), n, acc);                                \
+        multiply_indexed(block, tables, length, y, at, (int) sizeof(itq_codes_##name), n, acc);                        \
         load_scales_##name(scales, s);                                                                                 \
         add_columns(acc, s, has_z, y, at, n, out);                                                                     \
     }                                                                                                                  \
@@ -432,7 +466,7 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
                                            const struct itq_columns * y, int64_t at, const int n,                      \
                                            float out[][ITQ_PANEL_ROWS]) {                                              \
         __m256i acc[MAX_TILE][2];                                                                                      \
-        multiply_decoded(decoded, y, at, n, acc);                                                                      \
+        multiply_decoded(decoded, length, y, at, n, acc);                                                              \
         add_columns(acc, s, has_z, y, at, n, out);                                                                     \
     }                                                                                                                  \
                                                                                                                        \
@@ -447,14 +481,14 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
             const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                         \
             struct indexed_block      block;                                                                           \
             block.codes = (const char *) codes;                                                                        \
-            make_indices(bits, codes->sel, codes->qs, 0, &block.halves[0]);                                            \
-            make_indices(bits, codes->sel, codes->qs, 1, &block.halves[1]);                                            \
+            make_indices(bits, length, codes->sel, codes->qs, 0, &block.halves[0]);                                    \
+            make_indices(bits, length, codes->sel, codes->qs, 1, &block.halves[1]);                                    \
             if (nc <= DIRECT_COLUMNS) {                                                                                \
                 EACH_TILE(DIRECT_TILE, indexed_columns_##name, b * nc, nc, out, &block, &tables, scales, y)            \
             } else {                                                                                                   \
                 decoded_block       decoded;                                                                           \
                 struct block_scales s[2];                                                                              \
-                decode_indexed(&block, &tables, &decoded);                                                             \
+                decode_indexed(&block, &tables, length, &decoded);                                                     \
                 load_scales_##name(scales, s);                                                                         \
                 EACH_TILE(TILE_COLUMNS, decoded_columns_##name, b * nc, nc, out, &decoded, s, y)                       \
             }                                                                                                          \
@@ -716,6 +750,11 @@ GEMM_TQ(tq1_0, 2)
 //
 // activations
 //
+
+#define itq_repack_itq3_n_avx2 itq_repack_itq3_n_words
+#define itq_repack_itq2_n_avx2 itq_repack_itq2_n_words
+
+#define itq_reorder_q8_n_h_avx2 itq_reorder_q8_n_h_sse
 
 static inline void itq_reorder_q8_K_h_avx2(const int8_t * q, int8_t * y) {
     for (int p = 0; p < 64; p += 32) {

@@ -4,6 +4,7 @@
 // docs/kernels.md explains it.
 
 #include "../../itq-gemm.h"
+#include "../../itq-repack-64.h"
 #include "itq-repack-avx2.h"
 
 #include <immintrin.h>
@@ -39,28 +40,32 @@ ITQ_INLINE __m512i dot_4(__m512i acc, __m512i codes, const int8_t * y) {
 #endif
 }
 
-// Columns whose sums are registers, and the sums of one where several take turns because the products have a latency.
+// Columns whose sums are registers, and the sums of one where several take turns because the products have a latency. Blocks
+// of 64 are so short that the processor multiplies several side by side.
 #define TILE   16
 #define CHAINS 8
-ITQ_INLINE int chains(int nc) {
+ITQ_INLINE int chains(int length, int nc) {
+    if (length == 64) {
+        return nc <= 2 ? 2 : 1;
+    }
     return nc <= 2 ? 8 : nc == 3 ? 4 : nc <= 8 ? 2 : 1;
 }
 
 // Codes are the levels plus `bias`.
-#define SUMS(nc, bias, sum1)                                \
-    __m512i acc[TILE][CHAINS];                              \
-    UNROLL(16) for (int c = 0; c < (nc); ++c) {             \
-        acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]); \
-        UNROLL(8) for (int i = 1; i < chains(nc); ++i) {    \
-            acc[c][i] = _mm512_setzero_si512();             \
-        }                                                   \
+#define SUMS(length, nc, bias, sum1)                             \
+    __m512i acc[TILE][CHAINS];                                   \
+    UNROLL(16) for (int c = 0; c < (nc); ++c) {                  \
+        acc[c][0] = _mm512_set1_epi32(-(bias) * (sum1)[c]);      \
+        UNROLL(8) for (int i = 1; i < chains(length, nc); ++i) { \
+            acc[c][i] = _mm512_setzero_si512();                  \
+        }                                                        \
     }
 
-// Multiply codes of place p of the activations; `turn` picks the sum.
-#define ADD_PRODUCTS(codes, p, turn)                               \
-    UNROLL(16) for (int c = 0; c < nc; ++c) {                      \
-        __m512i * sum = &acc[c][(turn) % chains(nc)];              \
-        *sum          = dot_4(*sum, codes, q + 256 * c + 4 * (p)); \
+// Multiply codes of place p of the activations; `turn` picks the sum. `length` is that of a block.
+#define ADD_PRODUCTS(codes, p, turn)                                  \
+    UNROLL(16) for (int c = 0; c < nc; ++c) {                         \
+        __m512i * sum = &acc[c][(turn) % chains(length, nc)];         \
+        *sum          = dot_4(*sum, codes, q + length * c + 4 * (p)); \
     }
 
 // Or keep them.
@@ -101,6 +106,9 @@ ITQ_INLINE struct block_scales scales_itq2_s(const itq_scales_itq2_s * x) {
     return (struct block_scales) { _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f)), _mm512_setzero_ps(), 0 };
 }
 
+#define scales_itq3_n scales_itq2_s
+#define scales_itq2_n scales_itq2_s
+
 ITQ_INLINE struct block_scales scales_tq(const itq_scales_tq * x) {
     return (struct block_scales) { load_halves(x->d), _mm512_setzero_ps(), 0 };
 }
@@ -113,10 +121,11 @@ ITQ_INLINE __m512 add_block(__m512 sum, __m512i dot, const struct block_scales *
     return _mm512_fmadd_ps(v, _mm512_set1_ps(d1), sum);
 }
 
-// Products of n <= TILE columns and the codes of a block that are kept.
+// Products of n <= TILE columns and the codes of a block of 256 that are kept.
 ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block_scales * scales, const int8_t * q,
                               const float * d1, const int32_t * sum1, const int nc, float out[][ROWS]) {
-    SUMS(nc, bias, sum1)
+    const int length = 256;
+    SUMS(length, nc, bias, sum1)
     for (int p = 0; p < 64; p += 4) {
         UNROLL(4) for (int i = 0; i < 4; ++i) {
             ADD_PRODUCTS(_mm512_load_si512(kept + 64 * (p + i)), p + i, i)
@@ -124,7 +133,7 @@ ITQ_INLINE void multiply_kept(const uint8_t * kept, int bias, const struct block
     }
     UNROLL(16) for (int c = 0; c < nc; ++c) {
         const __m512 sum = _mm512_loadu_ps(out[c]);
-        _mm512_storeu_ps(out[c], add_block(sum, sum_chains(acc[c], chains(nc)), scales, sum1[c], d1[c]));
+        _mm512_storeu_ps(out[c], add_block(sum, sum_chains(acc[c], chains(length, nc)), scales, sum1[c], d1[c]));
     }
 }
 
@@ -156,24 +165,97 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
     }
 }
 
+// Blocks of 64 that are kept together: sums of floats stay in registers over them, beside those of integers.
+#define KEPT_64 4
+#define TILE_64 12
+
+struct kept_blocks {
+    _Alignas(64) uint8_t codes[KEPT_64][16 * 64];
+    struct block_scales scales[KEPT_64];
+    int                 n;
+};
+
+// Products of nc <= TILE_64 columns, out of `all`, and blocks of 64 that are kept.
+ITQ_INLINE void multiply_kept_64(const struct kept_blocks * kept, int bias, const struct itq_columns * y, int64_t at,
+                                 int all, const int nc, float out[][ROWS]) {
+    const int length = 64;
+
+    __m512 sums[TILE_64];
+    UNROLL(16) for (int c = 0; c < nc; ++c) {
+        sums[c] = _mm512_loadu_ps(out[c]);
+    }
+    for (int b = 0; b < kept->n; ++b, at += all) {
+        const int8_t *  q    = y->q + length * at;
+        const float *   d1   = y->d + at;
+        const int32_t * sum1 = y->sums + at;
+
+        // the sums of integers begin with what the bias adds
+        _Alignas(64) int32_t starts[16];
+        const __m512i        totals = _mm512_maskz_loadu_epi32((__mmask16) ((1 << nc) - 1), sum1);
+        _mm512_store_si512(starts, _mm512_mullo_epi32(totals, _mm512_set1_epi32(-bias)));
+        __m512i acc[TILE_64][1];
+        UNROLL(16) for (int c = 0; c < nc; ++c) {
+            acc[c][0] = _mm512_set1_epi32(starts[c]);
+        }
+        for (int p = 0; p < 16; p += 4) {
+            UNROLL(4) for (int i = 0; i < 4; ++i) {
+                const __m512i codes = _mm512_load_si512(kept->codes[b] + 64 * (p + i));
+                UNROLL(16) for (int c = 0; c < nc; ++c) {
+                    acc[c][0] = dot_4(acc[c][0], codes, q + length * c + 4 * (p + i));
+                }
+            }
+        }
+        UNROLL(16) for (int c = 0; c < nc; ++c) {
+            sums[c] = add_block(sums[c], acc[c][0], &kept->scales[b], sum1[c], d1[c]);
+        }
+    }
+    UNROLL(16) for (int c = 0; c < nc; ++c) {
+        _mm512_storeu_ps(out[c], sums[c]);
+    }
+}
+
+#define CASE_KEPT_64(n)                                   \
+    case n:                                               \
+        multiply_kept_64(kept, bias, y, at, all, n, out); \
+        break
+
+static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const struct itq_columns * y, int64_t at,
+                                int all, int nc, float out[][ROWS]) {
+    switch (nc) {
+        CASE_KEPT_64(1);
+        CASE_KEPT_64(2);
+        CASE_KEPT_64(3);
+        CASE_KEPT_64(4);
+        CASE_KEPT_64(5);
+        CASE_KEPT_64(6);
+        CASE_KEPT_64(7);
+        CASE_KEPT_64(8);
+        CASE_KEPT_64(9);
+        CASE_KEPT_64(10);
+        CASE_KEPT_64(11);
+        CASE_KEPT_64(12);
+    }
+}
+
 // A product of a few columns: LEVELS(codes, F) decodes a block and does F(codes, place, turn), BIAS is what these codes are
 // above the levels, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
-#define GEMM_FEW(type, way, scales_of, LEVELS, BIAS, dot_of)                                                        \
+#define GEMM_FEW(type, way, block_length, scales_of, LEVELS, BIAS, dot_of)                                          \
     ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq_columns * y, const int nc, \
                                         float out[][ROWS]) {                                                        \
-        __m512 sums[TILE];                                                                                          \
+        const int length = block_length;                                                                            \
+        __m512    sums[TILE];                                                                                       \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                   \
             sums[c] = _mm512_setzero_ps();                                                                          \
         }                                                                                                           \
         const int8_t *  q    = y->q;                                                                                \
         const float *   d1   = y->d;                                                                                \
         const int32_t * sum1 = y->sums;                                                                             \
-        for (int64_t b = 0; b < nb; ++b, q += 256 * nc, d1 += nc, sum1 += nc) {                                     \
-            SUMS(nc, BIAS, sum1)                                                                                    \
+        for (int64_t b = 0; b < nb; ++b, q += length * nc, d1 += nc, sum1 += nc) {                                  \
+            SUMS(length, nc, BIAS, sum1)                                                                            \
             LEVELS(itq_codes_of_##type(panel, b), ADD_PRODUCTS)                                                     \
             const struct block_scales x = scales_of(itq_scales_of_##type(panel, b));                                \
             UNROLL(16) for (int c = 0; c < nc; ++c) {                                                               \
-                sums[c] = add_block(sums[c], dot_of(acc[c], chains(nc), sum1[c]), &x, sum1[c], d1[c]);              \
+                sums[c] = add_block(sums[c], dot_of(acc[c], chains(length, nc), sum1[c]), &x, sum1[c], d1[c]);      \
             }                                                                                                       \
         }                                                                                                           \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                   \
@@ -184,7 +266,7 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
 // The two ways of a product of a type: a few columns take every level from its register; of more, the levels of a block are
 // kept in the first-level cache and multiplied with TILE columns at a time.
 #define GEMM(type, scales_of, LEVELS, BIAS)                                                              \
-    GEMM_FEW(type, direct, scales_of, LEVELS, BIAS, dot_of_chains)                                       \
+    GEMM_FEW(type, direct, 256, scales_of, LEVELS, BIAS, dot_of_chains)                                  \
                                                                                                          \
     static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
                                    float out[][ROWS]) {                                                  \
@@ -197,6 +279,29 @@ static void multiply_kept_by(const uint8_t * kept, int bias, const struct block_
                 const int64_t at = b * nc + c;                                                           \
                 multiply_kept_by(kept, BIAS, &x, y->q + 256 * at, y->d + at, y->sums + at,               \
                                  nc - c < TILE ? nc - c : TILE, out + c);                                \
+            }                                                                                            \
+        }                                                                                                \
+    }
+
+// The same with blocks of 64.
+#define GEMM_64(type, scales_of, LEVELS, BIAS)                                                           \
+    GEMM_FEW(type, direct, 64, scales_of, LEVELS, BIAS, dot_of_chains)                                   \
+                                                                                                         \
+    static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
+                                   float out[][ROWS]) {                                                  \
+        memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
+        for (int64_t first = 0; first < nb; first += KEPT_64) {                                          \
+            struct kept_blocks blocks;                                                                   \
+            blocks.n = nb - first < KEPT_64 ? (int) (nb - first) : KEPT_64;                              \
+            for (int b = 0; b < blocks.n; ++b) {                                                         \
+                uint8_t * kept = blocks.codes[b];                                                        \
+                LEVELS(itq_codes_of_##type(panel, first + b), STORE_CODES)                               \
+                blocks.scales[b] = scales_of(itq_scales_of_##type(panel, first + b));                    \
+            }                                                                                            \
+            /* tiles of about the same width */                                                          \
+            for (int c = 0, n, left = (nc + TILE_64 - 1) / TILE_64; c < nc; c += n, --left) {            \
+                n = (nc - c + left - 1) / left;                                                          \
+                multiply_kept_64_by(&blocks, BIAS, y, first * nc + c, nc, n, out + c);                   \
             }                                                                                            \
         }                                                                                                \
     }
@@ -226,7 +331,10 @@ ITQ_INLINE __m512i table_itq3_s(int lower_is_grid, int h) {
                                                                                            6, 10, 14, 3, 7, 11, 15)));
 }
 
+#define table_itq3_n table_itq3_s
+
 #if !defined(ITQ_SIX_BIT_INDICES)
+#    define table_itq2_n table_itq2_s
 ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
     static const int8_t levels[8] = ITQ2_S_LEVELS;
     // 4*symbol + grid at the index symbols*4 + grid, and at grid*4 + symbols, of symbol 0 or 1 of the two
@@ -245,26 +353,26 @@ ITQ_INLINE __m512i merge(__m512i a, __m512i b, int mask) {
     return _mm512_ternarylogic_epi64(a, b, _mm512_set1_epi8((char) mask), 0xD8);
 }
 
-// The checks of the selectors of t, a bit of each for every weight.
-ITQ_INLINE void checks_of_selectors(const uint32_t * sel, __m512i c1[8], __m512i c0[8]) {
-    __m512i s[14];  // selectors of t = -6 .. 7
-    UNROLL(8) for (int t = 0; t < 8; ++t) {
+// The checks of the selectors of t, a bit of each for every weight, in a block of 32 * words.
+ITQ_INLINE void checks_of_selectors(const int words, const uint32_t * sel, __m512i c1[8], __m512i c0[8]) {
+    __m512i s[14];  // selectors of t = -6 .. words - 1
+    UNROLL(8) for (int t = 0; t < words; ++t) {
         s[6 + t] = _mm512_load_si512(sel + ROWS * t);
     }
-    UNROLL(6) for (int t = 0; t < 6; ++t) {
-        s[t] = _mm512_add_epi32(s[8 + t], s[8 + t]);
+    UNROLL(6) for (int t = 5; t >= 0; --t) {
+        s[t] = _mm512_add_epi32(s[words + t], s[words + t]);
     }
-    UNROLL(8) for (int t = 0; t < 8; ++t) {
+    UNROLL(8) for (int t = 0; t < words; ++t) {
         c1[t] = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
         c0[t] = _mm512_xor_si512(s[4 + t], s[2 + t]);
     }
 }
 
 // 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
-ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
+ITQ_INLINE void grids_of_selectors(const int words, const uint32_t * sel, __m512i grids[16]) {
     __m512i c1[8], c0[8];
-    checks_of_selectors(sel, c1, c0);
-    UNROLL(8) for (int t = 0; t < 8; ++t) {
+    checks_of_selectors(words, sel, c1, c0);
+    UNROLL(8) for (int t = 0; t < words; ++t) {
         grids[2 * t]     = merge(_mm512_add_epi8(c1[t], c1[t]), c0[t], 0x55);
         grids[2 * t + 1] = merge(c1[t], _mm512_srli_epi16(c0[t], 1), 0x55);
     }
@@ -274,26 +382,29 @@ ITQ_INLINE void grids_of_selectors(const uint32_t * sel, __m512i grids[16]) {
 #define SYMBOLS_ITQ3_S(i) (i)
 #define SYMBOLS_ITQ2_S(i) ((i) / 2)
 
-#define LEVELS_OF_TRELLIS(type, SYMBOLS, x, F)                             \
-    __m512i grids[16];                                                     \
-    grids_of_selectors((x)->sel[0], grids);                                \
-    UNROLL(16) for (int i = 0; i < 16; ++i) {                              \
-        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);    \
-        const __m512i even    = merge(symbols, grids[i], 0x33);            \
-        const __m512i odd     = merge(grids[i], symbols, 0x33);            \
-        const __m512i table_e = table_##type(1, i % 2);                    \
-        const __m512i table_o = table_##type(0, i % 2);                    \
-        const int     p       = 8 * (i % 2) + i / 2;                       \
-        ITQ_PREFETCH_PART(x, i, 16);                                       \
-        F(look_up(table_e, even), p, 4 * i)                                \
-        F(look_up(table_o, odd), 16 + p, 4 * i + 1)                        \
-        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 32 + p, 4 * i + 2) \
-        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 48 + p, 4 * i + 3)  \
+// Of a block of 32 * words weights.
+#define LEVELS_OF_TRELLIS(type, words, SYMBOLS, x, F)                               \
+    __m512i grids[16];                                                              \
+    grids_of_selectors(words, (x)->sel[0], grids);                                  \
+    UNROLL(16) for (int i = 0; i < 2 * (words); ++i) {                              \
+        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);             \
+        const __m512i even    = merge(symbols, grids[i], 0x33);                     \
+        const __m512i odd     = merge(grids[i], symbols, 0x33);                     \
+        const __m512i table_e = table_##type(1, i % 2);                             \
+        const __m512i table_o = table_##type(0, i % 2);                             \
+        const int     p       = (words) * (i % 2) + i / 2;                          \
+        ITQ_PREFETCH_PART(x, i, 2 * (words));                                       \
+        F(look_up(table_e, even), p, 4 * i)                                         \
+        F(look_up(table_o, odd), 2 * (words) + p, 4 * i + 1)                        \
+        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 4 * (words) + p, 4 * i + 2) \
+        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 6 * (words) + p, 4 * i + 3)  \
     }
-#define LEVELS_ITQ3_S(x, F) LEVELS_OF_TRELLIS(itq3_s, SYMBOLS_ITQ3_S, x, F)
+#define LEVELS_ITQ3_S(x, F) LEVELS_OF_TRELLIS(itq3_s, 8, SYMBOLS_ITQ3_S, x, F)
+#define LEVELS_ITQ3_N(x, F) LEVELS_OF_TRELLIS(itq3_n, 2, SYMBOLS_ITQ3_S, x, F)
 
 #if !defined(ITQ_SIX_BIT_INDICES)
-#    define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, SYMBOLS_ITQ2_S, x, F)
+#    define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, 8, SYMBOLS_ITQ2_S, x, F)
+#    define LEVELS_ITQ2_N(x, F) LEVELS_OF_TRELLIS(itq2_n, 2, SYMBOLS_ITQ2_S, x, F)
 #else
 // Levels plus 64 of ITQ2_S by six bits of a byte: symbols, c1 and c0 of two weights, bits g and g + 1 of a byte, in an order
 // that depends on g / 2. A byte is merged for two weights, and half of these need no shift.
@@ -321,30 +432,35 @@ ITQ_INLINE void tables_itq2_s(__m512i tables[8]) {
 #    undef BIT
 }
 
-#    define LEVELS_ITQ2_S(x, F)                                                                            \
-        __m512i c1[8], c0[8], tables[8];                                                                   \
-        checks_of_selectors((x)->sel[0], c1, c0);                                                          \
-        tables_itq2_s(tables);                                                                             \
-        UNROLL(8) for (int t = 0; t < 8; ++t) {                                                            \
-            const __m512i symbols = _mm512_load_si512((x)->qs[t]);                                         \
-            const __m512i up = _mm512_slli_epi16(c1[t], 2), down = _mm512_srli_epi16(c1[t], 2);            \
-            const __m512i outer    = merge(symbols, c0[t], 0xC3);                                          \
-            const __m512i inner    = merge(c0[t], symbols, 0xC3);                                          \
-            const __m512i pairs[4] = { merge(outer, up, 0x0C), merge(up, inner, 0xCF),                     \
-                                       _mm512_srli_epi16(merge(inner, down, 0x0C), 2),                     \
-                                       _mm512_srli_epi16(merge(outer, down, 0x30), 2) };                   \
-            UNROLL(4) for (int a = 0; a < 4; ++a) {                                                        \
-                if (a % 2 == 0) {                                                                          \
-                    ITQ_PREFETCH_PART(x, 2 * t + a / 2, 16);                                               \
-                }                                                                                          \
-                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a]), 16 * a + t, 8 * t + 2 * a)             \
-                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a + 1]), 16 * a + 8 + t, 8 * t + 2 * a + 1) \
-            }                                                                                              \
+#    define LEVELS_BY_SIX_BITS(words, x, F)                                                             \
+        __m512i c1[8], c0[8], tables[8];                                                                \
+        checks_of_selectors(words, (x)->sel[0], c1, c0);                                                \
+        tables_itq2_s(tables);                                                                          \
+        UNROLL(8) for (int t = 0; t < (words); ++t) {                                                   \
+            const __m512i symbols = _mm512_load_si512((x)->qs[t]);                                      \
+            const __m512i up = _mm512_slli_epi16(c1[t], 2), down = _mm512_srli_epi16(c1[t], 2);         \
+            const __m512i outer    = merge(symbols, c0[t], 0xC3);                                       \
+            const __m512i inner    = merge(c0[t], symbols, 0xC3);                                       \
+            const __m512i pairs[4] = { merge(outer, up, 0x0C), merge(up, inner, 0xCF),                  \
+                                       _mm512_srli_epi16(merge(inner, down, 0x0C), 2),                  \
+                                       _mm512_srli_epi16(merge(outer, down, 0x30), 2) };                \
+            UNROLL(4) for (int a = 0; a < 4; ++a) {                                                     \
+                const int p = 2 * (words) * a + t;                                                      \
+                if (a % 2 == 0) {                                                                       \
+                    ITQ_PREFETCH_PART(x, 2 * t + a / 2, 2 * (words));                                   \
+                }                                                                                       \
+                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a]), p, 8 * t + 2 * a)                   \
+                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a + 1]), p + (words), 8 * t + 2 * a + 1) \
+            }                                                                                           \
         }
+#    define LEVELS_ITQ2_S(x, F) LEVELS_BY_SIX_BITS(8, x, F)
+#    define LEVELS_ITQ2_N(x, F) LEVELS_BY_SIX_BITS(2, x, F)
 #endif
 
-#define GEMM_OF_TYPE(NAME, name, ...) GEMM(name, scales_##name, LEVELS_##NAME, 64)
-ITQ_TYPES(GEMM_OF_TYPE)
+#define GEMM_OF_TYPE(NAME, name, ...)    GEMM(name, scales_##name, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE_64(NAME, name, ...) GEMM_64(name, scales_##name, LEVELS_##NAME, 64)
+ITQ_TYPES_256(GEMM_OF_TYPE)
+ITQ_TYPES_64(GEMM_OF_TYPE_64)
 
 //
 // TQ2_0 and TQ1_0: trits are stored plus one
@@ -390,7 +506,7 @@ ITQ_INLINE __m512i dot_of_fields(const __m512i * acc, int n, int32_t total) {
     }
     return dot;
 }
-GEMM_FEW(tq2_0, few, scales_tq, FIELDS_TQ2_0, 1, dot_of_fields)
+GEMM_FEW(tq2_0, few, 256, scales_tq, FIELDS_TQ2_0, 1, dot_of_fields)
 #endif
 
 // A byte b of TQ1_0 is a fraction of 256, and t = floor(3*b / 256) its first trit; 3*b - 256*t is the byte of the next.
@@ -443,7 +559,7 @@ ITQ_INLINE __m512i dot_of_bytes(const __m512i * acc, int n, int32_t total) {
     }
     return _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(total));
 }
-GEMM_FEW(tq1_0, few, scales_tq, BYTES_TQ1_0, 0, dot_of_bytes)
+GEMM_FEW(tq1_0, few, 256, scales_tq, BYTES_TQ1_0, 0, dot_of_bytes)
 #endif
 
 //
@@ -696,6 +812,10 @@ static void itq_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_ro
 #    define itq_repack_tq2_0_avx512  itq_repack_tq2_0_avx2
 #    define itq_repack_tq1_0_avx512  itq_repack_tq1_0_avx2
 #endif  // VBMI
+#define itq_repack_itq3_n_avx512 itq_repack_itq3_n_words
+#define itq_repack_itq2_n_avx512 itq_repack_itq2_n_words
+
+#define itq_reorder_q8_n_h_avx512 itq_reorder_q8_n_h_sse
 
 // From [4][64] to [64][4] bytes.
 static void itq_reorder_q8_K_h_avx512(const int8_t * q, int8_t * y) {

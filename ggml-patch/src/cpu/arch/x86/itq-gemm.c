@@ -31,3 +31,7 @@ KERNELS(tq1_0)
 void itq_reorder_q8_K_h(const int8_t * q, int8_t * y) {
     NATIVE(itq_reorder_q8_K_h)(q, y);
 }
+
+void itq_reorder_q8_n_h(const int8_t * q, int8_t * y) {
+    NATIVE(itq_reorder_q8_n_h)(q, y);
+}

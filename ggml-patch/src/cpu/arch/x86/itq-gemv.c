@@ -133,7 +133,7 @@ ITQ_INLINE void levels_4x64_itq2_s(const block_itq2_s * x, const prepared_itq2_s
     (void) from;
     (void) b;
     for (int word = 0; word < 4; ++word) {
-        levels[word] = itq2_s_levels_64(x, word);
+        levels[word] = itq2_levels_64(x->qs, x->sel, word);
     }
 }
 
@@ -283,39 +283,28 @@ ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, in
 #    endif
 }
 
-ITQ_INLINE __m128 add_itq2_s(__m128 sum, __m256i dot, const block_itq2_s * x, int n, const float * d1,
-                             const int32_t * sums) {
-    short s[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-        s[i] = (short) x[i < n ? i : n - 1].d;
-    }
-    const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
-    const __m256  d      = _mm256_mul_ps(halves_to_floats(halves), _mm256_set1_ps(0.03125f));
+// The same of types without a zero-point.
+#    define ADD_WITHOUT_ZERO_POINT(name)                                                                       \
+        ITQ_INLINE __m128 add_##name(__m128 sum, __m256i dot, const block_##name * x, int n, const float * d1, \
+                                     const int32_t * sums) {                                                   \
+            short s[GROUP];                                                                                    \
+            for (int i = 0; i < GROUP; ++i) {                                                                  \
+                s[i] = (short) x[i < n ? i : n - 1].d;                                                         \
+            }                                                                                                  \
+            const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);             \
+            const __m256  d      = _mm256_mul_ps(halves_to_floats(halves), _mm256_set1_ps(0.03125f));          \
+                                                                                                               \
+            /* the levels had 64 added */                                                                      \
+            dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));                           \
+            return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d), n, d1);                        \
+        }
+ADD_WITHOUT_ZERO_POINT(itq2_s)
+ADD_WITHOUT_ZERO_POINT(itq3_n)
+ADD_WITHOUT_ZERO_POINT(itq2_n)
 
-    // the levels had 64 added
-    dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));
-    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d), n, d1);
-}
-
-// dots_name: the sums of all blocks of a group; those beyond n are any number.
-#    define GEMV(NAME, name, ...)                                                                                      \
-        MULTIPLY(name)                                                                                                 \
-        ITQ_INLINE __m256i dots_##name(const block_##name * x, int n, const prepared_##name * from,                    \
-                                       const int8_t * q) {                                                             \
-            indices_##name indices[GROUP];                                                                             \
-            products       p[GROUP];                                                                                   \
-            make_indices_##name(x, from, 0, &indices[0]);                                                              \
-            UNROLL_8                                                                                                   \
-            for (int i = 0; i < GROUP; ++i) {                                                                          \
-                const int b = i < n ? i : n - 1;                                                                       \
-                if (i + 1 < n) {                                                                                       \
-                    make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                      \
-                }                                                                                                      \
-                p[i] = multiply_##name(&x[b], from, b, &indices[b], q + QK_K * b);                                     \
-            }                                                                                                          \
-            return sum_8(p);                                                                                           \
-        }                                                                                                              \
-                                                                                                                       \
+// Rows of blocks, a group of them prepared while the one before is multiplied. add_group_name() adds n <= GROUP blocks, the
+// first of which is number b of the row, to a sum.
+#    define GEMV_ROWS(name)                                                                                            \
         void itq_gemv_##name(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y, \
                              float * out) {                                                                            \
             prepared_##name prepared[2];                                                                               \
@@ -339,18 +328,166 @@ ITQ_INLINE __m128 add_itq2_s(__m128 sum, __m256i dot, const block_itq2_s * x, in
                         prepare_##name(x_next, n_next, &prepared[turn ^ 1]);                                           \
                     }                                                                                                  \
                     if (left < GROUP) {                                                                                \
-                        const __m256i dot = dots_##name(x + b, left, &prepared[turn], y->q + QK_K * b);                \
-                        sum               = add_##name(sum, dot, x + b, left, y->d + b, y->sums + b);                  \
+                        sum = add_group_##name(sum, x + b, left, &prepared[turn], y, b);                               \
                     } else {                                                                                           \
-                        const __m256i dot = dots_##name(x + b, GROUP, &prepared[turn], y->q + QK_K * b);               \
-                        sum               = add_##name(sum, dot, x + b, GROUP, y->d + b, y->sums + b);                 \
+                        sum = add_group_##name(sum, x + b, GROUP, &prepared[turn], y, b);                              \
                     }                                                                                                  \
                 }                                                                                                      \
                 out[r] = _mm_cvtss_f32(sum);                                                                           \
                 sum    = _mm_setzero_ps();                                                                             \
             }                                                                                                          \
         }
-ITQ_TYPES(GEMV)
+
+// dots_name: the sums of all blocks of a group; those beyond n are any number.
+#    define GEMV(NAME, name, ...)                                                                                   \
+        MULTIPLY(name)                                                                                              \
+        ITQ_INLINE __m256i dots_##name(const block_##name * x, int n, const prepared_##name * from,                 \
+                                       const int8_t * q) {                                                          \
+            indices_##name indices[GROUP];                                                                          \
+            products       p[GROUP];                                                                                \
+            make_indices_##name(x, from, 0, &indices[0]);                                                           \
+            UNROLL_8                                                                                                \
+            for (int i = 0; i < GROUP; ++i) {                                                                       \
+                const int b = i < n ? i : n - 1;                                                                    \
+                if (i + 1 < n) {                                                                                    \
+                    make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                   \
+                }                                                                                                   \
+                p[i] = multiply_##name(&x[b], from, b, &indices[b], q + QK_K * b);                                  \
+            }                                                                                                       \
+            return sum_8(p);                                                                                        \
+        }                                                                                                           \
+                                                                                                                    \
+        ITQ_INLINE __m128 add_group_##name(__m128 sum, const block_##name * x, int n, const prepared_##name * from, \
+                                           const struct itq_columns * y, int64_t b) {                               \
+            return add_##name(sum, dots_##name(x, n, from, y->q + QK_K * b), x, n, y->d + b, y->sums + b);          \
+        }                                                                                                           \
+        GEMV_ROWS(name)
+ITQ_TYPES_256(GEMV)
+
+//
+// Blocks of 64. prepare_name() has what multiply_8_name() needs of a group of n <= GROUP blocks, which then has the products
+// of levels plus 64 of each.
+//
+
+#    if defined(ITQ_AVX512)
+
+#        define NO_PREPARATION_64(NAME, name, ...) NO_PREPARATION(name)
+ITQ_TYPES_64(NO_PREPARATION_64)
+
+ITQ_INLINE __m512i levels_itq3_n(const block_itq3_n * x) {
+    // a quarter of the weights in each quarter of the register
+    const __m512i q = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) x->qs));
+    const __m512i s = _mm512_srlv_epi64(q, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6));
+    return itq_levels_64(_mm512_slli_epi16(_mm512_and_si512(s, _mm512_set1_epi8(3)), 2), x->sel, 0,
+                         itq3_s_unsigned_levels());
+}
+
+ITQ_INLINE __m512i levels_itq2_n(const block_itq2_n * x) {
+    return itq2_levels_64(x->qs, x->sel, 0);
+}
+
+#        define MULTIPLY_8(NAME, name, ...)                                                                \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from, \
+                                              const int8_t * q, products p[GROUP]) {                       \
+                (void) from;                                                                               \
+                UNROLL_8                                                                                   \
+                for (int i = 0; i < GROUP; ++i) {                                                          \
+                    const int b = i < n ? i : n - 1;                                                       \
+                    p[i]        = dot_64(_mm512_setzero_si512(), levels_##name(&x[b]), q + 64 * b);        \
+                }                                                                                          \
+            }
+ITQ_TYPES_64(MULTIPLY_8)
+
+#    else
+
+// Four blocks together are a block of 256 of the same codes, but that no selector is carried from one to the next: bits go
+// on from the first half of a block to the second, to odd places.
+#        define CARRIED           0xAA
+
+typedef struct {
+    _Alignas(64) uint8_t columns[2 * ITQ_COLUMN_BYTES];  // transposed selectors of two times four blocks
+    _Alignas(64) uint8_t symbols[2 * 64];                // as a block of 256 has them, or transposed
+} prepared_itq3_n, prepared_itq2_n;
+
+// Block i, those beyond n any.
+#        define BLOCK_64(x, i, n) ((x)[(i) < (n) ? (i) : (n) - 1])
+
+// A plane of bits, 8 bytes at `plane` of blocks `stride` bytes apart, of 8 blocks.
+ITQ_INLINE void transpose_64(const uint8_t * plane, size_t stride, int n, uint8_t * columns) {
+    int64_t bits[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        memcpy(&bits[i], plane + stride * (size_t) (i < n ? i : n - 1), sizeof(bits[i]));
+    }
+    __m256i r0 = _mm256_setr_epi64x(bits[0], bits[1], bits[4], bits[5]);
+    __m256i r1 = _mm256_setr_epi64x(bits[2], bits[3], bits[6], bits[7]);
+    itq_transpose_pairs(&r0, &r1, 1, CARRIED, columns);
+}
+
+ITQ_INLINE void prepare_itq3_n(const block_itq3_n * x, int n, prepared_itq3_n * to) {
+    transpose_64(x->sel, sizeof(*x), n, to->columns);
+
+    // field f of the bytes of block i to field i of those of quarter f
+    __m256i v[4];
+    for (int i = 0; i < 4; ++i) {
+        v[i] = itq_load_2x128(BLOCK_64(x, i, n).qs, BLOCK_64(x, i + 4, n).qs);
+    }
+    SWAP_FIELDS(v[0], v[1], 2, 0x33);
+    SWAP_FIELDS(v[2], v[3], 2, 0x33);
+    SWAP_FIELDS(v[0], v[2], 4, 0x0F);
+    SWAP_FIELDS(v[1], v[3], 4, 0x0F);
+    for (int f = 0; f < 4; ++f) {
+        _mm_store_si128((__m128i *) (to->symbols + 16 * f), _mm256_castsi256_si128(v[f]));
+        _mm_store_si128((__m128i *) (to->symbols + 64 + 16 * f), _mm256_extracti128_si256(v[f], 1));
+    }
+}
+
+ITQ_INLINE void prepare_itq2_n(const block_itq2_n * x, int n, prepared_itq2_n * to) {
+    transpose_64(x->sel, sizeof(*x), n, to->columns);
+    transpose_64(x->qs, sizeof(*x), n, to->symbols);
+}
+
+#        define indices_of_itq3_n itq3_s_indices
+#        define indices_of_itq2_n itq2_s_indices
+#        define table_itq3_n      table_itq3_s
+#        define table_itq2_n      table_itq2_s
+
+#        define MULTIPLY_8(NAME, name, ...)                                                                  \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,   \
+                                              const int8_t * q, products p[GROUP]) {                         \
+                (void) x;                                                                                    \
+                _Alignas(32) uint8_t indices[2][QK_K / 2];                                                   \
+                for (int four = 0; four < 2; ++four) {                                                       \
+                    indices_of_##name(from->columns + ITQ_COLUMN_BYTES * four, from->symbols + 64 * four,    \
+                                      indices[four]);                                                        \
+                }                                                                                            \
+                UNROLL_8                                                                                     \
+                for (int i = 0; i < GROUP; ++i) {                                                            \
+                    p[i] = _mm256_setzero_si256();                                                           \
+                }                                                                                            \
+                UNROLL_8                                                                                     \
+                for (int i = 0; i < GROUP; ++i) { /* a half of a block, and of the one two further */        \
+                    const int four = i / 4, half = i % 2;                                                    \
+                    const int at    = 4 * four + i / 2 % 2;                                                  \
+                    const int lower = at < n ? at : n - 1, upper = at + 2 < n ? at + 2 : n - 1;              \
+                    __m256i   of_lower, of_upper;                                                            \
+                    itq_levels_2x32(table_##name(half), indices[four] + 32 * (i % 4), &of_lower, &of_upper); \
+                    p[at]     = dot_32(p[at], of_lower, q + 64 * lower + 32 * half);                         \
+                    p[at + 2] = dot_32(p[at + 2], of_upper, q + 64 * upper + 32 * half);                     \
+                }                                                                                            \
+            }
+ITQ_TYPES_64(MULTIPLY_8)
+
+#    endif
+
+#    define GEMV_64(NAME, name, ...)                                                                                \
+        ITQ_INLINE __m128 add_group_##name(__m128 sum, const block_##name * x, int n, const prepared_##name * from, \
+                                           const struct itq_columns * y, int64_t b) {                               \
+            products p[GROUP];                                                                                      \
+            multiply_8_##name(x, n, from, y->q + 64 * b, p);                                                        \
+            return add_##name(sum, sum_8(p), x, n, y->d + b, y->sums + b);                                          \
+        }                                                                                                           \
+        GEMV_ROWS(name)
+ITQ_TYPES_64(GEMV_64)
 
 //
 // TQ2_0: trit f of byte 32*h + i of a block is number 128*h + 32*f + i, plus one

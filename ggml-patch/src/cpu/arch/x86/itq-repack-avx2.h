@@ -1,17 +1,13 @@
 #pragma once
 
-// Panels of ITQ3_S, TQ1_0 and TQ2_0 out of the file's layout with AVX2: 8 of the 16 rows at a time.
+// Panels of ITQ3_S, ITQ2_S, TQ1_0 and TQ2_0 out of the file's layout with AVX2: 8 of the 16 rows at a time.
 
 #include "../../itq-rows.h"
+#include "itq-decode.h"
 
 #include <immintrin.h>
 
 #define REPACKED_ROWS 8
-
-static inline __m256i load_2x128(const void * lo, const void * hi) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) lo)),
-                                   _mm_loadu_si128((const __m128i *) hi), 1);
-}
 
 // r[i] holds words w .. w + 3 of row i in its lower half and of row i + 4 in its upper half; words + 16*i gets word
 // w + i of rows 0 .. 7.
@@ -34,23 +30,13 @@ ITQ_INLINE void transpose_words(const struct row_reader * readers, int64_t b, si
             __m256i r[4];
             for (int i = 0; i < 4; ++i) {
                 const struct row_reader * from = readers + REPACKED_ROWS * half + i;
-                r[i]                           = load_2x128((const char *) block_at(&from[0], b) + offset + 4 * w,
-                                                            (const char *) block_at(&from[4], b) + offset + 4 * w);
+                r[i]                           = itq_load_2x128((const char *) block_at(&from[0], b) + offset + 4 * w,
+                                                                (const char *) block_at(&from[4], b) + offset + 4 * w);
             }
             store_transposed(words[w] + REPACKED_ROWS * half, ITQ_PANEL_ROWS, r);
         }
     }
 }
-
-// Exchanges fields of the bytes of two registers: those of *a that mask selects `shift` bits up with those of *b that
-// mask selects. shift is known to the compiler.
-#define SWAP_FIELDS(a, b, shift, mask)                                                                  \
-    do {                                                                                                \
-        const __m256i swap_ =                                                                           \
-            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(a, shift), b), _mm256_set1_epi8(mask)); \
-        b = _mm256_xor_si256(b, swap_);                                                                 \
-        a = _mm256_xor_si256(a, _mm256_slli_epi16(swap_, shift));                                       \
-    } while (0)
 
 static inline void repack_symbols(const struct row_reader * readers, int64_t b, int half,
                                   uint32_t qs[16][ITQ_PANEL_ROWS]) {
@@ -61,10 +47,10 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
 
         // byte 8*h + t of register a has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields
         // become the register, and the other way round
-        __m256i v0 = load_2x128(x->qs, y->qs);
-        __m256i v1 = load_2x128(x->qs + 16, y->qs + 16);
-        __m256i v2 = load_2x128(x->qs + 32, y->qs + 32);
-        __m256i v3 = load_2x128(x->qs + 48, y->qs + 48);
+        __m256i v0 = itq_load_2x128(x->qs, y->qs);
+        __m256i v1 = itq_load_2x128(x->qs + 16, y->qs + 16);
+        __m256i v2 = itq_load_2x128(x->qs + 32, y->qs + 32);
+        __m256i v3 = itq_load_2x128(x->qs + 48, y->qs + 48);
         // a = 1, 0, 3, 2 in fields 0 .. 3
         SWAP_FIELDS(v1, v0, 2, 0x33);
         SWAP_FIELDS(v3, v2, 2, 0x33);
@@ -161,4 +147,21 @@ static inline void itq_repack_tq1_0_avx2(const void * rows, size_t row_size, int
             scales->d[r] = x->d;
         }
     }
+}
+
+// Activations of blocks of 64, from [4][16] to [16][4] bytes.
+static inline void itq_reorder_q8_n_h_sse(const int8_t * q, int8_t * y) {
+    const __m128i a = _mm_loadu_si128((const __m128i *) q);
+    const __m128i b = _mm_loadu_si128((const __m128i *) (q + 16));
+    const __m128i c = _mm_loadu_si128((const __m128i *) (q + 32));
+    const __m128i d = _mm_loadu_si128((const __m128i *) (q + 48));
+
+    const __m128i ab_lo = _mm_unpacklo_epi8(a, b), ab_hi = _mm_unpackhi_epi8(a, b);
+    const __m128i cd_lo = _mm_unpacklo_epi8(c, d), cd_hi = _mm_unpackhi_epi8(c, d);
+
+    __m128i * to = (__m128i *) y;
+    _mm_storeu_si128(to, _mm_unpacklo_epi16(ab_lo, cd_lo));
+    _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(ab_lo, cd_lo));
+    _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(ab_hi, cd_hi));
+    _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(ab_hi, cd_hi));
 }

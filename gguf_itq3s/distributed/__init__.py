@@ -1,0 +1,1 @@
+"""Several processes that do one piece of work, as torchrun starts them."""
