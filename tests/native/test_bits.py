@@ -331,7 +331,7 @@ def test_an_interrupted_choice_goes_on(
     work = tmp_path / "broken.gguf.calibrating"
     stamps = {path: path.stat().st_mtime_ns for path in work.glob("*/*.safetensors")}
     assert len(stamps) == 7  # two layers and the ends; two layers and both ends
-    monkeypatch.setattr(budget, "calibrate", lambda _, out: _unchanged(out, stamps))
+    monkeypatch.setattr(budget, "calibrate", lambda _, out, *_again: _unchanged(out, stamps))
     quietly(uneven("llama"), out, **asked)
     assert len(scored) == len(set(scored)) + 1
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
