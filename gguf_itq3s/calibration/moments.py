@@ -36,12 +36,18 @@ def rotate(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
 
 def rotate_both(moment: torch.Tensor, block: int | None = None) -> torch.Tensor:
     """A second moment (n, n) or (n / b, b, b) to the rotated basis, or back; ``block`` as :func:`rotate` takes it."""
-    return rotate(rotate(moment, block).mT.contiguous(), block).mT
+    return rotate(rotate(moment, block).mT.contiguous(), block or rotation_block(moment.shape[-1])).mT
 
 
-def in_basis(moment: torch.Tensor, block: int) -> torch.Tensor:
-    """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in another basis."""
-    plain = rotate_both(moment)
+def in_basis(moment: torch.Tensor, block: int, own: int | None = None) -> torch.Tensor:
+    """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in another basis.
+
+    Args:
+        moment: as :func:`rotate_both` takes it, or some whole blocks of its rows and columns.
+        block: of the basis.
+        own: of the basis that it has; None for that of rows of as many columns.
+    """
+    plain = rotate_both(moment, own)
     if block == 1:
         return plain
     if plain.ndim == 3:

@@ -8,7 +8,7 @@ tensors, and every rank gets the same bits: what is decided by them is decided a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -124,6 +124,23 @@ class Ranks:
                 dist.broadcast(flat[start : start + 8 * PIECE], src=owner)
         if own is not array and self.rank != owner:
             array[...] = own
+
+    def begin_sending(self, owner: int, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to give all ranks what a contiguous tensor holds on its owner, in place.
+
+        Returns:
+            What waits until it is there; the tensor is not to be changed before.
+        """
+        import torch.distributed as dist
+
+        with self._together():
+            sending = dist.broadcast(tensor, src=owner, async_op=True)
+
+        def wait() -> None:
+            with self._together():
+                sending.wait()
+
+        return wait
 
     def send_parts(self, array: npt.NDArray[Any], parts: Sequence[slice]) -> None:
         """Give all ranks the rows that each of them has: ``parts[rank]``, in place."""

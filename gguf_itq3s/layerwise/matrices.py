@@ -136,7 +136,7 @@ class Matrix:
         Raises:
             UserError: the correction is larger than the matrix.
         """
-        held, total = of.held, of.hessian.total
+        held, total = of.held, of.curvature
         missing = of.missing.get(self.reader.entry)
         if held is None or total is None or (missing is None and not of.differs):
             return self.weights

@@ -335,17 +335,18 @@ class Sequential:
 
     def _decompose(self, number: int, group: Group, of: Sums, finished: Finished, ranks: Ranks) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
-        if of.hessian.total is None:
+        hessian = of.curvature
+        if hessian is None:
             return None
         kind = _kind(group)
         try:
             if self.damping is not None:
                 finished.dampings[kind] = self.damping
-                return Decomposition.of(of.hessian.total, self.damping)
-            settled = kind in finished.dampings and number % _SEARCHED and len(of.hessian.total) > WIDE
+                return Decomposition.of(hessian, self.damping)
+            settled = kind in finished.dampings and number % _SEARCHED and len(hessian) > WIDE
             held = None if of.held is None or settled else of.held.inputs
             start = finished.dampings.get(kind, target.DAMPING)
-            finished.dampings[kind], found = target.decompose(of.hessian.total, held, start, ranks)
+            finished.dampings[kind], found = target.decompose(hessian, held, start, ranks)
         except ValueError as problem:
             entry = group.readers[0].entry
             raise UserError(self.calibration.model, str(problem), "raise --damping", entry) from problem
@@ -374,8 +375,13 @@ def _tokens(of: Sums) -> tuple[int, int]:
 
 def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:
     """The same Hessian in the basis of types that rotate other blocks, or none; its damping serves in every basis."""
+    damping = finished.dampings[_kind(group)]
+    if of.panels is not None:
+        own = rotation_block(group.columns)
+        changed = of.panels.changed(lambda panel: in_basis(panel, block, own))
+        return Decomposition.of(changed, damping)
     assert of.hessian.total is not None
-    return Decomposition.of(in_basis(of.hessian.total, block), finished.dampings[_kind(group)])
+    return Decomposition.of(in_basis(of.hessian.total, block), damping)
 
 
 def _kind(group: Group) -> str:

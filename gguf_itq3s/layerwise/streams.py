@@ -31,6 +31,8 @@ from ..calibration.moments import Moment, rotated
 from ..calibration.options import CalibrationOptions
 from ..checkpoint import row_order
 from ..distributed.ranks import ALONE, Ranks
+from ..rounding.panels import Panels
+from ..rounding.target import is_wide
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
@@ -142,12 +144,19 @@ class Sums:
         missing: of a matrix that writes to the residual stream, float64 (rows, columns), of
             (W (x - x') + r - r') x'^T with the stream r before the addition.
         held: the tokens held out; None where there are none.
+        panels: of a wide full Hessian, in place of its total, once it is added up over several ranks.
     """
 
     hessian: Moment
     cross: Moment
     missing: dict[str, torch.Tensor] = field(default_factory=dict)
     held: Held | None = None
+    panels: Panels | None = None
+
+    @property
+    def curvature(self) -> torch.Tensor | Panels | None:
+        """The sum of the Hessian; None where no token came."""
+        return self.hessian.total if self.panels is None else self.panels
 
     def add_up(self, ranks: Ranks, tokens: int, held: int, owner: int | None = None) -> None:
         """Add up over all ranks, but for ``missing``, whose rows each rank asks for by itself.
@@ -161,8 +170,12 @@ class Sums:
         if ranks.alone or not tokens:
             return
         device = self.device
-        for moment in (self.hessian, self.cross) if not self.missing else (self.hessian,):
-            moment.add_up(ranks, tokens, device, owner)
+        if owner is None and is_wide(total := self.hessian.begun(device)):
+            self.panels, self.hessian.total, self.hessian.tokens = Panels.of(total, ranks), None, tokens
+        else:
+            self.hessian.add_up(ranks, tokens, device, owner)
+        if not self.missing:
+            self.cross.add_up(ranks, tokens, device, owner)
         if owner is not None:
             ranks.add(*self.missing.values(), owner=owner)
         if held:
@@ -173,7 +186,7 @@ class Sums:
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        totals = [self.hessian.total, *self.missing.values(), None if self.held is None else self.held.inputs]
+        totals = [self.hessian.total, self.panels, *self.missing.values(), None if self.held is None else self.held.inputs]
         return next((total.device for total in totals if total is not None), torch.device("cpu"))
 
     @property

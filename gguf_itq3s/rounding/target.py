@@ -26,6 +26,7 @@ import numpy as np
 
 from ..distributed.ranks import ALONE, Ranks
 from .hessian import Factor
+from .panels import Panels
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +55,12 @@ class Decomposition:
     full: bool
 
     @classmethod
-    def of(cls, hessian: torch.Tensor, damping: float) -> Decomposition:
+    def of(cls, hessian: torch.Tensor | Panels, damping: float) -> Decomposition:
         """Decompose a Hessian.
 
         Args:
-            hessian: float64 (n, n) or (n / b, b, b), symmetric, positive semidefinite. An all-zero one is taken
-                as the identity.
+            hessian: float64 (n, n) or (n / b, b, b), symmetric, positive semidefinite, or a full one that ranks share.
+                An all-zero one is taken as the identity.
             damping: share of the mean diagonal that is added to the diagonal, more than 0.
 
         Raises:
@@ -67,21 +68,16 @@ class Decomposition:
         """
         import torch
 
-        full = hessian.ndim == 2
-        mean = float(hessian.diagonal(dim1=-2, dim2=-1).mean())
+        shared = isinstance(hessian, Panels)
+        mean = hessian.mean() if shared else float(hessian.diagonal(dim1=-2, dim2=-1).mean())
         if not np.isfinite(mean):
             raise ValueError("a value of the Hessian is NaN or infinite")
-        for dtype in (torch.float32, torch.float64) if full and len(hessian) > WIDE else (torch.float64,):
-            # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
-            reverse = (hessian[None] if full else hessian).to(dtype).flip(-2, -1)
-            reverse.diagonal(dim1=-2, dim2=-1).add_(damping * (mean or 1.0))
-            lower, failed = torch.linalg.cholesky_ex(reverse)
-            if not failed.any():
-                break
-        else:
-            raise ValueError("the Hessian is not positive semidefinite; more damping may help")
-        del reverse
-        return cls(lower.flip(-2, -1), full)
+        added = damping * (mean or 1.0)
+        for dtype in (torch.float32, torch.float64) if is_wide(hessian) else (torch.float64,):
+            upper = hessian.decomposed(added, dtype) if shared else _decomposed(hessian, added, dtype)
+            if upper is not None:
+                return cls(upper if upper.ndim == 3 else upper[None], shared or hessian.ndim == 2)
+        raise ValueError("the Hessian is not positive semidefinite; more damping may help")
 
     def factor(self) -> Factor:
         """For rounding, as :func:`gguf_itq3s.rounding.hessian.factorize` gives it."""
@@ -130,8 +126,27 @@ class Decomposition:
         return whole.permute(2, 0, 1).reshape(right.shape)
 
 
+def is_wide(hessian: torch.Tensor | Panels) -> bool:
+    """Whether a Hessian is full and wider than :data:`WIDE`."""
+    return (isinstance(hessian, Panels) or hessian.ndim == 2) and len(hessian) > WIDE
+
+
+def _decomposed(hessian: torch.Tensor, added: float, dtype: torch.dtype) -> torch.Tensor | None:
+    """U (blocks, s, s) of a Hessian with a number added to its diagonal; None if it is not positive definite."""
+    import torch
+
+    # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
+    reverse = (hessian[None] if hessian.ndim == 2 else hessian).to(dtype).flip(-2, -1)
+    reverse.diagonal(dim1=-2, dim2=-1).add_(added)
+    lower, failed = torch.linalg.cholesky_ex(reverse)
+    if failed.any():
+        return None
+    del reverse
+    return lower.flip(-2, -1)
+
+
 def decompose(
-    hessian: torch.Tensor, held: torch.Tensor | None, start: float, ranks: Ranks = ALONE
+    hessian: torch.Tensor | Panels, held: torch.Tensor | None, start: float, ranks: Ranks = ALONE
 ) -> tuple[float, Decomposition]:
     """Decompose a Hessian with the damping that tokens held out like best.
 
@@ -147,7 +162,7 @@ def decompose(
     best = Decomposition.of(hessian, start)
     if held is None:
         return start, best
-    if hessian.ndim == 2 and len(hessian) > WIDE:
+    if is_wide(hessian):
         (tokens,) = ranks.numbers(len(held))
         held = held[:: max(1, -(-int(tokens) // _FEW))]
     place, least = DAMPINGS.index(start), best.expected_error(held, ranks)

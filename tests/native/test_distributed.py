@@ -22,15 +22,20 @@ from safetensors.numpy import load_file
 
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
+from gguf_itq3s.calibration.moments import in_basis
 from gguf_itq3s.calibration.options import CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.codec.family import is_trellis
+from gguf_itq3s.codec.transform import rotation_block
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert, convert_together
 from gguf_itq3s.distributed import watch
 from gguf_itq3s.distributed.ranks import PIECE, Ranks
 from gguf_itq3s.layerwise.run import Sequential
 from gguf_itq3s.layerwise.streams import share, split
+from gguf_itq3s.rounding import target
+from gguf_itq3s.rounding.panels import PANEL, Panels
+from gguf_itq3s.rounding.target import Decomposition
 from killing import content
 from together import BOUND, LOOPBACK, errors, together
 
@@ -144,6 +149,61 @@ def test_sums_and_messages(tmp_path: Path) -> None:
     assert [outcome.code for outcome in outcomes] == [0, 0, 0], [outcome.said for outcome in outcomes]
 
 
+def _panels(ranks: Ranks) -> None:
+    mine = torch.Generator().manual_seed(ranks.rank)
+    every = [torch.Generator().manual_seed(rank) for rank in range(ranks.size)]
+    for n in (3 * PANEL, 2 * PANEL + 64, PANEL, 192):
+
+        def drawn(generator: torch.Generator, n: int = n) -> torch.Tensor:
+            inputs = torch.randn((2 * n, n), generator=generator, dtype=torch.float64)
+            return inputs.T @ inputs
+
+        whole = sum(drawn(generator) for generator in every)
+        assert isinstance(whole, torch.Tensor)
+        before = ranks.summed
+        panels = Panels.of(drawn(mine), ranks)
+        assert ranks.summed - before == 8 * n * n
+        assert sum(ranks.every(bool(panels.own))) == min(ranks.size, -(-n // PANEL))
+        assert len(panels) == n
+        assert panels.mean() == pytest.approx(float(whole.diagonal().mean()))
+        for block in (1, 64):
+            changed = panels.changed(lambda panel, block=block, n=n: in_basis(panel, block, rotation_block(n)))
+            for number, panel in changed.own.items():
+                wanted = in_basis(whole, block)[: len(panel), number * PANEL : len(panel)]
+                torch.testing.assert_close(panel, wanted, rtol=1e-9, atol=1e-9 * n)
+        wanted = Decomposition.of(whole, 0.01).upper[0]
+        for dtype in (torch.float32, torch.float64):
+            upper = panels.decomposed(0.01 * panels.mean(), dtype)
+            assert upper is not None
+            error = float((upper - wanted).norm() / wanted.norm())
+            assert error < (1e-5 if dtype == torch.float32 else 1e-7)
+            same = torch.from_numpy(upper.numpy().copy())
+            for rank in range(ranks.size):
+                ranks.send(rank, same.numpy())
+                assert torch.equal(same, upper)  # every rank has the bits of every other
+        assert not torch.equal(panels.decomposed(1.0, torch.float64), wanted)
+        assert panels.decomposed(-0.9 * panels.mean(), torch.float64) is None
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            Decomposition.of(panels.changed(lambda panel: panel * float("inf")), 0.01)
+        with pytest.raises(ValueError, match="not positive semidefinite; more damping may help"):
+            Decomposition.of(panels.changed(lambda panel: panel - 4 * n * ranks.size * torch.ones_like(panel)), 1e-6)
+    # What float32 cannot decompose, float64 can.
+    target.WIDE = 0  # type: ignore[misc] # in a process of its own
+    n = 2 * PANEL
+    flat = torch.full((n, n), 1e8 / ranks.size, dtype=torch.float64) + torch.eye(n, dtype=torch.float64) / ranks.size
+    panels = Panels.of(flat, ranks)
+    assert panels.decomposed(1e-9 * panels.mean(), torch.float32) is None
+    found = Decomposition.of(panels, 1e-9)
+    torch.testing.assert_close((found.upper[0].double() @ found.upper[0].double().T) / 1e8, flat * ranks.size / 1e8)
+
+
+def test_a_hessian_in_panels_is_decomposed_as_whole(tmp_path: Path) -> None:
+    outcomes = together(2, _panels, tmp_path)
+    assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.said for outcome in outcomes]
+    outcomes = together(3, _panels, tmp_path)
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0], [outcome.said for outcome in outcomes]
+
+
 # -------------------------------------------------------------------------------------------------------------- files
 
 
@@ -175,6 +235,36 @@ def test_two_processes_quantize_to_the_same_targets(
     for entry, decoded in one.items():
         energy = float(np.square(decoded, dtype=np.float64).sum())
         assert float(np.square(decoded - other[entry], dtype=np.float64).sum()) < 0.25 * energy, entry
+
+
+def test_wide_hessians_are_decomposed_by_all(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """As wide ones, small ones: the weights are those of one process, the bytes the same each time."""
+    model = uneven("llama")
+    options = [asked(model, tmp_path / name / "x.gguf", damping=0.03) for name in ("one", "two", "again")]
+    for name in ("one", "two", "again"):
+        (tmp_path / name).mkdir()
+    convert(options[0], io.StringIO())
+    shared: list[int] = []
+
+    def work(ranks: Ranks, which: int) -> None:
+        target.WIDE = 0  # type: ignore[misc] # in a process of its own
+        own = Panels.decomposed
+
+        def decomposed(self: Panels, *rest: Any) -> Any:
+            shared.append(len(self))
+            return own(self, *rest)
+
+        setattr(Panels, "decomposed", decomposed)  # noqa: B010
+        convert_together(options[which], io.StringIO(), ranks)
+        assert shared
+
+    for which in (1, 2):
+        outcomes = together(2, lambda ranks, which=which: work(ranks, which), tmp_path)  # type: ignore[misc]
+        assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.said for outcome in outcomes]
+    one, two = weights(tmp_path / "one" / "x.gguf"), weights(tmp_path / "two" / "x.gguf")
+    for entry in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"):
+        assert (one[entry] == two[entry]).mean() > 0.9
+    assert content(tmp_path / "two") == content(tmp_path / "again")
 
 
 def test_the_same_processes_write_the_same_bytes_and_others_go_on(

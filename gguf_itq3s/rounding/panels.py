@@ -1,0 +1,155 @@
+"""A wide Hessian whose columns are shared out over ranks, and its decomposition by all of them.
+
+Of a symmetric matrix (n, n) the upper half is kept, in panels of neighbouring columns, in turn on one rank and the
+next. With S ranks each has ``n^2 / 2 S`` numbers, and does a share of ``n^3 / 3`` multiplications to decompose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from ..codec.transform import BLOCK
+from ..distributed.ranks import Ranks
+
+if TYPE_CHECKING:
+    import torch
+
+#: Columns of a panel: whole blocks of every rotation, so that panels can be rotated one by one.
+PANEL: Final = BLOCK
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The panels of one rank.
+
+    Attributes:
+        columns: n.
+        own: number of a panel -> (end, width), the columns from ``PANEL * number`` on down to the end of the diagonal
+            block; of this rank's panels.
+        ranks: those that have the others.
+    """
+
+    columns: int
+    own: Mapping[int, torch.Tensor]
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, total: torch.Tensor, ranks: Ranks) -> Panels:
+        """Add up symmetric matrices over all ranks, each panel on the rank that keeps it.
+
+        Args:
+            total: (n, n), of each rank its own.
+            ranks: those that have one.
+        """
+        own = {}
+        before = ranks.summed
+        for number in range(-(-len(total) // PANEL)):
+            end = min((number + 1) * PANEL, len(total))
+            panel = total[:end, number * PANEL : end].contiguous()
+            ranks.add(panel, owner=number % ranks.size)
+            if number % ranks.size == ranks.rank:
+                own[number] = panel
+        ranks.summed = before + total.numel() * total.element_size()
+        return cls(len(total), own, ranks)
+
+    def __len__(self) -> int:
+        return self.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        import torch
+
+        return next((panel.device for panel in self.own.values()), torch.device("cpu"))
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Panels:
+        """Each panel, through a function that treats blocks of :data:`PANEL` rows or columns alike."""
+        return replace(self, own={number: change(panel) for number, panel in self.own.items()})
+
+    def mean(self) -> float:
+        """Of the diagonal; the same on every rank."""
+        diagonals = (float(panel[number * PANEL :].diagonal().sum()) for number, panel in self.own.items())
+        return self.ranks.numbers(sum(diagonals))[0] / self.columns
+
+    def decomposed(self, added: float, dtype: torch.dtype) -> torch.Tensor | None:
+        """``U U^T``, U upper triangular, of the matrix with a number added to its diagonal.
+
+        From the last panel to the first: its rank decomposes the block on the diagonal and solves for what is above it,
+        all get the result and take what it explains off their own panels. A rank begins with the panel that is next,
+        and sends it while it is at work at the rest.
+
+        Args:
+            added: the number.
+            dtype: of the computation.
+
+        Returns:
+            U, float32 (n, n), the same bits on every rank; None if the matrix is not positive definite.
+        """
+        import torch
+
+        count = -(-self.columns // PANEL)
+        left = {number: panel.to(dtype, copy=True, memory_format=torch.contiguous_format) for number, panel in self.own.items()}
+        for number, panel in left.items():
+            panel[number * PANEL :].diagonal().add_(added)
+        upper = torch.zeros((self.columns, self.columns), dtype=torch.float32, device=self.device)
+
+        def begin(number: int) -> tuple[torch.Tensor, Callable[[], None]]:
+            """Finish a panel where it is, and send it to all."""
+            start, end = number * PANEL, min((number + 1) * PANEL, self.columns)
+            panel = left.pop(number, None)
+            if panel is None:
+                panel = torch.empty((end, end - start), dtype=dtype, device=self.device)
+            else:
+                _finish(panel, start)
+            return panel, self.ranks.begin_sending(number % self.ranks.size, panel)
+
+        coming = begin(count - 1)
+        for number in reversed(range(count)):
+            panel, arrived = coming
+            arrived()
+            if not panel.isfinite().all():
+                return None
+            if number:
+                if (following := left.get(number - 1)) is not None:
+                    _take_off(following, panel, (number - 1) * PANEL)
+                coming = begin(number - 1)
+            for other, rest in left.items():
+                _take_off(rest, panel, other * PANEL)
+            upper[: len(panel), number * PANEL : number * PANEL + panel.shape[1]] = panel
+        return upper
+
+
+def _finish(panel: torch.Tensor, start: int) -> None:
+    """Columns of the matrix, of which all that later columns explain is taken off, to columns of U, in place.
+
+    Args:
+        panel: (end, width), the block on the diagonal from row ``start`` on; without a number where it is not positive
+            definite.
+        start: its first column.
+    """
+    import torch
+
+    # U U^T with U upper triangular is the Cholesky factorization with rows and columns in reverse order.
+    lower, failed = torch.linalg.cholesky_ex(panel[start:].flip(-2, -1))
+    if failed:
+        panel.fill_(float("nan"))
+        return
+    square = lower.flip(-2, -1)
+    panel[start:] = square
+    if start:
+        # Above it X U^T = H.
+        panel[:start] = torch.linalg.solve_triangular(square.mT, panel[:start], upper=False, left=False)
+
+
+def _take_off(panel: torch.Tensor, later: torch.Tensor, start: int) -> None:
+    """Take off a panel what a finished one of later columns explains of it, in place.
+
+    Args:
+        panel: (end, width), columns from ``start`` on.
+        later: columns of U.
+        start: first column of the panel.
+    """
+    end = len(panel)
+    panel.addmm_(later[:end], later[start:end].mT, alpha=-1)
