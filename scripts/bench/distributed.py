@@ -27,16 +27,20 @@ from typing import Any, Final
 
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, positive, report_errors
+from gguf_itq3s.calibration.activations import DTYPES
 from gguf_itq3s.codec.native import processors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert_together
 from gguf_itq3s.distributed.joining import joined
+from gguf_itq3s.evaluate.ratio import paired
 from gguf_itq3s.evaluate.tools import Tools, base_chunks
 from gguf_itq3s.layerwise.finished import Finished
 from gguf_itq3s.layerwise.run import Sequential
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs" / "results"
+#: Of activations and gradients between layers, where none is named.
+DTYPE: Final = "float32"
 
 
 def carried() -> int:
@@ -125,8 +129,8 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def divergence(model: Path, base: Path, context: int) -> tuple[float, float]:
-    """Mean KL divergence and its standard error, by llama-perplexity.
+def divergence(model: Path, base: Path, context: int) -> dict[str, Any]:
+    """Mean KL divergence, its standard error and that of each window, by llama-perplexity.
 
     Args:
         model: what is scored.
@@ -135,32 +139,42 @@ def divergence(model: Path, base: Path, context: int) -> tuple[float, float]:
     """
     tokens = base_chunks(base) * (context - 1 - context // 2)
     found = Tools.find(processors()).divergence(model, base, tokens, context, model.with_suffix(".log"))
-    return found["mean_kld"], found["mean_kld_error"]
+    return {key: found[key] for key in ("mean_kld", "mean_kld_error", "windows")}
 
 
 def table(results: dict[str, Any]) -> str:
     """The figures as a table."""
     alone = next(iter(results["runs"].values()))
     rows = []
-    for count, found in results["runs"].items():
+    for name, found in results["runs"].items():
+        count = int(name.split()[0])
         ratio = found["sent_a_layer"] / found["summed_a_layer"] if found["summed_a_layer"] else 0.0
-        row = [
-            count, f"{results['cores'] // int(count) or 1}",
+        timed = [
+            f"{results['cores'] // count or 1}",
             f"{found['seconds_a_layer'] / alone['seconds_a_layer']:.2f}",
             f"{found['gradients'] / alone['gradients']:.2f}" if results["fisher"] else "-",
             f"{found['memory'] / alone['memory']:.2f} ({report.size(found['memory'])})",
             f"{report.size(int(found['sent_a_layer']))}" if ratio else "-", f"{ratio:.2f}" if ratio else "-",
         ]  # fmt: skip
-        rows.append([*row, *(f"{mean:.4f} ± {error:.4f}" for mean, error in found.get("kld", []))])
-    head = ["processes", "threads each", "time a layer", "time of gradients", "memory of a process",
-            "sent a layer", "over the sums"]  # fmt: skip
+        row = [name, *(timed if results["timed"] else ())]
+        for score, first in zip(found.get("kld", []), alone.get("kld", []), strict=True):
+            over = "" if found is alone else " ({:.3f} ± {:.3f})".format(*paired(score["windows"], first["windows"]))
+            row.append(f"{score['mean_kld']:.4f} ± {score['mean_kld_error']:.4f}{over}")
+        rows.append(row)
+    head = ["processes"]
+    if results["timed"]:
+        head += ["threads each", "time a layer", "time of gradients", "memory of a process"]
+        head += ["sent a layer", "over the sums"]
     head += [f"KLD {name}" for name in results["bases"]]
-    layers = results["layers"] or "all"
-    text = (
-        f"{results['model']}, {results['tokens']} tokens, {layers} layers, {results['cores']} cores, times and memory "
-        "over those of one process:\n\n"
-    )
-    return text + report.markdown(head, rows)
+    said = [f"{results['model']} in {results['outtype'].upper()}", f"{results['tokens']} tokens"]
+    said += [f"{results['layers'] or 'all'} layers", f"--effort {results['effort']}"]
+    said += ["with output Fisher matrices"] if results["fisher"] else []
+    if results["timed"]:
+        said += [f"{results['cores']} cores", f"{results['rounds']} round{'s' * (results['rounds'] > 1)}"]
+        said += ["times and memory over those of one process"]
+    if results["bases"]:
+        said += ["mean KL divergence, over that of the first row with paired errors"]
+    return ", ".join(said) + ":\n\n" + report.markdown(head, rows)
 
 
 @report_errors
@@ -175,9 +189,13 @@ def main() -> int:
     parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2, 4], help="default: 1 2 4")
     parser.add_argument("--layers", type=positive, default=3, help="to run, the first uncounted; default: %(default)s")
     parser.add_argument("--whole", action="store_true", help="all layers, and the file")
+    parser.add_argument("--effort", default="default", help="default: %(default)s")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[DTYPE], help="default: %(default)s")
+    parser.add_argument("--dtype", default=DTYPE, help=argparse.SUPPRESS)
     parser.add_argument("--fisher", action="store_true", help="with output Fisher matrices")
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="logits of the original, for --whole")
     parser.add_argument("--rounds", type=positive, default=1, help="of every run; default: %(default)s")
+    parser.add_argument("--untimed", action="store_true", help="leave times and memory out, where other work is done")
     parser.add_argument("--threads", type=positive, default=processors(), help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder for the files (default: a temporary one)")
@@ -188,21 +206,22 @@ def main() -> int:
         options = ConvertOptions.of(
             args.model, args.worker.with_suffix(".gguf"), calibrate=(args.text,), tokens=args.tokens,
             context=args.context, outtype=args.outtype, fisher=args.fisher, threads=args.threads, pure=True,
-            token_embedding_type="f16",
+            token_embedding_type="f16", effort=args.effort, dtype=args.dtype,
         )  # fmt: skip
         return worker(options, 0 if args.whole else args.layers, args.worker)
     arguments = list(sys.argv[1:])
-    runs: dict[str, list[dict[str, float]]] = {str(count): [] for count in args.processes}
-    scores: dict[str, list[tuple[float, float]]] = {}
+    kinds = [(count, dtype) for dtype in args.dtypes for count in args.processes]
+    names = [str(count) if dtype == DTYPE else f"{count} ({dtype})" for count, dtype in kinds]
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    scores: dict[str, list[dict[str, Any]]] = {}
     for round_number in range(args.rounds):
-        for count in args.processes:
+        for name, (count, dtype) in zip(names, kinds, strict=True):
             with tempfile.TemporaryDirectory(dir=args.work) as folder:
                 result = Path(folder, f"run-{count}")
-                runs[str(count)].append(figures(run(count, arguments, result)))
+                runs[name].append(figures(run(count, [*arguments, "--dtype", dtype], result)))
                 if args.whole and round_number == 0:
-                    scores[str(count)] = [
-                        divergence(result.with_suffix(".gguf"), base, args.context) for base in args.score
-                    ]
+                    scores[name] = [divergence(result.with_suffix(".gguf"), base, args.context) for base in args.score]
+                    print(name, [score["mean_kld"] for score in scores[name]], file=sys.stderr, flush=True)
     medians = {
         count: {key: statistics.median(one[key] for one in every) for key in every[0]}
         | ({"kld": scores[count]} if scores.get(count) else {})
@@ -211,6 +230,7 @@ def main() -> int:
     results = {
         "model": args.name or args.model.name, "tokens": args.tokens, "cores": processors(), "rounds": args.rounds,
         "layers": 0 if args.whole else args.layers, "fisher": args.fisher, "outtype": args.outtype,
+        "effort": args.effort, "timed": not args.untimed,
         "bases": [base.name.split("-")[1] if "-" in base.name else base.stem for base in args.score], "runs": medians,
     }  # fmt: skip
     print(table(results))
