@@ -9,6 +9,7 @@ import numpy as np
 
 from ..codec.transform import hadamard_matrix, rotation_block
 from ..distributed.ranks import Ranks
+from ..rounding.panels import Panels
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,7 @@ class Moment:
         total: float64 sum of the outer products.
         tokens: how many.
         symmetric: whether it is a second moment.
+        panels: the sum of a full second moment, in place of ``total``, where ranks are to share it.
     """
 
     columns: int
@@ -84,6 +86,12 @@ class Moment:
     total: torch.Tensor | None = None
     tokens: int = 0
     symmetric: bool = True
+    panels: Panels | None = None
+
+    @property
+    def sum(self) -> torch.Tensor | Panels | None:
+        """The sum in either form; None where nothing was added."""
+        return self.panels if self.panels is not None and self.tokens else self.total
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,6 +109,10 @@ class Moment:
 
     def add(self, right: torch.Tensor, left: torch.Tensor | None = None) -> None:
         """Add ``left^T right`` of activations (tokens, n / b, b) that :func:`rotated` gave; left: right itself."""
+        self.tokens += right.shape[0]
+        if self.panels is not None:
+            self.panels.add(right.reshape(-1, self.columns))
+            return
         total = self.begun(right.device)
         if not self.full:
             total += (right if left is None else left).permute(1, 2, 0) @ right.transpose(0, 1)
@@ -115,7 +127,6 @@ class Moment:
                 total[start:end, first:] += product
                 if left is None:
                     total[end:, start:end] += product[:, end - start :].T
-        self.tokens += right.shape[0]
 
     def add_up(self, ranks: Ranks, tokens: float, device: torch.device, owner: int | None = None) -> None:
         """Add up over all ranks.
@@ -126,7 +137,9 @@ class Moment:
             device: of the sum, where nothing was added here.
             owner: who gets it; None for all.
         """
-        if tokens and not ranks.alone:
+        if tokens and self.panels is not None:
+            self.panels.share()
+        elif tokens and not ranks.alone:
             total = self.begun(device)
             if self.full and self.symmetric:
                 ranks.add_symmetric(total, owner)

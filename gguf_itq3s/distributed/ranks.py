@@ -96,6 +96,32 @@ class Ranks:
             else:
                 dist.reduce(piece, dst=owner)
 
+    def add_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add up tensors over all ranks, each on one of them.
+
+        Args:
+            parts: one for each rank, of the same shapes on all.
+
+        Returns:
+            The sum of what all ranks have for this one.
+        """
+        import torch
+        import torch.distributed as dist
+
+        own = parts[self.rank]
+        if self.alone:
+            return own
+        self.summed += sum(part.numel() * part.element_size() for part in parts)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        found = own.new_empty((self.size, *own.shape))
+        with self._together():
+            sizes = [part.numel() for part in parts]
+            dist.all_to_all_single(found.reshape(-1), sent, [own.numel()] * self.size, sizes)
+        total = found[0]
+        for other in found[1:]:
+            total += other
+        return total.clone()
+
     def numbers(self, *values: float) -> list[float]:
         """The sums of some numbers over all ranks, in float64."""
         if self.alone:

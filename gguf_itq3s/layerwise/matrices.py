@@ -19,7 +19,7 @@ from ..calibration.groups import Reader
 from ..calibration.moments import rotate
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..distributed.ranks import ALONE, Ranks
+from ..distributed.ranks import ALONE, PIECE, Ranks
 from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.hessian import Factor
@@ -136,7 +136,7 @@ class Matrix:
         Raises:
             UserError: the correction is larger than the matrix.
         """
-        held, total = of.held, of.curvature
+        held, total = of.held, of.hessian.sum
         missing = of.missing.get(self.reader.entry)
         if held is None or total is None or (missing is None and not of.differs):
             return self.weights
@@ -161,13 +161,13 @@ class Matrix:
 
     def _missing(self, missing: torch.Tensor, order: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """What its rows of this rank's share lack, added up over all ranks, float32, rows in GGUF's order."""
-        own = None
-        for rank, part in enumerate(ranks.parts(len(order))):
-            rows = missing[order[part]]
-            ranks.add(rows, owner=rank)
-            if rank == ranks.rank:
-                own = rows.float()
-        assert own is not None
+        parts = ranks.parts(len(order))
+        mine = parts[ranks.rank]
+        own = torch.empty((mine.stop - mine.start, missing.shape[1]), device=missing.device)
+        step = max(1, PIECE // (missing.shape[1] * ranks.size))
+        for start in range(0, max(part.stop - part.start for part in parts), step):
+            rows = [missing[order[part][start : start + step]] for part in parts]
+            own[start : start + step] = ranks.add_parts(rows)
         return own
 
     def encode(

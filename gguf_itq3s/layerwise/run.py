@@ -36,6 +36,7 @@ from ..distributed.ranks import ALONE, Ranks, of_all
 from ..rounding import target
 from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
+from ..rounding.panels import Panels
 from ..rounding.target import WIDE, Decomposition
 from . import needs, result
 from .backward import OutputFisher
@@ -245,12 +246,12 @@ class Sequential:
         groups = [group for group in passage if any(self.source.quantized(reader.name) for reader in group.readers)]
         if not groups:
             return matrices
-        sums = streams.sums(passage)
         ranks = self.ranks
         # Of experts each rank has some for itself; what all tokens pass, all work at together.
         owners: list[int | None] = [None] * len(groups)
         if not ranks.alone and len(groups) >= ranks.size:
             owners = [place % ranks.size for place in range(len(groups))]
+        sums = streams.sums(passage, ranks if owners[0] is None else ALONE)
         counts = ranks.numbers(*(count for group in groups for count in _tokens(sums[group.key])))
         for place, (group, owner) in enumerate(zip(groups, owners, strict=True)):
             tokens, held = (int(count) for count in counts[2 * place : 2 * place + 2])
@@ -335,7 +336,7 @@ class Sequential:
 
     def _decompose(self, number: int, group: Group, of: Sums, finished: Finished, ranks: Ranks) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
-        hessian = of.curvature
+        hessian = of.hessian.sum
         if hessian is None:
             return None
         kind = _kind(group)
@@ -376,12 +377,12 @@ def _tokens(of: Sums) -> tuple[int, int]:
 def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:
     """The same Hessian in the basis of types that rotate other blocks, or none; its damping serves in every basis."""
     damping = finished.dampings[_kind(group)]
-    if of.panels is not None:
+    hessian = of.hessian.sum
+    assert hessian is not None
+    if isinstance(hessian, Panels):
         own = rotation_block(group.columns)
-        changed = of.panels.changed(lambda panel: in_basis(panel, block, own))
-        return Decomposition.of(changed, damping)
-    assert of.hessian.total is not None
-    return Decomposition.of(in_basis(of.hessian.total, block), damping)
+        return Decomposition.of(hessian.changed(lambda panel: in_basis(panel, block, own)), damping)
+    return Decomposition.of(in_basis(hessian, block), damping)
 
 
 def _kind(group: Group) -> str:

@@ -31,8 +31,8 @@ from ..calibration.moments import Moment, rotated
 from ..calibration.options import CalibrationOptions
 from ..checkpoint import row_order
 from ..distributed.ranks import ALONE, Ranks
+from ..rounding import target
 from ..rounding.panels import Panels
-from ..rounding.target import is_wide
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
@@ -144,19 +144,12 @@ class Sums:
         missing: of a matrix that writes to the residual stream, float64 (rows, columns), of
             (W (x - x') + r - r') x'^T with the stream r before the addition.
         held: the tokens held out; None where there are none.
-        panels: of a wide full Hessian, in place of its total, once it is added up over several ranks.
     """
 
     hessian: Moment
     cross: Moment
     missing: dict[str, torch.Tensor] = field(default_factory=dict)
     held: Held | None = None
-    panels: Panels | None = None
-
-    @property
-    def curvature(self) -> torch.Tensor | Panels | None:
-        """The sum of the Hessian; None where no token came."""
-        return self.hessian.total if self.panels is None else self.panels
 
     def add_up(self, ranks: Ranks, tokens: int, held: int, owner: int | None = None) -> None:
         """Add up over all ranks, but for ``missing``, whose rows each rank asks for by itself.
@@ -170,12 +163,8 @@ class Sums:
         if ranks.alone or not tokens:
             return
         device = self.device
-        if owner is None and is_wide(total := self.hessian.begun(device)):
-            self.panels, self.hessian.total, self.hessian.tokens = Panels.of(total, ranks), None, tokens
-        else:
-            self.hessian.add_up(ranks, tokens, device, owner)
-        if not self.missing:
-            self.cross.add_up(ranks, tokens, device, owner)
+        for moment in (self.hessian, self.cross) if not self.missing else (self.hessian,):
+            moment.add_up(ranks, tokens, device, owner)
         if owner is not None:
             ranks.add(*self.missing.values(), owner=owner)
         if held:
@@ -186,7 +175,8 @@ class Sums:
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        totals = [self.hessian.total, self.panels, *self.missing.values(), None if self.held is None else self.held.inputs]
+        held = None if self.held is None else self.held.inputs
+        totals = (self.hessian.total, self.hessian.panels, *self.missing.values(), held)
         return next((total.device for total in totals if total is not None), torch.device("cpu"))
 
     @property
@@ -427,11 +417,16 @@ class Streams:
         with torch.no_grad():
             reader.rows(self._streams[1].layer).copy_(torch.from_numpy(weights))
 
-    def sums(self, passage: Sequence[Group]) -> dict[str, Sums]:
-        """The sums of every group of a passage, by its key."""
+    def sums(self, passage: Sequence[Group], ranks: Ranks = ALONE) -> dict[str, Sums]:
+        """The sums of every group of a passage, by its key.
+
+        Args:
+            passage: the groups.
+            ranks: those that are to share wide Hessians.
+        """
 
         with torch.no_grad():
-            result = {group.key: self._empty(group) for group in passage}
+            result = {group.key: self._empty(group, ranks) for group in passage}
             for path in {group.path for group in passage} & self._shortcuts.keys():
                 for stream in self._streams:
                     stream.keep(path, passage[0].columns)
@@ -449,9 +444,12 @@ class Streams:
         """Whether the matrix of a group writes to the residual stream."""
         return group.readers[0].entry in self._writers
 
-    def _empty(self, group: Group) -> Sums:
+    def _empty(self, group: Group, ranks: Ranks = ALONE) -> Sums:
         full = self._options.full(group.columns)
-        return Sums(Moment(group.columns, full), Moment(group.columns, full, symmetric=False))
+        hessian = Moment(group.columns, full)
+        if full and group.columns > target.WIDE and not ranks.alone:
+            hessian.panels = Panels.begun(group.columns, self._model.device, ranks)
+        return Sums(hessian, Moment(group.columns, full, symmetric=False))
 
     def _add(self, passage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
         """Add the tokens of a batch to the sums, or to what is held out."""

@@ -6,7 +6,7 @@ next. With S ranks each has ``n^2 / 2 S`` numbers, and does a share of ``n^3 / 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -22,37 +22,50 @@ PANEL: Final = BLOCK
 
 @dataclass(frozen=True)
 class Panels:
-    """The panels of one rank.
+    """The panels of one rank; of its own tokens all of them, after :meth:`share` a share of those of all tokens.
 
     Attributes:
         columns: n.
-        own: number of a panel -> (end, width), the columns from ``PANEL * number`` on down to the end of the diagonal
-            block; of this rank's panels.
+        own: number of a panel -> float64 (end, width), its columns, from ``PANEL * number`` on, down to the end of the
+            block on the diagonal.
         ranks: those that have the others.
     """
 
     columns: int
-    own: Mapping[int, torch.Tensor]
+    own: dict[int, torch.Tensor]
     ranks: Ranks
 
     @classmethod
-    def of(cls, total: torch.Tensor, ranks: Ranks) -> Panels:
-        """Add up symmetric matrices over all ranks, each panel on the rank that keeps it.
+    def begun(cls, columns: int, device: torch.device, ranks: Ranks) -> Panels:
+        """The sum over no tokens."""
+        import torch
+
+        ends = [min(start + PANEL, columns) for start in range(0, columns, PANEL)]
+        shapes = [(end, end - PANEL * number) for number, end in enumerate(ends)]
+        own = {number: torch.zeros(shape, dtype=torch.float64, device=device) for number, shape in enumerate(shapes)}
+        return cls(columns, own, ranks)
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add ``x^T x``.
 
         Args:
-            total: (n, n), of each rank its own.
-            ranks: those that have one.
+            inputs: float32 (tokens, n), x.
         """
-        own = {}
-        before = ranks.summed
-        for number in range(-(-len(total) // PANEL)):
-            end = min((number + 1) * PANEL, len(total))
-            panel = total[:end, number * PANEL : end].contiguous()
-            ranks.add(panel, owner=number % ranks.size)
-            if number % ranks.size == ranks.rank:
-                own[number] = panel
-        ranks.summed = before + total.numel() * total.element_size()
-        return cls(len(total), own, ranks)
+        for number, panel in self.own.items():
+            end = len(panel)
+            panel += inputs[:, :end].T @ inputs[:, PANEL * number : end]
+
+    def share(self) -> None:
+        """Add up over all ranks, each panel on the rank that keeps it."""
+        before, count, size = self.ranks.summed, len(self.own), self.ranks.size
+        for first in range(0, count, size):
+            numbers = range(first, min(first + size, count))
+            parts = [self.own.pop(number) for number in numbers]
+            parts += [parts[0].new_empty(0)] * (size - len(parts))
+            mine = self.ranks.add_parts(parts)
+            if self.ranks.rank < len(numbers):
+                self.own[first + self.ranks.rank] = mine
+        self.ranks.summed = before + 8 * self.columns**2
 
     def __len__(self) -> int:
         return self.columns
@@ -85,14 +98,15 @@ class Panels:
             dtype: of the computation.
 
         Returns:
-            U, float32 (n, n), the same bits on every rank; None if the matrix is not positive definite.
+            U, float32 (1, n, n), the same bits on every rank; None if the matrix is not positive definite.
         """
         import torch
 
         count = -(-self.columns // PANEL)
-        left = {number: panel.to(dtype, copy=True, memory_format=torch.contiguous_format) for number, panel in self.own.items()}
-        for number, panel in left.items():
-            panel[number * PANEL :].diagonal().add_(added)
+        left = {}
+        for number, panel in self.own.items():
+            left[number] = panel.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            left[number][number * PANEL :].diagonal().add_(added)
         upper = torch.zeros((self.columns, self.columns), dtype=torch.float32, device=self.device)
 
         def begin(number: int) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -118,7 +132,7 @@ class Panels:
             for other, rest in left.items():
                 _take_off(rest, panel, other * PANEL)
             upper[: len(panel), number * PANEL : number * PANEL + panel.shape[1]] = panel
-        return upper
+        return upper[None]
 
 
 def _finish(panel: torch.Tensor, start: int) -> None:

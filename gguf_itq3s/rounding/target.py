@@ -68,15 +68,16 @@ class Decomposition:
         """
         import torch
 
-        shared = isinstance(hessian, Panels)
-        mean = hessian.mean() if shared else float(hessian.diagonal(dim1=-2, dim2=-1).mean())
+        mean = hessian.mean() if isinstance(hessian, Panels) else float(hessian.diagonal(dim1=-2, dim2=-1).mean())
         if not np.isfinite(mean):
             raise ValueError("a value of the Hessian is NaN or infinite")
         added = damping * (mean or 1.0)
         for dtype in (torch.float32, torch.float64) if is_wide(hessian) else (torch.float64,):
-            upper = hessian.decomposed(added, dtype) if shared else _decomposed(hessian, added, dtype)
+            upper = (
+                hessian.decomposed(added, dtype) if isinstance(hessian, Panels) else _decomposed(hessian, added, dtype)
+            )
             if upper is not None:
-                return cls(upper if upper.ndim == 3 else upper[None], shared or hessian.ndim == 2)
+                return cls(upper, isinstance(hessian, Panels) or hessian.ndim == 2)
         raise ValueError("the Hessian is not positive semidefinite; more damping may help")
 
     def factor(self) -> Factor:
