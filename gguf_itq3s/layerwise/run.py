@@ -290,10 +290,10 @@ class Sequential:
         """Round the matrices that read one input, this rank alone or all together."""
         results: dict[str, Rounded] = {}
         decomposition = self._decompose(number, group, of, finished, ranks)
+        unseen = decomposition is None
         factors: dict[int, Factor] = {}  # by the length of the blocks that types rotate
-        for reader in group.readers:
-            if not self.source.quantized(reader.name):
-                continue
+        readers = [reader for reader in group.readers if self.source.quantized(reader.name)]
+        for reader in readers:
             matrix = Matrix(self.source, streams, reader, stacks)
             weights = matrix.weights
             wanted = weights if decomposition is None else matrix.target(of, decomposition, ranks)
@@ -303,15 +303,15 @@ class Sequential:
                 own = block == rotation_block(group.columns)
                 factors[block] = (decomposition if own else _in_basis(group, of, block, finished)).factor()
             factor = factors[block] if calibrated else None
+            if reader is readers[-1]:
+                # A wide Hessian and its decomposition are most of what is in memory.
+                of.forget()
+                decomposition = None
             blocks = fishers.pop(reader.entry, None)
             if blocks is None:
                 blocks = [] if self._gradients is None else self._gradients.blocks(reader, number)
             data, decoded = matrix.encode(wanted, factor, blocks, ranks)
-            error = SquaredError(
-                float(np.square(decoded - weights, dtype=np.float64).sum()),
-                float(np.square(weights, dtype=np.float64).sum()),
-            )
-            results[reader.entry] = Rounded(data, error, decomposition is None)
+            results[reader.entry] = Rounded(data, SquaredError.of(decoded, weights), unseen)
             if self.ranks.alone or ranks is self.ranks:
                 matrix.put(decoded)
         return results

@@ -172,6 +172,11 @@ class Sums:
             if owner is not None:
                 self.held = self.held.gathered(ranks, owner)
 
+    def forget(self) -> None:
+        """Give back their memory."""
+        self.hessian.total = self.hessian.panels = self.cross.total = self.held = None
+        self.missing.clear()
+
     @property
     def device(self) -> torch.device:
         """Where they are."""

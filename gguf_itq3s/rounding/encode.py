@@ -47,12 +47,27 @@ KEPT_TYPES: Final = frozenset({Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.T
 FactorOf = Callable[[int], "Factor | None"]
 
 
+#: Weights whose squares are in memory at a time.
+_AT_ONCE: Final = 1 << 20
+
+
 @dataclass(frozen=True)
 class SquaredError:
     """Squared error and squared weights of (a sample of) a tensor."""
 
     error: float = 0.0
     energy: float = 0.0
+
+    @classmethod
+    def of(cls, decoded: FloatArray, weights: FloatArray) -> SquaredError:
+        """That of a matrix (m, n), in float64, some rows at a time."""
+        step = max(1, _AT_ONCE // weights.shape[-1])
+        found = cls()
+        for start in range(0, len(weights), step):
+            here = weights[start : start + step]
+            error = np.square(decoded[start : start + step] - here, dtype=np.float64).sum()
+            found += cls(float(error), float(np.square(here, dtype=np.float64).sum()))
+        return found
 
     def __add__(self, other: SquaredError) -> SquaredError:
         return SquaredError(self.error + other.error, self.energy + other.energy)
@@ -228,6 +243,4 @@ def _error(piece: FloatArray, data: np.ndarray, qtype: Type, share: float) -> Sq
     rows = max(1, round(piece.shape[0] * share))
     weights = piece[:rows]
     decoded = data[:rows].astype(np.float32) if qtype in _FLOATS else gguf.quants.dequantize(data[:rows], qtype)
-    return SquaredError(
-        float(np.square(decoded - weights, dtype=np.float64).sum()), float(np.square(weights, dtype=np.float64).sum())
-    )
+    return SquaredError.of(decoded, weights)

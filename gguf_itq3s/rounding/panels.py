@@ -6,7 +6,7 @@ next. With S ranks each has ``n^2 / 2 S`` numbers, and does a share of ``n^3 / 3
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -40,9 +40,9 @@ class Panels:
         """The sum over no tokens."""
         import torch
 
-        ends = [min(start + PANEL, columns) for start in range(0, columns, PANEL)]
-        shapes = [(end, end - PANEL * number) for number, end in enumerate(ends)]
-        own = {number: torch.zeros(shape, dtype=torch.float64, device=device) for number, shape in enumerate(shapes)}
+        own = _room(columns, range(-(-columns // PANEL)), torch.float64, device)
+        for panel in own.values():
+            panel.zero_()
         return cls(columns, own, ranks)
 
     def add(self, inputs: torch.Tensor) -> None:
@@ -57,14 +57,17 @@ class Panels:
 
     def share(self) -> None:
         """Add up over all ranks, each panel on the rank that keeps it."""
+        import torch
+
         before, count, size = self.ranks.summed, len(self.own), self.ranks.size
+        kept = _room(self.columns, range(self.ranks.rank, count, size), torch.float64, self.device)
         for first in range(0, count, size):
-            numbers = range(first, min(first + size, count))
-            parts = [self.own.pop(number) for number in numbers]
+            parts = [self.own.pop(number) for number in range(first, min(first + size, count))]
             parts += [parts[0].new_empty(0)] * (size - len(parts))
             mine = self.ranks.add_parts(parts)
-            if self.ranks.rank < len(numbers):
-                self.own[first + self.ranks.rank] = mine
+            if mine.numel():
+                kept[first + self.ranks.rank].copy_(mine)
+        self.own.update(kept)
         self.ranks.summed = before + 8 * self.columns**2
 
     def __len__(self) -> int:
@@ -103,10 +106,10 @@ class Panels:
         import torch
 
         count = -(-self.columns // PANEL)
-        left = {}
-        for number, panel in self.own.items():
-            left[number] = panel.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            left[number][number * PANEL :].diagonal().add_(added)
+        left = _room(self.columns, self.own, dtype, self.device)
+        for number, panel in left.items():
+            panel.copy_(self.own[number])
+            panel[number * PANEL :].diagonal().add_(added)
         upper = torch.zeros((self.columns, self.columns), dtype=torch.float32, device=self.device)
 
         def begin(number: int) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -133,6 +136,26 @@ class Panels:
                 _take_off(rest, panel, other * PANEL)
             upper[: len(panel), number * PANEL : number * PANEL + panel.shape[1]] = panel
         return upper[None]
+
+
+def _room(columns: int, numbers: Iterable[int], dtype: torch.dtype, device: torch.device) -> dict[int, torch.Tensor]:
+    """Room for some panels in one piece, which the system gets back as a whole.
+
+    Args:
+        columns: n.
+        numbers: of the panels.
+        dtype: of their values.
+        device: where they are.
+    """
+    import torch
+
+    shapes = {}
+    for number in numbers:
+        end = min((number + 1) * PANEL, columns)
+        shapes[number] = (end, end - number * PANEL)
+    room = torch.empty(sum(rows * width for rows, width in shapes.values()), dtype=dtype, device=device)
+    pieces = room.split([rows * width for rows, width in shapes.values()])
+    return {number: piece.view(shapes[number]) for number, piece in zip(shapes, pieces, strict=True)}
 
 
 def _finish(panel: torch.Tensor, start: int) -> None:
