@@ -71,16 +71,22 @@ class _Layer:
     encoded: int = 0
 
     def add(
-        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
-    ) -> None:
+        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
         """Count a matrix, or a stack of them, that is encoded in a type."""
         rows, columns = tensor.shape[-2:]
         self.weights += tensor.size
         self.columns = max(self.columns, columns)
         self.kept += columns if name.endswith(WRITERS) else 0
         n = columns if calibration.full(columns) else rotation_block(columns)
-        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
+        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64. Of a wide one
+        # that ranks share each has a part of one half, and copies of that alone; beside it the difference of the inputs
+        # where the matrix does not write to the residual stream.
         square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
+        if n > WIDE and not ranks.alone:
+            square = (8 // ranks.size + 2 * 4) * n * columns
+            square += 0 if name.endswith(WRITERS) else 12 * n * columns
         gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
         count = tensor.size // (rows * columns)
         if count > 1 and self.large:
@@ -125,7 +131,7 @@ def check(
             if number not in layers:
                 grouped = number < model.layers and large(model, number, calibration) is not None
                 layers[number] = _Layer(large=grouped)
-            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
+            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name], ranks)
     largest = _Layer()
     for size in layers.values():
         largest = largest.or_larger(size)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
 from ..base.journal import key_of
+from ..base.memory import give_back
 from ..calibration.activations import activation_path, activations
 from ..calibration.groups import Group, Reader
 from ..calibration.layers import LayeredModel
@@ -37,7 +38,7 @@ from ..rounding import target
 from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
 from ..rounding.panels import Panels
-from ..rounding.target import WIDE, Decomposition
+from ..rounding.target import Decomposition
 from . import needs, result
 from .backward import OutputFisher
 from .expert_backward import GroupedFisher
@@ -301,7 +302,8 @@ class Sequential:
             calibrated = decomposition is not None and takes_hessian(matrix.type, group.columns)
             if decomposition is not None and calibrated and block not in factors:
                 own = block == rotation_block(group.columns)
-                factors[block] = (decomposition if own else _in_basis(group, of, block, finished)).factor()
+                found = decomposition if own else _in_basis(group, of, block, finished)
+                factors[block] = found.factor(spent=not own or reader is readers[-1])
             factor = factors[block] if calibrated else None
             if reader is readers[-1]:
                 # A wide Hessian and its decomposition are most of what is in memory.
@@ -339,12 +341,14 @@ class Sequential:
         hessian = of.hessian.sum
         if hessian is None:
             return None
+        if target.is_wide(hessian):
+            give_back()
         kind = _kind(group)
         try:
             if self.damping is not None:
                 finished.dampings[kind] = self.damping
                 return Decomposition.of(hessian, self.damping)
-            settled = kind in finished.dampings and number % _SEARCHED and len(hessian) > WIDE
+            settled = kind in finished.dampings and number % _SEARCHED and target.is_wide(hessian)
             held = None if of.held is None or settled else of.held.inputs
             start = finished.dampings.get(kind, target.DAMPING)
             finished.dampings[kind], found = target.decompose(hessian, held, start, ranks)

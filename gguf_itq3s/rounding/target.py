@@ -80,10 +80,15 @@ class Decomposition:
                 return cls(upper, isinstance(hessian, Panels) or hessian.ndim == 2)
         raise ValueError("the Hessian is not positive semidefinite; more damping may help")
 
-    def factor(self) -> Factor:
-        """For rounding, as :func:`gguf_itq3s.rounding.hessian.factorize` gives it."""
-        scale = self.upper.diagonal(dim1=-2, dim2=-1)
-        feedback = (self.upper / scale[:, None, :]).float().cpu().numpy()
+    def factor(self, *, spent: bool = False) -> Factor:
+        """For rounding, as :func:`gguf_itq3s.rounding.hessian.factorize` gives it.
+
+        Args:
+            spent: the decomposition is not needed any more, and the factor may take its memory.
+        """
+        scale = self.upper.diagonal(dim1=-2, dim2=-1).clone()
+        feedback = self.upper.div_(scale[:, None, :]) if spent else self.upper / scale[:, None, :]
+        feedback = feedback.float().cpu().numpy()
         weight = scale.square().flatten()
         weight = (weight / weight.mean()).float().cpu().numpy()
         return Factor(np.ascontiguousarray(feedback[0] if self.full else feedback), weight)
