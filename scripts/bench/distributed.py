@@ -103,11 +103,10 @@ def worker(options: ConvertOptions, layers: int, result: Path) -> int:
     return 0
 
 
-def run(count: int, arguments: list[str], result: Path) -> list[dict[str, Any]]:
-    """What each of so many processes has noted."""
-    cores = processors()
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // count))}
-    command = [__file__, *arguments, "--worker", str(result), "--threads", str(max(1, cores // count))]
+def run(count: int, arguments: list[str], result: Path, threads: int) -> list[dict[str, Any]]:
+    """What each of so many processes with so many threads each has noted."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [__file__, *arguments, "--worker", str(result), "--threads", str(threads)]
     launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     print(f"{count} x", *arguments, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, *launcher, *command], env=environment, check=False)
@@ -157,8 +156,8 @@ def table(results: dict[str, Any]) -> str:
             f"{report.size(int(found['sent_a_layer']))}" if ratio else "-", f"{ratio:.2f}" if ratio else "-",
         ]  # fmt: skip
         row = [name, *(timed if results["timed"] else ())]
-        for score, first in zip(found.get("kld", []), alone.get("kld", []), strict=True):
-            over = "" if found is alone else " ({:.3f} ± {:.3f})".format(*paired(score["windows"], first["windows"]))
+        for score in found.get("kld", []):
+            over = " ({:.3f} ± {:.3f})".format(*score["over_first"]) if "over_first" in score else ""
             row.append(f"{score['mean_kld']:.4f} ± {score['mean_kld_error']:.4f}{over}")
         rows.append(row)
     head = ["processes"]
@@ -195,6 +194,9 @@ def main() -> int:
     parser.add_argument("--fisher", action="store_true", help="with output Fisher matrices")
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="logits of the original, for --whole")
     parser.add_argument("--rounds", type=positive, default=1, help="of every run; default: %(default)s")
+    parser.add_argument(
+        "--one-thread", action="store_true", help="one process with one thread too: the same work, other last bits"
+    )
     parser.add_argument("--untimed", action="store_true", help="leave times and memory out, where other work is done")
     parser.add_argument("--threads", type=positive, default=processors(), help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -210,25 +212,35 @@ def main() -> int:
         )  # fmt: skip
         return worker(options, 0 if args.whole else args.layers, args.worker)
     arguments = list(sys.argv[1:])
-    kinds = [(count, dtype) for dtype in args.dtypes for count in args.processes]
-    names = [str(count) if dtype == DTYPE else f"{count} ({dtype})" for count, dtype in kinds]
+    cores = processors()
+    kinds = {
+        f"{count}" if dtype == DTYPE else f"{count} ({dtype})": (count, dtype, max(1, cores // count))
+        for dtype in args.dtypes for count in args.processes
+    }  # fmt: skip
+    if args.one_thread:
+        kinds["1 (one thread)"] = (1, DTYPE, 1)
+    names = list(kinds)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     scores: dict[str, list[dict[str, Any]]] = {}
     for round_number in range(args.rounds):
-        for name, (count, dtype) in zip(names, kinds, strict=True):
+        for name, (count, dtype, threads) in kinds.items():
             with tempfile.TemporaryDirectory(dir=args.work) as folder:
                 result = Path(folder, f"run-{count}")
-                runs[name].append(figures(run(count, [*arguments, "--dtype", dtype], result)))
+                runs[name].append(figures(run(count, [*arguments, "--dtype", dtype], result, threads)))
                 if args.whole and round_number == 0:
                     scores[name] = [divergence(result.with_suffix(".gguf"), base, args.context) for base in args.score]
                     print(name, [score["mean_kld"] for score in scores[name]], file=sys.stderr, flush=True)
+    for found in scores.values():
+        for score, first in zip(found, scores[names[0]], strict=True):
+            if score is not first:
+                score["over_first"] = paired(score["windows"], first["windows"])
     medians = {
         count: {key: statistics.median(one[key] for one in every) for key in every[0]}
         | ({"kld": scores[count]} if scores.get(count) else {})
         for count, every in runs.items()
     }
     results = {
-        "model": args.name or args.model.name, "tokens": args.tokens, "cores": processors(), "rounds": args.rounds,
+        "model": args.name or args.model.name, "tokens": args.tokens, "cores": cores, "rounds": args.rounds,
         "layers": 0 if args.whole else args.layers, "fisher": args.fisher, "outtype": args.outtype,
         "effort": args.effort, "timed": not args.untimed,
         "bases": [base.name.split("-")[1] if "-" in base.name else base.stem for base in args.score], "runs": medians,
