@@ -14,10 +14,11 @@ from ..base.errors import UserError
 from ..checkpoint import experts
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
+from ..distributed.ranks import ALONE, Ranks
 from .activations import activation_path, activations
 from .groups import Layout
 from .options import CalibrationOptions, RunOptions
-from .products import RUNS_IN_BFLOAT16, quick_bfloat16
+from .products import quick_bfloat16
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,11 @@ class Stop(Exception):  # noqa: N818 (a signal, not an error)
 class LayeredModel:
     """A Hugging Face model whose layers are loaded one at a time.
 
+    Args:
+        options: which it is, and how it is run.
+        checkpoint: the same model as GGUF tensors.
+        ranks: those that run the same layers, all in the same precision.
+
     Attributes:
         layers: how many.
         hidden: width of the activations between them.
@@ -41,12 +47,12 @@ class LayeredModel:
         layout: names of its modules and tensors.
     """
 
-    def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint) -> None:
+    def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint, ranks: Ranks = ALONE) -> None:
         import torch
 
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         self.dtype = options.dtype
-        self.in_bfloat16 = RUNS_IN_BFLOAT16 and self.dtype == "bfloat16" and quick_bfloat16(self.device)
+        self.in_bfloat16 = ranks.all(self.dtype == "bfloat16" and quick_bfloat16(self.device))
         try:
             with patched(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
                 self.config = transformers.AutoConfig.from_pretrained(options.model)

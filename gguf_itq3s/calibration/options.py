@@ -116,5 +116,6 @@ def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
     """``--dtype`` on a parser or a group of one."""
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default=CalibrationOptions.dtype,
-        help="what activations are kept in; bfloat16 halves their files (default: %(default)s)",
+        help="what activations are kept in; bfloat16 halves their files, and where a device is quick at it "
+        "the model runs in it (default: %(default)s)",
     )  # fmt: skip

@@ -61,7 +61,7 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
     if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
-    model = LayeredModel(options, checkpoint)
+    model = LayeredModel(options, checkpoint, ranks)
     inputs = windows(options, model.context)
     if len(inputs) < ranks.size:
         what = f"cannot be calibrated by {ranks.size} processes with {len(inputs)} windows of text"

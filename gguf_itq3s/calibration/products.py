@@ -33,11 +33,6 @@ def quick_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-#: Whether a model runs in bfloat16 where that is quick. Not before its loss on a real model is known to be within the
-#: paired error; until then --dtype bfloat16 is about files alone.
-RUNS_IN_BFLOAT16: bool = False
-
-
 def quick_bfloat16(device: torch.device) -> bool:
     """Whether a device multiplies bfloat16 matrices quicker than float32 ones.
 

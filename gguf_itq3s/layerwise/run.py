@@ -77,7 +77,7 @@ class Sequential:
     @cached_property
     def model(self) -> LayeredModel:
         """The model, a layer at a time."""
-        return LayeredModel(self.calibration, self.source.checkpoint)
+        return LayeredModel(self.calibration, self.source.checkpoint, self.ranks)
 
     @cached_property
     def text(self) -> np.ndarray:

@@ -60,7 +60,6 @@ def decoded(path: Path) -> dict[str, np.ndarray]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is quick at bfloat16."""
-    monkeypatch.setattr(layers, "RUNS_IN_BFLOAT16", True)
     monkeypatch.setattr(layers, "quick_bfloat16", lambda device: True)
 
 
@@ -174,8 +173,11 @@ def test_statistics_of_a_model_in_bfloat16_are_sums_in_float32(
     assert max(off[True], default=0) < 0.1, "a token near the border goes to another expert"
 
 
-def test_a_folder_of_another_dtype_is_refused(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_a_folder_of_another_dtype_is_refused(
+    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one of float32 says what those of earlier versions said."""
+    monkeypatch.setattr(layers, "quick_bfloat16", lambda device: False)
     model, before = calibrated("llama")
     assert set(read_manifest(before).options) == {"context", "hessian"}
     with pytest.raises(UserError, match="other options"):
@@ -226,8 +228,7 @@ def test_a_conversion_loses_no_more(
     name: str, in_bfloat16: bool, uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the model in bfloat16, and with the files alone."""
-    monkeypatch.setattr(layers, "RUNS_IN_BFLOAT16", in_bfloat16)
-    monkeypatch.setattr(layers, "quick_bfloat16", lambda device: True)
+    monkeypatch.setattr(layers, "quick_bfloat16", lambda device: in_bfloat16)
     lost, files = {}, {}
     for dtype in ("float32", "bfloat16"):
         printed = quantized(uneven(name), tmp_path / f"{dtype}.gguf", fisher=True, dtype=dtype)
@@ -270,7 +271,6 @@ def test_gradients_of_another_precision_are_collected_anew(
     uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = []
-    monkeypatch.setattr(layers, "RUNS_IN_BFLOAT16", True)
 
     def collect(self: Any, model: Any, windows: Any, batch: int, key: str, messages: Any) -> None:
         keys.append(key)
