@@ -189,7 +189,10 @@ def main() -> int:
     parser.add_argument("--layers", type=positive, default=3, help="to run, the first uncounted; default: %(default)s")
     parser.add_argument("--whole", action="store_true", help="all layers, and the file")
     parser.add_argument("--effort", default="default", help="default: %(default)s")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[DTYPE], help="default: %(default)s")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=[DTYPE],
+        help="those after the first with the first number of processes alone (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--dtype", default=DTYPE, help=argparse.SUPPRESS)
     parser.add_argument("--fisher", action="store_true", help="with output Fisher matrices")
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="logits of the original, for --whole")
@@ -215,7 +218,7 @@ def main() -> int:
     cores = processors()
     kinds = {
         f"{count}" if dtype == DTYPE else f"{count} ({dtype})": (count, dtype, max(1, cores // count))
-        for dtype in args.dtypes for count in args.processes
+        for dtype in args.dtypes for count in (args.processes if dtype == args.dtypes[0] else args.processes[:1])
     }  # fmt: skip
     if args.one_thread:
         kinds["1 (one thread)"] = (1, DTYPE, 1)
