@@ -148,7 +148,8 @@ class Moment:
         self.tokens = int(tokens)
 
     def mean(self) -> np.ndarray:
-        """float32, the sum over the tokens; zeros where nothing was added."""
+        """float32, the sum over the tokens; zeros where nothing was added. Of one in panels no rank has it."""
+        assert self.panels is None
         if self.total is None:
             return np.zeros(self.shape, dtype=np.float32)
         return (self.total / self.tokens).float().cpu().numpy()

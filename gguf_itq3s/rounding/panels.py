@@ -29,11 +29,13 @@ class Panels:
         own: number of a panel -> float64 (end, width), its columns, from ``PANEL * number`` on, down to the end of the
             block on the diagonal.
         ranks: those that have the others.
+        device: where they are; of more ranks than panels some have none.
     """
 
     columns: int
     own: dict[int, torch.Tensor]
     ranks: Ranks
+    device: torch.device
 
     @classmethod
     def begun(cls, columns: int, device: torch.device, ranks: Ranks) -> Panels:
@@ -43,7 +45,7 @@ class Panels:
         own = _room(columns, range(-(-columns // PANEL)), torch.float64, device)
         for panel in own.values():
             panel.zero_()
-        return cls(columns, own, ranks)
+        return cls(columns, own, ranks, device)
 
     def add(self, inputs: torch.Tensor) -> None:
         """Add ``x^T x``.
@@ -72,13 +74,6 @@ class Panels:
 
     def __len__(self) -> int:
         return self.columns
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        import torch
-
-        return next((panel.device for panel in self.own.values()), torch.device("cpu"))
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Panels:
         """Each panel, through a function that treats blocks of :data:`PANEL` rows or columns alike."""
