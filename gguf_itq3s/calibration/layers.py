@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,11 +187,11 @@ class LayeredModel:
         return {"dtype": self.dtype, "products": "bfloat16" if self.in_bfloat16 else "float32"}
 
     @contextmanager
-    def head(self, weights: np.ndarray | None = None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def head(self, weights: Iterable[np.ndarray] | None = None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """What comes behind the last layer, as long as the context lasts: (windows, context, hidden) -> logits.
 
         Args:
-            weights: float32, of the output matrix in place of the model's.
+            weights: float32, the rows of the output matrix in place of the model's, some after the others.
         """
         import torch
 
@@ -203,10 +203,13 @@ class LayeredModel:
             tied = module is output and not self.weights.has(f"{names[module]}.weight")
             if module is output and weights is not None:
                 with torch.no_grad():
-                    module.weight.copy_(torch.from_numpy(weights))
+                    rest = module.weight
+                    for rows in weights:
+                        rest[: len(rows)].copy_(torch.from_numpy(rows))
+                        rest = rest[len(rows) :]
+                    assert not len(rest)
             else:
                 self._fill(module, names[embedding] if tied else names[module])
-        del weights  # as large as the matrix
         own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

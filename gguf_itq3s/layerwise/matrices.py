@@ -5,9 +5,10 @@ In the file the rows of some have another order, and columns and rows are rescal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import gguf
 import numpy as np
@@ -26,6 +27,8 @@ from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
 from .streams import Streams, Sums
 
+#: Weights of the output matrix that are decoded at a time.
+_AT_ONCE: Final = 1 << 22
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -70,10 +73,17 @@ class Source:
             return None
         return tokens, self.encoder.decoded(weights[tokens], self.types[EMBEDDING])
 
-    def output(self) -> np.ndarray | None:
-        """The output matrix as the file gives it back; None where it has it as it is."""
+    def output(self) -> Iterator[np.ndarray] | None:
+        """The output matrix as the file gives it back, some rows after the others; None where it has it as it is."""
         name = OUTPUT if OUTPUT in self.tensors else EMBEDDING
-        return self.encoder.decoded(self.tensors[name].whole(), self.types[name]) if self.quantized(name) else None
+        return self._decoded(name) if self.quantized(name) else None
+
+    def _decoded(self, name: str) -> Iterator[np.ndarray]:
+        for part in self.tensors[name].load():
+            step = max(1, _AT_ONCE // part.shape[-1])
+            for start in range(0, len(part), step):
+                rows = np.asarray(part[start : start + step], dtype=np.float32)
+                yield self.encoder.decoded(rows, self.types[name])
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -58,12 +58,11 @@ def _sums(
     """Over tokens: how many, what their successors cost in the original and in the quantized model, the divergence."""
     labels = torch.from_numpy(inputs[numbers][:, places + 1].reshape(-1)).split(MEASURED // 8)
 
-    def log_likely(stream: str, weights: np.ndarray | None) -> Iterator[torch.Tensor]:
+    def log_likely(stream: str, weights: Iterable[np.ndarray] | None) -> Iterator[torch.Tensor]:
         shape = (*inputs.shape, model.hidden)
         behind = activations(folder / stream, model.layers, shape, "r", model.dtype)
         hidden = torch.from_numpy(behind[numbers][:, places].reshape(1, -1, model.hidden))
         with torch.no_grad(), model.head(weights) as head:
-            del weights
             for part in hidden.split(MEASURED // 8, 1):
                 yield torch.log_softmax(head(part.to(model.device))[0].float().cpu(), -1)
 
