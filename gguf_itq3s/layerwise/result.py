@@ -9,6 +9,7 @@ from typing import Final, TextIO
 import numpy as np
 import torch
 
+from ..base.memory import give_back
 from ..calibration.activations import activation_path, activations
 from ..calibration.layers import LayeredModel
 from ..distributed.ranks import ALONE, Ranks
@@ -39,6 +40,7 @@ def say(
     windows = sum(map(len, batches.held)) + batches.elsewhere
     if not windows or not ranks.all(all(path.exists() for path in behind_last)):
         return
+    give_back()
     # The second half of a window has context, and its last token no successor.
     context = inputs.shape[1]
     count = min(context // 2 - 1, max(1, MEASURED // windows))

@@ -319,7 +319,7 @@ def test_the_damping_of_wide_hessians_is_searched_in_some_layers(
 
     monkeypatch.setattr(target, "decompose", decompose)
     monkeypatch.setattr(run, "_SEARCHED", searched)
-    monkeypatch.setattr(run, "WIDE", 256)  # of this model the input of down alone, 512, is wider
+    monkeypatch.setattr(target, "WIDE", 256)  # of this model the input of down alone, 512, is wider
     quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
     assert calls == [True] * 7 + [searched == 1]  # four passages a layer, the last one is down
 
