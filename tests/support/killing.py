@@ -81,10 +81,13 @@ def start(work: Callable[[], object], log: Path) -> Child:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = 71
         finally:
-            with contextlib.suppress(Exception):
+            try:
+                # An interrupt that comes as late as this must not let the child go on as the process of the tests.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(code)
+            finally:
+                os._exit(code)
     return Child(pid, log, started)
 
 
