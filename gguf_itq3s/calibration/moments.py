@@ -37,7 +37,8 @@ def rotate(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
 
 def rotate_both(moment: torch.Tensor, block: int | None = None) -> torch.Tensor:
     """A second moment (n, n) or (n / b, b, b) to the rotated basis, or back; ``block`` as :func:`rotate` takes it."""
-    return rotate(rotate(moment, block).mT.contiguous(), block or rotation_block(moment.shape[-1])).mT
+    block = block or rotation_block(moment.shape[-1])
+    return rotate(rotate(moment, block).mT.contiguous(), block).mT
 
 
 def in_basis(moment: torch.Tensor, block: int, own: int | None = None) -> torch.Tensor:

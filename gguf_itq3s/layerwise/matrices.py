@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from itertools import chain
 
 import gguf
 import numpy as np
@@ -27,8 +27,6 @@ from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
 from .streams import Streams, Sums
 
-#: Weights of the output matrix that are decoded at a time.
-_AT_ONCE: Final = 1 << 22
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -76,14 +74,10 @@ class Source:
     def output(self) -> Iterator[np.ndarray] | None:
         """The output matrix as the file gives it back, some rows after the others; None where it has it as it is."""
         name = OUTPUT if OUTPUT in self.tensors else EMBEDDING
-        return self._decoded(name) if self.quantized(name) else None
-
-    def _decoded(self, name: str) -> Iterator[np.ndarray]:
-        for part in self.tensors[name].load():
-            step = max(1, _AT_ONCE // part.shape[-1])
-            for start in range(0, len(part), step):
-                rows = np.asarray(part[start : start + step], dtype=np.float32)
-                yield self.encoder.decoded(rows, self.types[name])
+        if not self.quantized(name):
+            return None
+        parts = self.tensors[name].load()
+        return chain.from_iterable(self.encoder.decoded_pieces(part, self.types[name]) for part in parts)
 
 
 @dataclass

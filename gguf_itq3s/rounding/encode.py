@@ -160,12 +160,23 @@ class Encoder:
         if qtype in KEPT_TYPES:
             return weights
         result = np.empty_like(weights)
+        start = 0
+        for rows in self.decoded_pieces(weights, qtype):
+            result[start : start + len(rows)] = rows
+            start += len(rows)
+        return result
+
+    def decoded_pieces(self, weights: np.ndarray, qtype: Type) -> Iterator[FloatArray]:
+        """As :meth:`decoded`, some rows after the others; not for :data:`KEPT_TYPES`.
+
+        Args:
+            weights: (rows, n), of any floating type.
+            qtype: the type.
+        """
         step = max(1, _PIECE // weights.shape[1])
         for start in range(0, len(weights), step):
-            result[start : start + step] = gguf.quants.dequantize(
-                self.rows(weights[start : start + step], qtype), qtype
-            )
-        return result
+            rows = np.asarray(weights[start : start + step], dtype=np.float32)
+            yield gguf.quants.dequantize(self.rows(rows, qtype), qtype)
 
     def _in_parts(self, weights: FloatArray, quantize: Callable[[FloatArray], ByteArray]) -> ByteArray:
         step = max(1, _NUMPY_PART // weights.shape[1])
