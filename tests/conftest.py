@@ -24,6 +24,7 @@ import transformers
 import upstream_files
 from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, NOVEL, SIZES, save_model
+from gguf_itq3s.calibration import mixture
 from gguf_itq3s.calibration.pipeline import calibrate
 
 transformers.utils.logging.disable_progress_bar()
@@ -147,3 +148,18 @@ def f16(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 def llama_copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of the small Llama that a test may damage."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``few(size)``: every layer of experts is large, and that many are in memory together."""
+
+    def set_to(size: int) -> None:
+        monkeypatch.setattr(mixture, "BOUND", 1)
+        monkeypatch.setattr(
+            mixture.Mixture,
+            "groups",
+            lambda self, _: [range(i, min(i + size, self.count)) for i in range(0, self.count, size)],
+        )
+
+    return set_to

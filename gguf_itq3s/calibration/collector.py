@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,19 @@ from .options import CalibrationOptions
 
 if TYPE_CHECKING:
     import torch
+
+
+def add_up(moments: Sequence[Moment], ranks: Ranks, device: torch.device) -> None:
+    """Add up second moments over all ranks; only the first has the sums then.
+
+    Args:
+        moments: the same on all.
+        ranks: those that have seen other tokens.
+        device: of the sums.
+    """
+    counts = ranks.numbers(*(moment.tokens for moment in moments))
+    for moment, tokens in zip(moments, counts, strict=True):
+        moment.add_up(ranks, tokens, device, 0)
 
 
 class Collector:
@@ -39,11 +53,8 @@ class Collector:
         """Add up over all ranks; only the first has the sums then."""
         import torch
 
-        moments = list(self._moments.values())
-        counts = ranks.numbers(*(moment.tokens for moment in moments))
         with torch.inference_mode():  # in which they were made
-            for moment, tokens in zip(moments, counts, strict=True):
-                moment.add_up(ranks, tokens, self._device, 0)
+            add_up(list(self._moments.values()), ranks, self._device)
 
     def statistics(self) -> dict[str, np.ndarray]:
         """The second moments by key."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..codec.transform import rotation_block
+from ..distributed.ranks import ALONE, Ranks
 from .activations import Activations
-from .collector import Collector
+from .collector import Collector, add_up
 from .inputs import Seen, Watch
 from .layers import LayeredModel, Stop
 from .mixture import Batch, Mixture, Routed, Stacks, given
@@ -50,6 +51,9 @@ def collect(
     batches: Sequence[slice],
     keywords: Mapping[int, dict[str, Any]],
     done: Callable[[], Any],
+    ranks: Ranks = ALONE,
+    *,
+    collects: bool = True,
 ) -> Iterator[Part]:
     """Run a layer on all windows and take its statistics.
 
@@ -62,9 +66,11 @@ def collect(
         batches: windows that run together.
         keywords: batch size -> arguments of the layer.
         done: called after each batch.
+        ranks: those that run the same layer on other windows.
+        collects: whether statistics are wanted, or the outputs alone.
 
     Yields:
-        The statistics of each group of experts, then those of the rest of the layer.
+        On the first rank the statistics of each group of experts, then those of the rest of the layer.
 
     Raises:
         OSError: the folder cannot be written.
@@ -88,25 +94,31 @@ def collect(
         for count, members in enumerate(found.groups(each(found, options))):
             loaded = found.load(members)
             stacks = Stacks({key: expert.gate_up for key, expert in loaded.items()}, found.module.act_fn)
-            here = [group for group in mine if group.expert in members]
+            here = [group for group in mine if group.expert in members] if collects else []
             moments = {group.key: Moment(group.columns, options.full(group.columns)) for group in here}
             for batch in numbers:
                 with torch.no_grad():
                     _add(routed, batch, stacks, here, moments, model.device)
                     routed.run(batch, loaded, model.device)
+            del loaded, stacks
+            add_up(list(moments.values()), ranks, model.device)
             entries = {
                 reader.entry: (group.key, moments[group.key].tokens, group.norm)
                 for group in here for reader in group.readers
             }  # fmt: skip
-            yield f"{file}-experts-{count:04d}.safetensors", {k: m.mean() for k, m in moments.items()}, entries
-            del loaded, stacks, moments
-        collector = Collector(model, number, layer, options)
+            if ranks.first and here:
+                yield f"{file}-experts-{count:04d}.safetensors", {k: m.mean() for k, m in moments.items()}, entries
+            del moments
+        collector = Collector(model, number, layer, options) if collects else None
         for batch in numbers:
             outside.answer = given(routed, batch)
             target[batch] = model.step(layer, source[batch], keywords[len(batch)])
             done()
-        collector.close()
-        yield f"{file}.safetensors", collector.statistics(), collector.entries()
+        if collector is not None:
+            collector.close()
+            collector.add_up(ranks)
+            if ranks.first:
+                yield f"{file}.safetensors", collector.statistics(), collector.entries()
 
 
 def _keep(routed: Routed, batch: Batch, seen: list[Seen]) -> Callable[..., torch.Tensor]:

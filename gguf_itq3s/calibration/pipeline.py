@@ -125,6 +125,7 @@ def _run(
     inputs = text[ranks.part(len(text))]
     batch = own_batch(options.batch, options.device)
     batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+    experts = (out / _PARTIAL if ranks.alone else own) / "experts"
     done = ranks.tell(_layers_done(out, manifest))
     begin = done if ranks.all(activation_path(own, done, model.dtype).exists()) else 0
     with tqdm(total=model.layers * len(batches), unit="batch", initial=begin * len(batches), file=messages) as bar:
@@ -134,21 +135,20 @@ def _run(
             shape = (*inputs.shape, model.hidden)
             source = activations(own, number, shape, "r", model.dtype)
             target = activations(own, number + 1, shape, "w+", model.dtype, partial=True)
-            # Several processes have the layer whole: their sums are not added up group by group.
-            large = expert_collector.find(model, number, options) if ranks.alone else None
+            large = expert_collector.find(model, number, options)
+            collects = number >= done
             if large is None:
-                collects = number >= done
                 parts = _collected(
                     options, model, number, source, target, batches, keywords[number], bar.update, ranks, collects
                 )
             else:
                 parts = expert_collector.collect(
-                    large, options, out / _PARTIAL / "experts", source, target, batches, keywords[number], bar.update
-                )
+                    large, options, experts, source, target, batches, keywords[number], bar.update, ranks,
+                    collects=collects,
+                )  # fmt: skip
             for file, statistics, entries in parts:
-                if number >= done and ranks.first:
-                    _keep(options, out, file, number, statistics, entries, manifest)
-            shutil.rmtree(out / _PARTIAL / "experts", ignore_errors=True)
+                _keep(options, out, file, number, statistics, entries, manifest)
+            shutil.rmtree(experts, ignore_errors=True)
             target.flush()
             del source, target
             activation_path(own, number + 1, model.dtype, partial=True).replace(

@@ -12,7 +12,7 @@ drawn for all windows in one order, so that they do not depend on the number of 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -21,7 +21,6 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from ..base.errors import UserError
 from ..base.journal import Journal, save_arrays
 from ..calibration.activations import Activations, activation_path, activations
 from ..calibration.groups import Reader
@@ -31,8 +30,8 @@ from ..codec.transform import rotation_block
 from ..distributed.folders import keep_own, own_folder
 from ..distributed.joining import own_batch
 from ..distributed.ranks import ALONE, Ranks
-from ..rounding.target import DAMPING, decompose
 from ..torch import PackedExperts, stacked
+from .gradients import PRIOR, GradientSums, check_finite
 from .streams import Batches, Share, share, split
 
 _JOURNAL: Final = "journal.json"
@@ -42,9 +41,6 @@ _INPUT: Final = "fisher-input.safetensors"
 _GRADIENTS: Final = "gradients"
 #: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
 CHUNK: Final = 256
-#: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
-#: other tokens, 4 to 64 leave the least.
-_PRIOR: Final = 16
 
 
 class OutputFisher:
@@ -69,8 +65,8 @@ class OutputFisher:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
         Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
-        by all tokens, and drawn to what is known of it otherwise (:meth:`_Sums.shrink`), as the others are to a
-        multiple of the identity (:meth:`_Sums.draw_to_identity`).
+        by all tokens, and drawn to what is known of it otherwise (:meth:`GradientSums.shrink`), as the others are to a
+        multiple of the identity (:meth:`GradientSums.draw_to_identity`).
         """
         with safe_open(self.folder / _file(number), framework="numpy") as file:
             names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
@@ -142,7 +138,7 @@ class OutputFisher:
         self._run(model, text, batch, state, journal, messages)
         if state["few"]:
             print(
-                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer than {_PRIOR} tokens for "
+                f"note: {state['few']} of {state['experts']} matrices of experts saw fewer than {PRIOR} tokens for "
                 "each of their rows: down matrices rather follow all experts of the layer together, gate and up "
                 "matrices get little feedback across rows",
                 file=messages,
@@ -309,7 +305,7 @@ class OutputFisher:
         source = activations(self._own(), number, shape, "r", model.dtype)
         behind = activations(folder, number + 1, shape, "r", model.dtype)
         target = activations(folder, number, shape, "w+", model.dtype, partial=True)
-        sums = _Sums(self._full, self._block)
+        sums = GradientSums(self._full, self._block, model.device)
         first = (
             Moment(model.hidden, model.hidden <= self._full) if number == 0 and rotation_block(model.hidden) else None
         )
@@ -360,13 +356,8 @@ class OutputFisher:
             if ranks.first:
                 found = {"moment": first.mean(), "square": np.array([total_square / (total_tokens * model.hidden)])}
                 save_arrays(found, self.folder / _INPUT)
-        few, experts = sums.finish(readers, int(total_tokens), ranks)
-        matrices = {}
-        for name, total in sums.means(int(total_tokens)):
-            matrices[name] = total
-            if not np.isfinite(total).all():
-                what = "gives gradients that are NaN or infinite"
-                raise UserError(model.folder, what, "leave --fisher out", name.rpartition("/")[0])
+        matrices, few, experts = sums.finish(readers, int(total_tokens), ranks)
+        check_finite(model.folder, matrices)
         if ranks.first:
             save_arrays(matrices, self.folder / _file(number))
         return few, experts
@@ -389,169 +380,9 @@ def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     return found.clamp(max=logits.shape[-1] - 1).to(logits.device)
 
 
-class _Sums:
-    """Sums of ``g g^T`` by matrix, with how many tokens they are of.
-
-    Args:
-        full: most rows of a matrix that is kept whole.
-        block: rows of the blocks that are kept of another.
-    """
-
-    def __init__(self, full: int, block: int) -> None:
-        self._full, self._block = full, block
-        self._totals: dict[str, list[torch.Tensor]] = {}
-        self._tokens: dict[str, int] = {}
-        self._before: dict[str, list[torch.Tensor]] = {}
-
-    def hold_out(self) -> None:
-        """From here on tokens say how far those before them are trusted (:meth:`draw_to_identity`)."""
-        self._before = {entry: [total.clone() for total in parts] for entry, parts in self._totals.items()}
-
-    def draw_to_identity(self) -> None:
-        """Draw every matrix to a multiple of the identity, as far as tokens that were held out like it.
-
-        How far is decided as for Hessians (:func:`gguf_itq3s.rounding.target.decompose`): by what feedback by the other
-        tokens leaves of the cost of errors on these. The traces stay. Experts are drawn to more than that
-        (:meth:`shrink`).
-        """
-
-        for entry, parts in self._before.items():
-            for before, total in zip(parts, self._totals[entry], strict=True):
-                held = total - before
-                mean = float(held.diagonal().mean())
-                if entry.endswith("]") or not mean > 0 or not float(before.diagonal().mean()) > 0:
-                    continue
-                # Rows whose second moment is that of the tokens held out, however many these are.
-                held.diagonal().add_(1e-6 * mean)
-                lower, failed = torch.linalg.cholesky_ex(held)
-                if failed:
-                    continue
-                damping, _ = decompose(before, lower.T.contiguous(), DAMPING)
-                total.diagonal().add_(damping * float(total.diagonal().mean()))
-                total /= 1 + damping
-        self._before = {}
-
-    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> tuple[int, int]:
-        """Add up over all ranks, and draw the matrices to what is known otherwise; only the first rank has them then.
-
-        Args:
-            readers: the matrices of the layer.
-            tokens: of all of them.
-            ranks: those that have other gradients.
-
-        Returns:
-            As :meth:`shrink`.
-        """
-        if not ranks.alone:
-            self._add_up(readers, ranks)
-        counts = self.shrink(readers, tokens) if ranks.first else (0, 0)
-        self.draw_to_identity()
-        return counts
-
-    def _add_up(self, readers: Sequence[Reader], ranks: Ranks) -> None:
-        """The totals on the first rank, with those before the held tokens; nothing is left on the others."""
-        entries = [reader.entry for reader in readers]
-        seen = ranks.numbers(*(self._tokens.get(entry, 0) for entry in entries))
-        held = not ranks.all(not self._before)
-        if held and not self._before:
-            self.hold_out()
-        for entry, count in zip(entries, seen, strict=True):
-            if not count:
-                continue
-            # Of an expert that no token of this rank came to, another knows the sizes.
-            known = np.zeros(ranks.size)
-            known[ranks.rank] = entry in self._totals
-            owner = int(np.argmax(ranks.numbers(*known)))
-            sizes = ranks.tell([len(part) for part in self._totals.get(entry, ())], owner)
-            # How far experts are trusted is decided without the tokens held out.
-            parts = (self._totals, self._before) if held and not entry.endswith("]") else (self._totals,)
-            for totals in parts:
-                own = totals.setdefault(entry, [torch.zeros((size, size), dtype=torch.float64) for size in sizes])
-                for part in own:
-                    ranks.add_symmetric(part, 0)
-                if not ranks.first:
-                    del totals[entry]
-            self._tokens[entry] = int(count)
-        if not ranks.first:
-            self._totals, self._before = {}, {}
-
-    def add(self, entry: str, gradient: torch.Tensor) -> None:
-        """Gradients (..., rows) at the outputs of a matrix."""
-        rows = gradient.reshape(-1, gradient.shape[-1]).float()
-        parts = [part.T @ part for part in rows.split(self._size(rows.shape[1]), dim=1)]
-        before = self._totals.get(entry)
-        self._totals[entry] = [part.double() for part in parts] if before is None else [
-            total.add_(part) for total, part in zip(before, parts, strict=True)
-        ]  # fmt: skip
-        self._tokens[entry] = self._tokens.get(entry, 0) + len(rows)
-
-    def _size(self, rows: int) -> int:
-        return rows if rows <= self._full else self._block
-
-    def shrink(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
-        """Draw the matrices of experts to what is known without their own tokens, the more the fewer these are.
-
-        What comes out of the second matrices of all experts goes to the same place, so theirs are drawn to the mean of
-        all; one that no token came to has that, of a single token. The neurons of one expert are not those of another,
-        so those of gate and up are drawn to their diagonals.
-
-        Args:
-            readers: the matrices of the layer.
-            tokens: of all of them.
-
-        Returns:
-            How many matrices of experts saw so few tokens that their own count for less, and how many there are.
-        """
-        stacked = [reader for reader in readers if reader.expert is not None]
-        few = 0
-        for name in dict.fromkeys(reader.name for reader in stacked):
-            entries = [reader.entry for reader in stacked if reader.name == name]
-            seen = [entry for entry in entries if entry in self._totals]
-            if not seen:
-                continue
-            together = None
-            if "ffn_down" in name:
-                blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
-                together = [sum(parts[1:], parts[0]) for parts in blocks]
-            for entry in entries:
-                if together is None:
-                    few += self.draw_to_diagonal(entry)
-                    continue
-                count = self._tokens.get(entry, 0)
-                prior = _PRIOR * len(together[0])
-                few += count < prior
-                if count:
-                    for own, every_one in zip(self._totals[entry], together, strict=True):
-                        other = every_one * (own.trace() / every_one.trace().clamp(min=1e-300))
-                        own.lerp_(other, prior / (count + prior))
-                else:
-                    every = sum(self._tokens[other] for other in seen)
-                    self._totals[entry] = [total / every for total in together]
-        return few, len(stacked)
-
-    def of(self, entry: str) -> tuple[list[torch.Tensor], int]:
-        """The sums of a matrix, block by block, and of how many tokens they are; none and 0 where none came to it."""
-        return self._totals.get(entry, []), self._tokens.get(entry, 0)
-
-    def draw_to_diagonal(self, entry: str) -> bool:
-        """Draw the matrix of gate or up of an expert, as :meth:`shrink`; whether it saw so few tokens as are said."""
-        totals, count = self.of(entry)
-        if not count:
-            return True
-        prior = _PRIOR * len(totals[0])
-        for own in totals:
-            own.lerp_(own.diagonal().diag(), prior / (count + prior))
-        return count < prior
-
-    def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
-        """The sums over so many tokens, divided by them, by name; each is forgotten."""
-        while self._totals:
-            entry, parts = self._totals.popitem()
-            for place, total in enumerate(parts):
-                yield f"{entry}/{place:05d}", (total / tokens).float().cpu().numpy()
-
-
-def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _Sums) -> dict[str, torch.nn.Module]:
+def _watched_experts(
+    layer: torch.nn.Module, readers: Sequence[Reader], sums: GradientSums
+) -> dict[str, torch.nn.Module]:
     """Let experts whose matrices are stacked add to the sums.
 
     Their own forward passes show no output of a single expert, so those whose class is known are replaced by a module
@@ -587,7 +418,7 @@ def _watched_experts(layer: torch.nn.Module, readers: Sequence[Reader], sums: _S
     return before
 
 
-def _add_halves(sums: _Sums, entries: Sequence[str], gradient: torch.Tensor) -> None:
+def _add_halves(sums: GradientSums, entries: Sequence[str], gradient: torch.Tensor) -> None:
     for entry, part in zip(entries, gradient.chunk(len(entries), dim=-1), strict=True):
         sums.add(entry, part)
 

@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ..base.errors import UserError
 from ..base.journal import save_arrays
 from ..calibration import mixture
 from ..calibration.activations import Activations, activations
@@ -28,7 +27,8 @@ from ..calibration.layers import LayeredModel
 from ..calibration.mixture import Batch, Expert, Mixture, Routed
 from ..checkpoint import experts
 from ..torch.outside import Outside
-from .backward import _GRADIENTS, _PRIOR, OutputFisher, _Sums
+from .backward import _GRADIENTS, OutputFisher
+from .gradients import PRIOR, GradientSums, check_finite
 from .streams import Batches
 
 #: Folder for what is kept of a layer's experts.
@@ -55,7 +55,7 @@ class GroupedFisher(OutputFisher):
         if found is None:
             super()._forward(model, number, source, target, batches, keywords)
             return
-        routed = Routed(self.folder / _KEPT, *source.shape[:2])
+        routed = Routed(self._own() / _KEPT, *source.shape[:2])
         with found.loaded() as layer:
             mixture.run(found, layer, routed, source, batches, keywords, 4 * found.weights)
             outside = found.outside(layer)
@@ -73,17 +73,17 @@ class GroupedFisher(OutputFisher):
             return super()._load_backward(model, number, shape, batches, keywords, again=again)
         groups = model.layout.groups(number, model.base.layers[number])
         readers = [reader for group in groups if group.path == found.path for reader in group.readers]
-        source = activations(self.folder, number, shape, "r", model.dtype)
-        behind = activations(self.folder / _GRADIENTS, number + 1, shape, "r", model.dtype)
-        routed = Routed(self.folder / _KEPT, *shape[:2])
+        source = activations(self._own(), number, shape, "r", model.dtype)
+        behind = activations(self._own() / _GRADIENTS, number + 1, shape, "r", model.dtype)
+        routed = Routed(self._own() / _KEPT, *shape[:2])
         with found.loaded() as layer:
             mixture.run(found, layer, routed, source, batches.all, keywords, 4 * found.weights)
             outside = found.outside(layer)
             for batch in batches.all:
                 gradient = _behind_experts(model, layer, outside, routed, batch, source, behind, keywords)
                 routed.put("behind", batch, gradient)
-            tokens = shape[0] * shape[1]
-            few = self._experts(found, readers, routed, batches.all, tokens)
+            (tokens,) = self._ranks.numbers(shape[0] * shape[1])
+            few = self._experts(found, () if again else readers, routed, batches.all, int(tokens))
             # The layer is called once for each batch, in this order.
             order = iter(batches.all)
 
@@ -100,8 +100,7 @@ class GroupedFisher(OutputFisher):
         return few + others[0], len(readers) + others[1]
 
     def _find(self, model: LayeredModel, number: int) -> Mixture | None:
-        # Several processes have the layer whole: their sums of single experts are not added up group by group.
-        return mixture.find(model, number, self._each) if self._ranks.alone else None
+        return mixture.find(model, number, self._each)
 
     def _each(self, found: Mixture) -> int:
         """Bytes of one expert: its weights, and the sums of the gradients of its three matrices."""
@@ -113,6 +112,13 @@ class GroupedFisher(OutputFisher):
         self, found: Mixture, readers: Sequence[Reader], routed: Routed, batches: Sequence[Batch], tokens: int
     ) -> int:
         """The matrices of all experts to files, and the gradients of what came into them.
+
+        Args:
+            found: the experts.
+            readers: their matrices; none where the files are there already.
+            routed: what came into the experts, and the gradients behind them.
+            batches: windows of this rank that run together.
+            tokens: of all ranks.
 
         Returns:
             How many matrices saw so few tokens that their own count for less.
@@ -128,21 +134,21 @@ class GroupedFisher(OutputFisher):
         downs = _Downs()
         few = 0
         for count, numbers in enumerate(found.groups(self._each(found))):
-            sums = _Sums(self._full, self._block)
+            sums = GradientSums(self._full, self._block, found.model.device)
             loaded = found.load(numbers)
             for batch in batches:
                 _add(routed, batch, loaded, entries, sums, found.model.device)
             del loaded
+            sums.add_up([reader for reader in readers if reader.expert in numbers], self._ranks)
+            if not readers or not self._ranks.first:
+                continue
             for number in numbers:
                 for entry in entries.get((number, experts.GATE_UP), ()):
                     few += sums.draw_to_diagonal(entry)
                 for entry in entries.get((number, experts.DOWN), ()):
                     downs.add(entry, sums)
             matrices = dict(sums.means(tokens))
-            for name, value in matrices.items():
-                if not np.isfinite(value).all():
-                    what = "gives gradients that are NaN or infinite"
-                    raise UserError(found.model.folder, what, "leave --fisher out", name.rpartition("/")[0])
+            check_finite(found.model.folder, matrices)
             of_down = {name: matrices.pop(name) for name in list(matrices) if "ffn_down" in name}
             save_arrays(matrices, self.folder / f"{_stem(found.number)}-{count:04d}.safetensors")
             path = self.folder / f"{_stem(found.number)}-{count:04d}-down.safetensors"
@@ -166,7 +172,7 @@ class _Downs:
     together: list[torch.Tensor] = field(default_factory=list)
     files: dict[Path, list[str]] = field(default_factory=dict)
 
-    def add(self, entry: str, sums: _Sums) -> None:
+    def add(self, entry: str, sums: GradientSums) -> None:
         """Count the sums of an expert."""
         blocks, self.counts[entry] = sums.of(entry)
         if not self.together:
@@ -176,11 +182,11 @@ class _Downs:
                 total += block
 
     def write(self, tokens: int) -> int:
-        """Draw all of them, as :meth:`_Sums.shrink`; how many saw few tokens."""
+        """Draw all of them, as :meth:`GradientSums.shrink`; how many saw few tokens."""
         if not self.together:
             return 0
         mean = [(total / tokens).cpu() for total in self.together]
-        prior, every, few = _PRIOR * len(mean[0]), sum(self.counts.values()), 0
+        prior, every, few = PRIOR * len(mean[0]), sum(self.counts.values()), 0
         for path, names in self.files.items():
             before = load_file(path)
             after: dict[str, np.ndarray] = {}
@@ -241,7 +247,7 @@ def _add(
     batch: Batch,
     loaded: Mapping[int, Expert],
     entries: Mapping[tuple[int, str], list[str]],
-    sums: _Sums,
+    sums: GradientSums,
     device: torch.device,
 ) -> None:
     """Add the gradients of some experts to the sums and to those of what came into them."""

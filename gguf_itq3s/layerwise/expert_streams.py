@@ -102,13 +102,12 @@ class ExpertStreams(Streams):
         else:
             self._matrix(1, reader).copy_(torch.from_numpy(weights))
 
-    def sums(self, passage: Sequence[Group], ranks: Ranks = ALONE) -> dict[str, Sums]:
-        """As :meth:`Streams.sums`; of experts, with those before them run."""
+    def begin(self, passage: Sequence[Group]) -> None:
+        """As :meth:`Streams.begin`: have a group of experts in memory, those before it run; behind them, all run."""
         if passage[0].path == self._mixture.path:
             self._open(next(i for i, numbers in enumerate(self._numbers) if passage[0].expert in numbers))
         elif any(group.path == self._mixture.path for before in self._before(passage) for group in before):
             self._finish()
-        return super().sums(passage, ranks)
 
     def step(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """As :meth:`Streams.step`."""

@@ -205,6 +205,7 @@ class Sequential:
     def _again(self, number: int, streams: Streams, finished: Finished) -> None:
         """Give the quantized layer the matrices that are finished."""
         for passage in streams.passages:
+            streams.begin(passage)
             for reader in [reader for group in passage for reader in group.readers]:
                 if self.source.quantized(reader.name):
                     matrix = Matrix(self.source, streams, reader)

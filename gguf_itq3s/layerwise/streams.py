@@ -422,6 +422,9 @@ class Streams:
         with torch.no_grad():
             reader.rows(self._streams[1].layer).copy_(torch.from_numpy(weights))
 
+    def begin(self, passage: Sequence[Group]) -> None:
+        """Make the matrices of a passage ready to be read and replaced, all those before it being so."""
+
     def sums(self, passage: Sequence[Group], ranks: Ranks = ALONE) -> dict[str, Sums]:
         """The sums of every group of a passage, by its key.
 
@@ -430,6 +433,7 @@ class Streams:
             ranks: those that are to share wide Hessians.
         """
 
+        self.begin(passage)
         with torch.no_grad():
             result = {group.key: self._empty(group, ranks) for group in passage}
             for path in {group.path for group in passage} & self._shortcuts.keys():

@@ -105,7 +105,7 @@ def worker(options: ConvertOptions, layers: int, result: Path) -> int:
 
 def run(count: int, arguments: list[str], result: Path, threads: int) -> list[dict[str, Any]]:
     """What each of so many processes with so many threads each has noted."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [__file__, *arguments, "--worker", str(result), "--threads", str(threads)]
     launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     print(f"{count} x", *arguments, file=sys.stderr, flush=True)
@@ -198,8 +198,9 @@ def main() -> int:
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="logits of the original, for --whole")
     parser.add_argument("--rounds", type=positive, default=1, help="of every run; default: %(default)s")
     parser.add_argument(
-        "--one-thread", action="store_true", help="one process with one thread too: the same work, other last bits"
-    )
+        "--also-threads", type=positive, nargs="+", default=[], metavar="N",
+        help="every number of processes with so many threads each too: the same work, other last bits",
+    )  # fmt: skip
     parser.add_argument("--untimed", action="store_true", help="leave times and memory out, where other work is done")
     parser.add_argument("--threads", type=positive, default=processors(), help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -220,8 +221,10 @@ def main() -> int:
         f"{count}" if dtype == DTYPE else f"{count} ({dtype})": (count, dtype, max(1, cores // count))
         for dtype in args.dtypes for count in (args.processes if dtype == args.dtypes[0] else args.processes[:1])
     }  # fmt: skip
-    if args.one_thread:
-        kinds["1 (one thread)"] = (1, DTYPE, 1)
+    for threads in args.also_threads:
+        for count in args.processes:
+            if threads != max(1, cores // count):
+                kinds[f"{count} (of {threads} thread{'s' * (threads > 1)})"] = (count, DTYPE, threads)
     names = list(kinds)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     scores: dict[str, list[dict[str, Any]]] = {}

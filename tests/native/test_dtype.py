@@ -28,7 +28,7 @@ from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.layerwise import backward
+from gguf_itq3s.layerwise import backward, gradients
 from gguf_itq3s.layerwise.backward import OutputFisher
 from gguf_itq3s.layerwise.run import Sequential
 from selection import some
@@ -248,7 +248,7 @@ def test_gradients_through_a_model_in_bfloat16(
 ) -> None:
     """Against those in float32, of the same labels, as they are before they are drawn to anything."""
     monkeypatch.setattr(backward, "sampled", lambda logits, chances: (chances * 200).long())
-    monkeypatch.setattr(backward._Sums, "draw_to_identity", lambda _: None)
+    monkeypatch.setattr(gradients.GradientSums, "draw_to_identity", lambda _: None)
     model, found = uneven(name), {}
     for dtype in ("float32", "bfloat16"):
         chosen = options(model, dtype=dtype)

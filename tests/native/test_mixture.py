@@ -12,16 +12,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from calibrating import statistics
 from checkpoints import NOVEL
 from gguf_itq3s.calibration import mixture
 from gguf_itq3s.calibration.activations import activations
 from gguf_itq3s.calibration.layers import LayeredModel
 from gguf_itq3s.calibration.options import CalibrationOptions
 from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import read_manifest
 from gguf_itq3s.calibration.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import fold
@@ -33,21 +32,6 @@ from gguf_itq3s.layerwise.streams import Streams, Sums, split
 from selection import some
 
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``few(size)``: every layer of experts is large, and that many are in memory together."""
-
-    def set_to(size: int) -> None:
-        monkeypatch.setattr(mixture, "BOUND", 1)
-        monkeypatch.setattr(
-            mixture.Mixture,
-            "groups",
-            lambda self, _: [range(i, min(i + size, self.count)) for i in range(0, self.count, size)],
-        )
-
-    return set_to
 
 
 @pytest.fixture
@@ -156,15 +140,6 @@ def test_the_file_is_nearly_that_of_all_experts_together(
             np.testing.assert_array_equal(groups[name], wanted)
         else:
             assert np.square(groups[name] - wanted).sum() <= 1e-3 * np.square(wanted).sum(), name
-
-
-def statistics(folder: Path) -> dict[str, tuple[np.ndarray, int, str | None]]:
-    """Matrix -> second moment, tokens, norm."""
-    found = {}
-    for name, entry in read_manifest(folder).entries.items():
-        with safe_open(folder / entry.file, framework="numpy") as file:
-            found[name] = file.get_tensor(entry.key), entry.tokens, entry.norm
-    return found
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.layerwise import backward, run
+from gguf_itq3s.layerwise import backward, gradients, run
 from gguf_itq3s.layerwise.backward import OutputFisher, sampled
 from gguf_itq3s.layerwise.finished import Finished
 from gguf_itq3s.layerwise.matrices import Matrix
@@ -494,7 +494,7 @@ def test_output_fisher_matrices_are_those_of_autograd(
     block: int | None, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backward, "CHUNK", 100)  # no multiple of a window
-    monkeypatch.setattr(backward._Sums, "draw_to_identity", lambda _: None)
+    monkeypatch.setattr(gradients.GradientSums, "draw_to_identity", lambda _: None)
     folder = uneven("llama")
     options = calibration(folder)
     model = LayeredModel(options, open_checkpoint(folder))

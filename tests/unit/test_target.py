@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gguf_itq3s.calibration.groups import Reader
-from gguf_itq3s.layerwise.backward import _Sums
+from gguf_itq3s.layerwise.gradients import GradientSums
 from gguf_itq3s.rounding import fisher, target
 from gguf_itq3s.rounding import hessian as hessians
 from gguf_itq3s.rounding.target import Decomposition
@@ -132,12 +132,12 @@ def test_hessians_that_cannot_be_decomposed_are_refused() -> None:
 
 
 def test_output_fisher_matrices_are_drawn_to_the_identity_as_far_as_other_tokens_like() -> None:
-    """80 tokens for 64 rows say too much; the trace stays, experts are left to :meth:`_Sums.shrink`."""
+    """80 tokens for 64 rows say too much; the trace stays, experts are left to :meth:`GradientSums.shrink`."""
     rng = np.random.default_rng(6)
     mix = torch.from_numpy(rng.standard_normal((64, 64)) * np.linspace(0.1, 1, 64)).float()
     few, held = (torch.from_numpy(rng.standard_normal((count, 64))).float() @ mix for count in (80, 400))
     names = ("blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight[3]")
-    sums = _Sums(full=64, block=32)
+    sums = GradientSums(full=64, block=32)
     for part, place in ((few, 0), (held, 1)):
         if place:
             sums.hold_out()
@@ -220,7 +220,7 @@ def test_matrices_of_experts_are_drawn_to_what_else_is_known() -> None:
         for reader in readers
         if reader.expert in counts
     }
-    sums = _Sums(full=8, block=4)
+    sums = GradientSums(full=8, block=4)
     for entry, gradients in rows.items():
         sums.add(entry, gradients)
     assert sums.shrink(readers, 500) == (4, 6)  # 40 tokens and none are fewer than 16 for each of 8 rows

@@ -1,0 +1,250 @@
+"""Sums of the gradients at the outputs of a layer's matrices, and what they are drawn to where tokens are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from ..base.errors import UserError
+from ..calibration.groups import Reader
+from ..distributed.ranks import Ranks
+from ..rounding.target import DAMPING, decompose
+
+#: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
+#: other tokens, 4 to 64 leave the least.
+PRIOR: Final = 16
+
+
+class GradientSums:
+    """Sums of ``g g^T`` by matrix, with how many tokens they are of.
+
+    Args:
+        full: most rows of a matrix that is kept whole.
+        block: rows of the blocks that are kept of another.
+        device: where gradients are.
+    """
+
+    def __init__(self, full: int, block: int, device: torch.device | None = None) -> None:
+        self._full, self._block, self._device = full, block, device
+        self._totals: dict[str, list[torch.Tensor]] = {}
+        self._tokens: dict[str, int] = {}
+        self._before: dict[str, list[torch.Tensor]] = {}
+
+    def hold_out(self) -> None:
+        """From here on tokens say how far those before them are trusted (:meth:`draw_to_identity`)."""
+        self._before = {
+            entry: [total.clone() for total in parts] for entry, parts in self._totals.items() if not _is_expert(entry)
+        }
+
+    def draw_to_identity(self) -> None:
+        """Draw every matrix to a multiple of the identity, as far as tokens that were held out like it.
+
+        How far is decided as for Hessians (:func:`gguf_itq3s.rounding.target.decompose`): by what feedback by the other
+        tokens leaves of the cost of errors on these. The traces stay. Experts are drawn to more than that
+        (:meth:`shrink`).
+        """
+        for entry, parts in self._before.items():
+            for before, total in zip(parts, self._totals[entry], strict=True):
+                held = total - before
+                mean = float(held.diagonal().mean())
+                if not mean > 0 or not float(before.diagonal().mean()) > 0:
+                    continue
+                # Rows whose second moment is that of the tokens held out, however many these are.
+                held.diagonal().add_(1e-6 * mean)
+                lower, failed = torch.linalg.cholesky_ex(held)
+                if failed:
+                    continue
+                damping, _ = decompose(before, lower.T.contiguous(), DAMPING)
+                total.diagonal().add_(damping * float(total.diagonal().mean()))
+                total /= 1 + damping
+        self._before = {}
+
+    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> tuple[dict[str, np.ndarray], int, int]:
+        """Add up over all ranks, draw the matrices to what is known otherwise, and divide them by the tokens.
+
+        Args:
+            readers: the matrices of the layer.
+            tokens: of all of them.
+            ranks: those that have other gradients.
+
+        Returns:
+            On the first rank what :meth:`means` gives, by name, and what :meth:`shrink` does.
+        """
+        owners = self.add_up(readers, ranks)
+        counts = self.shrink(readers, tokens) if ranks.first else (0, 0)
+        self.draw_to_identity()
+        sizes = {entry: [len(part) for part in self._totals.get(entry, ())] for entry in owners}
+        found = dict(self.means(tokens))
+        for entry, owner in owners.items():
+            for place, size in enumerate(ranks.tell(sizes[entry], owner) if owner else ()):
+                name = _name(entry, place)
+                block = found.pop(name) if ranks.rank == owner else np.empty((size, size), dtype=np.float32)
+                ranks.hand(owner, 0, block)
+                if ranks.first:
+                    found[name] = block
+        return found, *counts
+
+    def add_up(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, int]:
+        """Add up over all ranks, each matrix on one of them; nothing is left of it on the others.
+
+        Those of experts go to the first rank, as they are drawn to each other; the others are dealt out.
+
+        Args:
+            readers: the matrices of the layer, or some of them.
+            ranks: those that have other gradients.
+
+        Returns:
+            The matrices that a token came to, and who has them.
+        """
+        entries = [reader.entry for reader in readers]
+        if ranks.alone:
+            return dict.fromkeys(entries, 0)
+        own = [self._totals.get(entry, []) for entry in entries]
+        # Of an expert that no token of this rank came to, another knows the rows.
+        figures = ranks.numbers(
+            *(self._tokens.get(entry, 0) for entry in entries), *(sum(map(len, parts)) for parts in own),
+            *(bool(parts) for parts in own),
+        )  # fmt: skip
+        seen, rows, known = np.array(figures, dtype=np.int64).reshape(3, len(entries))
+        held = not ranks.all(not self._before)
+        if held and not self._before:
+            self.hold_out()
+        sizes = {entry: self._sizes(int(r // k)) for entry, r, k in zip(entries, rows, known, strict=True) if k}
+        owners = _owners(sizes, ranks)
+        for entry, count in zip(entries, seen.tolist(), strict=True):
+            if entry not in owners:
+                continue
+            # How far experts are trusted is decided without the tokens held out.
+            for totals in (self._totals, self._before) if held and not _is_expert(entry) else (self._totals,):
+                parts = totals.setdefault(
+                    entry, [torch.zeros((s, s), dtype=torch.float64, device=self._device) for s in sizes[entry]]
+                )
+                for part in parts:
+                    ranks.add_symmetric(part, owners[entry])
+                if ranks.rank != owners[entry]:
+                    del totals[entry]
+            self._tokens[entry] = count
+        self._before = {entry: parts for entry, parts in self._before.items() if entry in self._totals}
+        return owners
+
+    def add(self, entry: str, gradient: torch.Tensor) -> None:
+        """Gradients (..., rows) at the outputs of a matrix."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).float()
+        parts = [part.T @ part for part in rows.split(self._sizes(rows.shape[1]), dim=1)]
+        before = self._totals.get(entry)
+        self._totals[entry] = [part.double() for part in parts] if before is None else [
+            total.add_(part) for total, part in zip(before, parts, strict=True)
+        ]  # fmt: skip
+        self._tokens[entry] = self._tokens.get(entry, 0) + len(rows)
+
+    def _sizes(self, rows: int) -> list[int]:
+        """Of the blocks of a matrix with so many rows."""
+        size = max(1, rows if rows <= self._full else self._block)
+        return [min(size, rows - start) for start in range(0, rows, size)]
+
+    def shrink(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
+        """Draw the matrices of experts to what is known without their own tokens, the more the fewer these are.
+
+        What comes out of the second matrices of all experts goes to the same place, so theirs are drawn to the mean of
+        all; one that no token came to has that, of a single token. The neurons of one expert are not those of another,
+        so those of gate and up are drawn to their diagonals.
+
+        Args:
+            readers: the matrices of the layer.
+            tokens: of all of them.
+
+        Returns:
+            How many matrices of experts saw so few tokens that their own count for less, and how many there are.
+        """
+        stacked = [reader for reader in readers if reader.expert is not None]
+        few = 0
+        for name in dict.fromkeys(reader.name for reader in stacked):
+            entries = [reader.entry for reader in stacked if reader.name == name]
+            seen = [entry for entry in entries if entry in self._totals]
+            if not seen:
+                continue
+            together = None
+            if "ffn_down" in name:
+                blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
+                together = [sum(parts[1:], parts[0]) for parts in blocks]
+            for entry in entries:
+                if together is None:
+                    few += self.draw_to_diagonal(entry)
+                    continue
+                count = self._tokens.get(entry, 0)
+                prior = PRIOR * len(together[0])
+                few += count < prior
+                if count:
+                    for own, every_one in zip(self._totals[entry], together, strict=True):
+                        other = every_one * (own.trace() / every_one.trace().clamp(min=1e-300))
+                        own.lerp_(other, prior / (count + prior))
+                else:
+                    every = sum(self._tokens[other] for other in seen)
+                    self._totals[entry] = [total / every for total in together]
+        return few, len(stacked)
+
+    def of(self, entry: str) -> tuple[list[torch.Tensor], int]:
+        """The sums of a matrix, block by block, and of how many tokens they are; none and 0 where none came to it."""
+        return self._totals.get(entry, []), self._tokens.get(entry, 0)
+
+    def draw_to_diagonal(self, entry: str) -> bool:
+        """Draw the matrix of gate or up of an expert, as :meth:`shrink`; whether it saw so few tokens as are said."""
+        totals, count = self.of(entry)
+        if not count:
+            return True
+        prior = PRIOR * len(totals[0])
+        for own in totals:
+            own.lerp_(own.diagonal().diag(), prior / (count + prior))
+        return count < prior
+
+    def means(self, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+        """The sums over so many tokens, divided by them, by name; each is forgotten."""
+        while self._totals:
+            entry, parts = self._totals.popitem()
+            for place, total in enumerate(parts):
+                yield _name(entry, place), (total / tokens).float().cpu().numpy()
+
+
+def check_finite(folder: Path, matrices: Mapping[str, np.ndarray]) -> None:
+    """Refuse gradients of which nothing follows.
+
+    Args:
+        folder: of the model, for the message.
+        matrices: by name, as :meth:`GradientSums.means` gives them.
+
+    Raises:
+        UserError: one is NaN or infinite.
+    """
+    for name, matrix in matrices.items():
+        if not np.isfinite(matrix).all():
+            what = "gives gradients that are NaN or infinite"
+            raise UserError(folder, what, "leave --fisher out", name.rpartition("/")[0])
+
+
+def _name(entry: str, place: int) -> str:
+    """Of a block of a matrix."""
+    return f"{entry}/{place:05d}"
+
+
+def _is_expert(entry: str) -> bool:
+    return entry.endswith("]")
+
+
+def _owners(sizes: Mapping[str, Sequence[int]], ranks: Ranks) -> dict[str, int]:
+    """Who works at each matrix: the first rank at experts, the others go where least is to be decomposed.
+
+    Args:
+        sizes: of the blocks of each.
+        ranks: who there are.
+    """
+    owners = {entry: 0 for entry in sizes if _is_expert(entry)}
+    work = {entry: sum(size**3 for size in parts) for entry, parts in sizes.items() if entry not in owners}
+    load = [0] * ranks.size
+    for entry in sorted(work, key=lambda entry: -work[entry]):
+        owners[entry] = load.index(min(load))
+        load[owners[entry]] += work[entry]
+    return owners
