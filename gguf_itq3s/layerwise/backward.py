@@ -32,7 +32,7 @@ from ..distributed.joining import own_batch
 from ..distributed.ranks import ALONE, Ranks
 from ..torch import PackedExperts, stacked
 from .gradients import PRIOR, GradientSums, check_finite
-from .streams import Batches, Share, share, split
+from .shares import Batches, Share, share, split
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"

@@ -29,7 +29,7 @@ from ..checkpoint import experts
 from ..torch.outside import Outside
 from .backward import _GRADIENTS, OutputFisher
 from .gradients import PRIOR, GradientSums, check_finite
-from .streams import Batches
+from .shares import Batches
 
 #: Folder for what is kept of a layer's experts.
 _KEPT = "experts"

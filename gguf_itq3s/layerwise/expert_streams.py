@@ -27,7 +27,8 @@ from ..checkpoint import experts
 from ..codec.transform import rotation_block
 from ..distributed.ranks import ALONE, Ranks
 from ..torch.outside import Outside
-from .streams import KEPT, Batch, Batches, Streams, Sums
+from .shares import Batch, Batches
+from .streams import KEPT, Streams
 
 
 def each(found: Mixture, options: CalibrationOptions) -> int:

@@ -25,7 +25,8 @@ from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
-from .streams import Streams, Sums
+from .streams import Streams
+from .sums import Sums
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 

@@ -25,7 +25,8 @@ from .backward import CHUNK
 from .expert_streams import large
 from .matrices import EMBEDDING, Source
 from .result import MEASURED
-from .streams import WRITERS, Batches
+from .shares import Batches
+from .streams import WRITERS
 
 #: Memory of Python and its libraries, torch and transformers among them, in bytes.
 _LIBRARIES: Final = 600 << 20
@@ -86,7 +87,7 @@ class _Layer:
         square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
         if n > WIDE and not ranks.alone:
             square = (8 // ranks.size + 2 * 4) * n * columns
-            square += 0 if name.endswith(WRITERS) else 12 * n * columns
+            square += 0 if name.endswith(WRITERS) else 12 * min(rows, n) * columns
         gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
         count = tensor.size // (rows * columns)
         if count > 1 and self.large:

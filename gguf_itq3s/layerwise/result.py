@@ -15,7 +15,7 @@ from ..calibration.layers import LayeredModel
 from ..distributed.ranks import ALONE, Ranks
 from .finished import STREAMS
 from .matrices import Source
-from .streams import Batches
+from .shares import Batches
 
 #: Tokens that the result is measured on at most: their logits are held twice.
 MEASURED: Final = 1024

@@ -46,7 +46,9 @@ from .expert_streams import streams_of
 from .finished import FISHER, STREAMS, Finished
 from .matrices import Matrix, Source
 from .needs import FisherBlocks
-from .streams import Batches, Drift, Share, Streams, Sums, share
+from .shares import Batches, Share, share
+from .streams import Streams
+from .sums import Drift, Sums
 
 #: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
 #: layer likes the next ones do.

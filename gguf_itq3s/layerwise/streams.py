@@ -15,7 +15,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,223 +33,14 @@ from ..checkpoint import row_order
 from ..distributed.ranks import ALONE, Ranks
 from ..rounding import target
 from ..rounding.panels import Panels
+from .shares import Batch, Batches
+from .sums import Held, Sums
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
-#: Windows that are held out at most. A text has parts that are unlike each other, so a few windows say too little.
-HELD_WINDOWS: Final = 32
-#: Tokens of them that are kept in memory, about: what they decide is known well by then.
-HELD_TOKENS: Final = 4096
 
 #: In the folder of a stream: what comes into the matrices that its shortcuts need.
 KEPT: Final = "kept"
-
-#: Windows by number, int64.
-Batch = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Windows that run together.
-
-    Attributes:
-        train: those that statistics are taken from.
-        held: those that are held out.
-        elsewhere: how many windows other ranks hold out.
-    """
-
-    train: tuple[Batch, ...]
-    held: tuple[Batch, ...]
-    elsewhere: int = 0
-
-    @property
-    def all(self) -> tuple[Batch, ...]:
-        return self.train + self.held
-
-    def kept(self, context: int) -> slice:
-        """Which of the tokens held out are kept, so that about :data:`HELD_TOKENS` are.
-
-        The step is odd: windows whose length is a power of two are met at other places each.
-
-        Args:
-            context: length of a window.
-        """
-        tokens = (sum(map(len, self.held)) + self.elsewhere) * context
-        return slice(0, tokens, max(1, tokens // HELD_TOKENS) | 1)
-
-
-@dataclass(frozen=True)
-class Share:
-    """The windows of one rank.
-
-    Attributes:
-        numbers: which of the text's they are, ascending.
-        batches: those that run together, by their places in ``numbers``.
-    """
-
-    numbers: Batch
-    batches: Batches
-
-
-def share(windows: int, batch: int, ranks: Ranks) -> Share:
-    """The windows of this rank: neighbours, as many of those held out as evens out the others.
-
-    Args:
-        windows: how many there are.
-        batch: windows at a time.
-        ranks: who runs them.
-    """
-    if ranks.alone:
-        return Share(np.arange(windows), split(windows, batch))
-    train, held = (np.concatenate(part) if part else np.arange(0) for part in _parts(windows, windows))
-    own = train[ranks.part(len(train))]
-    own_held = held[ranks.parts(len(held))[ranks.size - 1 - ranks.rank]]
-    numbers = np.sort(np.concatenate([own, own_held]))
-    places, places_held = (_batches(np.searchsorted(numbers, part), batch) for part in (own, own_held))
-    return Share(numbers, Batches(places, places_held, len(held) - len(own_held)))
-
-
-def split(windows: int, batch: int) -> Batches:
-    """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_WINDOWS` at most.
-
-    Args:
-        windows: how many; a single one is not held out.
-        batch: windows at a time.
-    """
-    return Batches(*_parts(windows, batch))
-
-
-def _parts(windows: int, batch: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-    count = min(windows - 1, max(1, min(windows // 10, HELD_WINDOWS)))
-    # From the middle of as many parts of the text.
-    held = ((np.arange(count) + 0.5) * windows / count).astype(np.int64) if count else np.zeros(0, dtype=np.int64)
-    return _batches(np.setdiff1d(np.arange(windows), held), batch), _batches(held, batch)
-
-
-def _batches(numbers: Batch, batch: int) -> tuple[Batch, ...]:
-    return tuple(numbers[start : start + batch] for start in range(0, len(numbers), batch))
-
-
-@dataclass
-class Sums:
-    """Sums over the tokens of a group's inputs: x of the original model, x' of the quantized one, rotated.
-
-    Tokens of a matrix that writes to the residual stream are weighted by the reciprocal of the stream's mean square
-    behind it: the next norm divides by its root. A first token whose stream is a hundred times as large as the others'
-    would decide everything otherwise.
-
-    Attributes:
-        hessian: of x' x'^T.
-        cross: of (x - x') x'^T; without a value where ``missing`` says more.
-        missing: of a matrix that writes to the residual stream, float64 (rows, columns), of
-            (W (x - x') + r - r') x'^T with the stream r before the addition.
-        held: the tokens held out; None where there are none.
-    """
-
-    hessian: Moment
-    cross: Moment
-    missing: dict[str, torch.Tensor] = field(default_factory=dict)
-    held: Held | None = None
-
-    def add_up(self, ranks: Ranks, tokens: int, held: int, owner: int | None = None) -> None:
-        """Add up over all ranks, but for ``missing``, whose rows each rank asks for by itself.
-
-        Args:
-            ranks: who has sums.
-            tokens: that all of them have seen.
-            held: tokens that all of them hold out.
-            owner: who gets everything, ``missing`` and the tokens held out too; None for all.
-        """
-        if ranks.alone or not tokens:
-            return
-        device = self.device
-        for moment in (self.hessian, self.cross) if not self.missing else (self.hessian,):
-            moment.add_up(ranks, tokens, device, owner)
-        if owner is not None:
-            ranks.add(*self.missing.values(), owner=owner)
-        if held:
-            self.held = self.held or Held.none(self, device)
-            if owner is not None:
-                self.held = self.held.gathered(ranks, owner)
-
-    def forget(self) -> None:
-        """Give back their memory."""
-        self.hessian.total = self.hessian.panels = self.cross.total = self.held = None
-        self.missing.clear()
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        held = None if self.held is None else self.held.inputs
-        totals = (self.hessian.total, self.hessian.panels, *self.missing.values(), held)
-        return next((total.device for total in totals if total is not None), torch.device("cpu"))
-
-    @property
-    def differs(self) -> bool:
-        """Whether the two models give different inputs."""
-        return self.cross.total is not None and bool(self.cross.total.any())
-
-
-@dataclass
-class Held:
-    """Tokens held out, in the basis and with the weights of the sums.
-
-    Attributes:
-        inputs: float32 (tokens, n), x'.
-        difference: of the same shape, x - x'.
-        written: float32 (tokens, hidden), r - r' where a matrix writes to the residual stream; else None.
-    """
-
-    inputs: torch.Tensor
-    difference: torch.Tensor
-    written: torch.Tensor | None
-
-    @classmethod
-    def none(cls, of: Sums, device: torch.device) -> Held:
-        """No tokens, of a rank that holds out none where others do."""
-        empty = torch.empty((0, of.hessian.columns), device=device)
-        rows = [total.shape[0] for total in of.missing.values()]
-        return cls(empty, empty, torch.empty((0, *rows), device=device) if rows else None)
-
-    def gathered(self, ranks: Ranks, owner: int) -> Held | None:
-        """Those of all ranks on the owner, None on the others."""
-        inputs, difference = ranks.gather(owner, self.inputs), ranks.gather(owner, self.difference)
-        written = None if self.written is None else ranks.gather(owner, self.written)
-        return None if inputs is None or difference is None else Held(inputs, difference, written)
-
-    def and_also(self, other: Held) -> Held:
-        """These tokens and others."""
-
-        written = None
-        if self.written is not None and other.written is not None:
-            written = torch.cat([self.written, other.written])
-        return Held(torch.cat([self.inputs, other.inputs]), torch.cat([self.difference, other.difference]), written)
-
-
-@dataclass
-class Drift:
-    """How far the quantized layer's outputs are from the original's.
-
-    Attributes:
-        tokens: how many.
-        ratios: the sum over tokens of |h' - h|^2 / |h|^2.
-    """
-
-    tokens: int = 0
-    ratios: float = 0.0
-
-    def add(self, original: npt.NDArray[np.float32], quantized: npt.NDArray[np.float32]) -> None:
-        """Outputs (windows, context, hidden) of both."""
-        difference = np.square(quantized - original, dtype=np.float64).sum(axis=-1)
-        energy = np.square(original, dtype=np.float64).sum(axis=-1)
-        self.tokens += energy.size
-        self.ratios += float(np.divide(difference, energy, out=np.zeros_like(energy), where=energy > 0).sum())
-
-    def mean(self, ranks: Ranks = ALONE) -> float:
-        """The mean over the tokens of all ranks; infinity where it is none."""
-        tokens, ratios = ranks.numbers(self.tokens, self.ratios)
-        mean = ratios / max(1, tokens)
-        return mean if np.isfinite(mean) else float("inf")
 
 
 @dataclass(frozen=True)
@@ -458,7 +249,15 @@ class Streams:
         hessian = Moment(group.columns, full)
         if full and group.columns > target.WIDE and not ranks.alone:
             hessian.panels = Panels.begun(group.columns, self._model.device, ranks)
-        return Sums(hessian, Moment(group.columns, full, symmetric=False))
+        writes = self._weighted(group)
+        by_outputs = writes or self._smaller_by_outputs(group, hessian)
+        return Sums(hessian, Moment(group.columns, full, symmetric=False), writes=writes, by_outputs=by_outputs)
+
+    def _smaller_by_outputs(self, group: Group, hessian: Moment) -> bool:
+        """Whether what is missing in the outputs takes less than the difference of the inputs, where ranks share."""
+        if hessian.panels is None:
+            return False
+        return sum(len(reader.rows(self._streams[0].layer)) for reader in group.readers) < group.columns
 
     def _add(self, passage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
         """Add the tokens of a batch to the sums, or to what is held out."""
@@ -476,7 +275,7 @@ class Streams:
             alone = group.expert is None and group.readers[0].expert is not None
             before = now if alone else first.rows(group, second.chosen, gain=True)[some]
             written = None
-            if self._weighted(group):
+            if of.writes:
                 # One matrix alone reads the input of a writer.
                 with self._model.products():
                     behind = stream[some] + self._streams[0].layer.get_submodule(group.path)(before)
@@ -491,14 +290,16 @@ class Streams:
                 of.held = found if of.held is None else of.held.and_also(found)
                 continue
             of.hessian.add(here)
-            if written is None:
+            if not of.by_outputs:
                 of.cross.add(here, rotated(_over(before, scale)) - here)
                 continue
-            (reader,) = group.readers
-            missing = (before - now) @ reader.rows(self._streams[0].layer).float().T + written
-            product = (missing.T @ here.reshape(len(here), -1)).double()
-            total = of.missing.get(reader.entry)
-            of.missing[reader.entry] = product if total is None else total.add_(product)
+            for reader in group.readers:
+                missing = (before - now) @ reader.rows(self._streams[0].layer).float().T
+                if written is not None:
+                    missing = missing + written
+                product = (missing.T @ here.reshape(len(here), -1)).double()
+                total = of.missing.get(reader.entry)
+                of.missing[reader.entry] = product if total is None else total.add_(product)
 
     def _seen(self, which: int, batch: Batch, passage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
         """The inputs of a passage, and the residual stream that its matrices add to, (tokens, hidden)."""

@@ -33,7 +33,8 @@ from gguf_itq3s.convert.pipeline import convert, convert_together
 from gguf_itq3s.distributed import watch
 from gguf_itq3s.distributed.ranks import PIECE, Ranks
 from gguf_itq3s.layerwise.run import Sequential
-from gguf_itq3s.layerwise.streams import share, split
+from gguf_itq3s.layerwise.shares import share, split
+from gguf_itq3s.layerwise.streams import Streams
 from gguf_itq3s.rounding import target
 from gguf_itq3s.rounding.panels import PANEL, Panels
 from gguf_itq3s.rounding.target import Decomposition
@@ -248,8 +249,9 @@ def test_two_processes_quantize_to_the_same_targets(
 def test_wide_hessians_are_decomposed_by_all(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """As wide ones, small ones: the weights are those of one process, the bytes the same each time."""
     model = uneven("llama")
-    options = [asked(model, tmp_path / name / "x.gguf", damping=0.03) for name in ("one", "two", "again")]
-    for name in ("one", "two", "again"):
+    names = ("one", "two", "again", "outputs")
+    options = [asked(model, tmp_path / name / "x.gguf", damping=0.03) for name in names]
+    for name in names:
         (tmp_path / name).mkdir()
     convert(options[0], io.StringIO())
     shared: list[int] = []
@@ -263,15 +265,20 @@ def test_wide_hessians_are_decomposed_by_all(uneven: Callable[[str], Path], tmp_
             return own(self, *rest)
 
         setattr(Panels, "decomposed", decomposed)  # noqa: B010
+        if names[which] == "outputs":  # as of matrices with fewer rows than columns
+            setattr(Streams, "_smaller_by_outputs", lambda *_: True)  # noqa: B010
         convert_together(options[which], io.StringIO(), ranks)
         assert shared
 
-    for which in (1, 2):
+    for which in (1, 2, 3):
         outcomes = together(2, lambda ranks, which=which: work(ranks, which), tmp_path)  # type: ignore[misc]
         assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.said for outcome in outcomes]
-    one, two = weights(tmp_path / "one" / "x.gguf"), weights(tmp_path / "two" / "x.gguf")
+    one, two, outputs = (weights(tmp_path / name / "x.gguf") for name in ("one", "two", "outputs"))
     for entry in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"):
         assert (one[entry] == two[entry]).mean() > 0.9
+    for entry, decoded in outputs.items():
+        energy = float(np.square(decoded, dtype=np.float64).sum())
+        assert float(np.square(decoded - one[entry], dtype=np.float64).sum()) < 0.25 * energy, entry
     assert content(tmp_path / "two") == content(tmp_path / "again")
 
 

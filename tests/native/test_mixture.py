@@ -28,7 +28,9 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.layerwise.expert_backward import GroupedFisher
 from gguf_itq3s.layerwise.expert_streams import ExpertStreams, streams_of
-from gguf_itq3s.layerwise.streams import Streams, Sums, split
+from gguf_itq3s.layerwise.shares import split
+from gguf_itq3s.layerwise.streams import Streams
+from gguf_itq3s.layerwise.sums import Sums
 from selection import some
 
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}

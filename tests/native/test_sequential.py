@@ -34,7 +34,8 @@ from gguf_itq3s.layerwise.backward import OutputFisher, sampled
 from gguf_itq3s.layerwise.finished import Finished
 from gguf_itq3s.layerwise.matrices import Matrix
 from gguf_itq3s.layerwise.run import Sequential
-from gguf_itq3s.layerwise.streams import Batches, Share, Streams, split
+from gguf_itq3s.layerwise.shares import Batches, Share, split
+from gguf_itq3s.layerwise.streams import Streams
 from gguf_itq3s.rounding import hessian, target
 from selection import some
 
@@ -114,12 +115,19 @@ def disturb(streams: Streams, after: Full, passages: range) -> None:
         after.model.model.layers[0].get_submodule(reader.path).weight.data.copy_(torch.from_numpy(weights))
 
 
-@pytest.mark.parametrize(("name", "scaled"), [("llama", False), ("llama", True), ("llama-short", True)])
+@pytest.mark.parametrize(
+    ("name", "scaled", "outputs"), [("llama", False, False), ("llama", True, True), ("llama-short", True, False)]
+)
 def test_the_sums_are_those_of_two_whole_models(
-    name: str, scaled: bool, uneven: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """In the basis of the file, whose columns may be scaled, with and without the windows that are held out."""
+    name: str, scaled: bool, outputs: bool, uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """In the basis of the file, whose columns may be scaled, with and without the windows that are held out.
+
+    With ``outputs`` of every matrix what is missing in its outputs, as of those that write to the residual stream.
+    """
     folder = uneven(name)
+    monkeypatch.setattr(Streams, "_smaller_by_outputs", lambda *_: outputs)
     hidden, inner = (256, 512) if name == "llama" else (192, 320)
     factors = {hidden: np.linspace(0.5, 2, hidden, dtype=np.float32), inner: np.linspace(3, 1, inner, dtype=np.float32)}
     streams, _, ids = streams_of_layer_0(
@@ -172,9 +180,9 @@ def test_the_sums_are_those_of_two_whole_models(
             scale = np.abs(now.T @ now).max()
             assert sums.hessian.total is not None
             np.testing.assert_allclose(hessian.rotate(sums.hessian.total.numpy()), now.T @ now, atol=1e-4 * scale)
-            if number in streams_before:
-                (entry,) = sums.missing
-                found = hessian.rotate_rows(sums.missing[entry].numpy())
+            if number in streams_before or outputs:
+                assert list(sums.missing) == [reader.entry for reader in group.readers] and sums.cross.total is None
+                found = hessian.rotate_rows(sums.missing[group.readers[0].entry].numpy())
                 wanted = lacking.T @ now
                 np.testing.assert_allclose(found, wanted, atol=1e-4 * max(1.0, np.abs(wanted).max()))
             else:
