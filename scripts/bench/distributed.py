@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, positive, report_errors
 from gguf_itq3s.calibration.activations import DTYPES
@@ -173,7 +175,29 @@ def table(results: dict[str, Any]) -> str:
         said += ["times and memory over those of one process"]
     if results["bases"]:
         said += ["mean KL divergence, over that of the first row with paired errors"]
-    return ", ".join(said) + ":\n\n" + report.markdown(head, rows)
+    return ", ".join(said) + ":\n\n" + report.markdown(head, rows) + spread(results)
+
+
+def spread(results: dict[str, Any]) -> str:
+    """The means over runs of the same number of processes as a table, empty where each has run once."""
+    by_count: dict[int, list[dict[str, Any]]] = {}
+    for name, found in results["runs"].items():
+        by_count.setdefault(int(name.split()[0]), []).append(found)
+    if not results["bases"] or min(map(len, by_count.values())) < 2:
+        return ""
+    rows, first = [], None
+    for count, runs in by_count.items():
+        values = np.array([[score["mean_kld"] for score in run["kld"]] for run in runs])
+        means, errors = values.mean(axis=0), values.std(axis=0, ddof=1) / len(values) ** 0.5
+        first = first or (means, errors)
+        ratios = means / first[0]
+        doubts = ratios * np.hypot(errors / means, first[1] / first[0])
+        row = [str(count), str(len(runs))]
+        for mean, error, ratio, doubt in zip(means, errors, ratios, doubts, strict=True):
+            row.append(f"{mean:.4f} ± {error:.4f}" + (f" ({ratio:.3f} ± {doubt:.3f})" if first[0] is not means else ""))
+        rows.append(row)
+    said = "\nMeans of the runs of each number of processes, with errors by how far these runs are apart:\n\n"
+    return said + report.markdown(["processes", "runs", *(f"KLD {name}" for name in results["bases"])], rows)
 
 
 @report_errors
