@@ -77,10 +77,9 @@ class GradientSums:
         owners = self.add_up(readers, ranks)
         counts = self.shrink(readers, tokens) if ranks.first else (0, 0)
         self.draw_to_identity()
-        sizes = {entry: [len(part) for part in self._totals.get(entry, ())] for entry in owners}
         found = dict(self.means(tokens))
-        for entry, owner in owners.items():
-            for place, size in enumerate(ranks.tell(sizes[entry], owner) if owner else ()):
+        for entry, (owner, sizes) in owners.items():
+            for place, size in enumerate(sizes if owner else ()):
                 name = _name(entry, place)
                 block = found.pop(name) if ranks.rank == owner else np.empty((size, size), dtype=np.float32)
                 ranks.hand(owner, 0, block)
@@ -88,7 +87,7 @@ class GradientSums:
                     found[name] = block
         return found, *counts
 
-    def add_up(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, int]:
+    def add_up(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
         """Add up over all ranks, each matrix on one of them; nothing is left of it on the others.
 
         Those of experts go to the first rank, as they are drawn to each other; the others are dealt out.
@@ -98,11 +97,11 @@ class GradientSums:
             ranks: those that have other gradients.
 
         Returns:
-            The matrices that a token came to, and who has them.
+            The matrices that a token came to, who has them, and the sizes of their blocks; of a process alone none.
         """
-        entries = [reader.entry for reader in readers]
         if ranks.alone:
-            return dict.fromkeys(entries, 0)
+            return {}
+        entries = [reader.entry for reader in readers]
         own = [self._totals.get(entry, []) for entry in entries]
         # Of an expert that no token of this rank came to, another knows the rows.
         figures = ranks.numbers(
@@ -129,7 +128,7 @@ class GradientSums:
                     del totals[entry]
             self._tokens[entry] = count
         self._before = {entry: parts for entry, parts in self._before.items() if entry in self._totals}
-        return owners
+        return {entry: (owner, sizes[entry]) for entry, owner in owners.items()}
 
     def add(self, entry: str, gradient: torch.Tensor) -> None:
         """Gradients (..., rows) at the outputs of a matrix."""
