@@ -37,8 +37,10 @@ _F32P = ctypes.POINTER(ctypes.c_float)
 _CHUNK_WEIGHTS = 1 << 18
 # Rows that the calibrated encoder takes through the feedback matrix together.
 _LDLQ_ROWS = 64
-# Rows that lie side by side in it (ITQ_LANES).
+# Rows that lie side by side in it at most (ITQ_LANES).
 _LANES = 16
+#: Variants of the calibrated encoders, the best last.
+VARIANTS: Final = ("generic", "avx2", "avx512")
 
 
 def library_name() -> str:
@@ -59,11 +61,11 @@ class _Entries:
     ldlq: Any
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, identifier: str) -> _Entries:
-        """Those of the type with this name; raises AttributeError where the library has none."""
+    def of(cls, library: ctypes.CDLL, identifier: str, ending: str) -> _Entries:
+        """Those of the type with this name, by a variant; raises AttributeError where the library has none."""
         quantize = getattr(library, f"quantize_{identifier}_effort")
         quantize.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-        ldlq = getattr(library, f"quantize_{identifier}_ldlq_flat")
+        ldlq = getattr(library, f"quantize_{identifier}_ldlq_flat{ending}")
         ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
         quantize.restype = ldlq.restype = ctypes.c_size_t
         return cls(quantize, ldlq)
@@ -74,19 +76,23 @@ class NativeLibrary:
 
     Attributes:
         path: the file it was loaded from.
+        variants: those of :data:`VARIANTS` that run on this processor.
 
     Raises:
         OSError: the file cannot be loaded, or was built without the patch (the message says which).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, variant: str = "") -> None:
+        """Load it; ``variant`` takes one of the calibrated encoders that is not the best, to test or measure it."""
         self.path = path
+        ending = variant and f"_{variant}"
         library = ctypes.CDLL(str(path))
         try:
-            self._entries = {qtype: _Entries.of(library, row.identifier) for qtype, row in FAMILY.items()}
+            self._entries = {qtype: _Entries.of(library, row.identifier, ending) for qtype, row in FAMILY.items()}
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
-            self._feed = library.grid_ldlq_feed
+            self._feed = library[f"grid_ldlq_feed{ending}"]
+            self.variants = VARIANTS[: library.quantize_ldlq_variant() + 1]
             self._round = library.grid_ldlq_round
         except AttributeError as error:
             raise OSError(f"{path}: built without this version's patch ({error}); run {build_command()}") from None

@@ -1,4 +1,4 @@
-"""Calibrated trellis quantization: LDLQ with one trellis search a block (the numpy reference of itq-ldlq.c).
+"""Calibrated trellis quantization: LDLQ with one trellis search a block (the numpy reference of itq-ldlq-search.h).
 
 LDLQ (QuIP, arXiv 2307.13304; GPTQ, arXiv 2210.17323, is the same procedure) rounds columns left to right and lets
 each column make up for the errors of those before it: with the Hessian as ``A diag(weight) A^T``

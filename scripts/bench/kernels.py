@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.codec import blocks  # noqa: E402
 from gguf_itq3s.codec.family import DEFAULT, FAMILY  # noqa: E402
-from gguf_itq3s.codec.native import library_name  # noqa: E402
+from gguf_itq3s.codec.native import NativeLibrary, library_name  # noqa: E402
+from gguf_itq3s.rounding import ldlq  # noqa: E402
+from gguf_itq3s.rounding.hessian import Factor  # noqa: E402
 from scripts.bench import cpu_page, processor, random_model  # noqa: E402
 from scripts.bench.results import BenchError, Samples, label, medians_of  # noqa: E402
 
@@ -190,6 +192,19 @@ def quantize_round(samples: Samples) -> None:
     start = time.perf_counter()
     blocks.quantize(x)
     samples["quantize"][label(DEFAULT.name, "numpy")].append(x.size / (time.perf_counter() - start) * 1e-6)
+    weights, factor = x.reshape(64, -1), feedback(x.size // 64)
+    for variant in NativeLibrary(BIN / library_name()).variants:
+        library = NativeLibrary(BIN / library_name(), variant)
+        start = time.perf_counter()
+        ldlq.quantize(weights, factor, library=library)
+        name = label(DEFAULT.name, f"calibrated, {variant}")
+        samples["quantize"][name].append(x.size / (time.perf_counter() - start) * 1e-6)
+
+
+def feedback(columns: int) -> Factor:
+    """Some feedback of every column to every later one: how much takes the same time."""
+    matrix = np.triu(np.random.default_rng(2).standard_normal((columns, columns), dtype=np.float32) * 0.01, 1)
+    return Factor(matrix + np.eye(columns, dtype=np.float32), np.ones(columns, dtype=np.float32))
 
 
 def roofline_round(samples: Samples, cores: int) -> None:

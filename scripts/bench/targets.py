@@ -48,6 +48,8 @@ RATIOS: Final = (
         )
     ),
     ("quantize", "ITQ2_S", "IQ2_XXS", 10.0),
+    ("quantize", "ITQ3_S (calibrated, avx2)", "ITQ3_S", 0.067),
+    ("quantize", "ITQ3_S (calibrated, avx512)", "ITQ3_S", 0.067),
     *(
         ("products_1", f"ITQ3_N{build}", f"{other}{build}", least)
         for build in ("", " (AVX2)") for other, least in (("ITQ3_S", 0.9), ("IQ4_NL", 1.2))

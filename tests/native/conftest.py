@@ -13,3 +13,9 @@ def library() -> native.NativeLibrary:
     loaded = native.load()
     assert loaded is not None, "make build first"
     return loaded
+
+
+@pytest.fixture(scope="session")
+def variants(library: native.NativeLibrary) -> list[native.NativeLibrary]:
+    """The same with each of the calibrated encoders that run on this processor."""
+    return [native.NativeLibrary(library.path, variant) for variant in library.variants]

@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "-Wno-psabi", "-shared", "-fPIC", f"-I{SOURCES}", f"-I{ggml_library.headers()}",
         "-isystem", upstream.fetch_source() / "ggml" / "src",
         "-include", llama.ROOT / "tests" / "c" / "private-family.h",
-        *(SOURCES / f"itq-{name}.c" for name in ("decode", "quantize", "ldlq")),
+        *(SOURCES / f"{name}.c" for name in ("itq-decode", "itq-quantize", "itq-ldlq", "ldlq-avx2", "ldlq-avx512")),
         "-o", path, "-L", llama.BIN, "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm",
     ]  # fmt: skip
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)

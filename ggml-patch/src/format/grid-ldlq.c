@@ -3,36 +3,15 @@
 
 #include "grid-ldlq.h"
 
-#include "ggml-itq.h"
+#include "grid-ldlq-feed.h"
 #include "itq-exact.h"
 
 #include <math.h>
 #include <string.h>
 
-#define BLOCK GRID_LDLQ_BLOCK
-#define WIDTH 32  // columns whose sums are held in registers
-#define PANEL 64  // rows of the feedback matrix that stay in the cache meanwhile
-
-ITQ_CLONES
 void grid_ldlq_feed(float * GGML_RESTRICT target, const float * GGML_RESTRICT errors, int64_t nrows, int64_t n,
                     const float * GGML_RESTRICT feedback, int64_t start) {
-    for (int64_t panel = 0; panel < start; panel += PANEL) {
-        const int64_t stop = panel + PANEL < start ? panel + PANEL : start;
-        for (int64_t r = 0; r < nrows; ++r) {
-            for (int c = 0; c < BLOCK; c += WIDTH) {
-                float sum[WIDTH];
-                memcpy(sum, target + r * BLOCK + c, sizeof(sum));
-                for (int64_t j = panel; j < stop; ++j) {
-                    const float   e = errors[r * n + j];
-                    const float * a = feedback + j * n + start + c;
-                    for (int i = 0; i < WIDTH; ++i) {
-                        sum[i] -= a[i] * e;
-                    }
-                }
-                memcpy(target + r * BLOCK + c, sum, sizeof(sum));
-            }
-        }
-    }
+    ITQ_BEST_VARIANT(grid_ldlq_feed)(target, errors, nrows, n, feedback, start);
 }
 
 // The code that is nearest to a target in units of the scale; half-way, the lower level of a table or the even code.

@@ -21,6 +21,15 @@ extern "C" {
 GGML_API void grid_ldlq_feed(float * GGML_RESTRICT target, const float * GGML_RESTRICT errors, int64_t nrows, int64_t n,
                              const float * GGML_RESTRICT feedback, int64_t start);
 
+// The same for one kind of processor; grid_ldlq_feed takes the best there is.
+#define GRID_DECLARE_FEED(variant)                                                                           \
+    GGML_API void grid_ldlq_feed_##variant(float * GGML_RESTRICT target, const float * GGML_RESTRICT errors, \
+                                           int64_t nrows, int64_t n, const float * GGML_RESTRICT feedback,   \
+                                           int64_t start);
+GRID_DECLARE_FEED(generic)
+GRID_DECLARE_FEED(avx2)
+GRID_DECLARE_FEED(avx512)
+
 // Round a block of every row, column after column, and feed each error to the columns right of it.
 //
 //   codes     nrows * 256, what is found

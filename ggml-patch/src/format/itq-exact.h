@@ -16,3 +16,15 @@
 #ifndef ITQ_CLONES
 #    define ITQ_CLONES
 #endif
+
+// Code for vectors of one length cannot be cloned: it is written as a function for each kind of processor, of which this
+// is the best that runs here.
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#    define ITQ_X86_VARIANTS
+#    define ITQ_BEST_VARIANT(name)                         \
+        (__builtin_cpu_supports("avx512f") ? name##_avx512 \
+         : __builtin_cpu_supports("avx2")  ? name##_avx2   \
+                                           : name##_generic)
+#else
+#    define ITQ_BEST_VARIANT(name) name##_generic
+#endif

@@ -14,7 +14,9 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define ITQ_LANES  16
+#ifndef ITQ_LANES
+#    define ITQ_LANES 16
+#endif
 #define ITQ_STATES 64
 #define ITQ_HALF   (ITQ_STATES / 2)
 

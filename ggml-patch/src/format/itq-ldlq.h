@@ -41,15 +41,24 @@ struct itq_search {
 //   quantize_name_ldlq_flat  the same with the scalars side by side, for callers that cannot pass structures
 //   quantize_name_imatrix    rows of n_per_row weights with an importance matrix: the mean squares of their n_per_row
 //                            inputs, not rotated
+//
+// quantize_name_ldlq_flat_variant is that for one kind of processor, of which the others take the best there is.
+#define ITQ_DECLARE_FLAT(function)                                                                                    \
+    GGML_API size_t function(const float * src, void * dst, int64_t nrows, int64_t n_per_row, const float * feedback, \
+                             const float * weight, int full, int segment, int lookahead, int effort);
 #define ITQ_DECLARE_LDLQ(NAME, name, ...)                                                                            \
     GGML_API size_t quantize_##name##_ldlq(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows, \
                                            const struct itq_factor * factor, struct itq_search search);              \
-    GGML_API size_t quantize_##name##_ldlq_flat(const float * src, void * dst, int64_t nrows, int64_t n_per_row,     \
-                                                const float * feedback, const float * weight, int full, int segment, \
-                                                int lookahead, int effort);                                          \
+    ITQ_DECLARE_FLAT(quantize_##name##_ldlq_flat)                                                                    \
+    ITQ_DECLARE_FLAT(quantize_##name##_ldlq_flat_generic)                                                            \
+    ITQ_DECLARE_FLAT(quantize_##name##_ldlq_flat_avx2)                                                               \
+    ITQ_DECLARE_FLAT(quantize_##name##_ldlq_flat_avx512)                                                             \
     GGML_API size_t quantize_##name##_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst,             \
                                               int64_t nrows, int64_t n_per_row, const float * imatrix);
 ITQ_TYPES(ITQ_DECLARE_LDLQ)
+
+// The best variant here, of which all before it run too: 0 for generic, 1 for avx2, 2 for avx512.
+GGML_API int quantize_ldlq_variant(void);
 
 #ifdef __cplusplus
 }
