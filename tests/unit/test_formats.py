@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Type
 
 from distributions import smooth
@@ -16,8 +17,9 @@ from gguf_itq3s.codec.blocks import decode_blocks, dequantize, encode_blocks, pa
 from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.formats import Format
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import search
+from gguf_itq3s.codec.trellis import UNGERBOECK, search
 from gguf_itq3s.rounding import ldlq
+from gguf_itq3s.torch import decode
 from other_formats import FOUR_BITS, SHORT
 
 SOURCES = Path(__file__).parents[2] / "ggml-patch" / "src" / "format"
@@ -71,9 +73,17 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         replace(FOUR_BITS, symbol_bits=2)
     with pytest.raises(ValueError, match="start scales are of the efforts fast, default, not of fast"):
         replace(FOUR_BITS, starts={"fast": (1.0,)})
-    for block in (128, 8, 96):
-        with pytest.raises(ValueError, match="an even power of two"):
+    for block in (128, 8, 96, 1024):
+        with pytest.raises(ValueError, match="its length is 16, 64 or 256"):
             replace(FOUR_BITS, block=block)
+    with pytest.raises(ValueError, match="symbols of 4 bits: there are layouts for 1, 2 and 3"):
+        replace(FOUR_BITS, symbol_bits=4, levels=np.arange(-32, 32, dtype=np.int8))
+    with pytest.raises(ValueError, match="levels beyond 63"):
+        replace(FOUR_BITS, levels=np.arange(-64, 64, 4, dtype=np.int8))
+    with pytest.raises(ValueError, match="a trellis of 128 states: at most 64"):
+        replace(FOUR_BITS, trellis=UNGERBOECK[128])
+    with pytest.raises(ValueError, match="four bits: symbols of 3 bits cannot be unpacked here"):
+        decode._symbol_words(torch.zeros((1, FOUR_BITS.block_bytes), dtype=torch.uint8), FOUR_BITS)
     with pytest.raises(ValueError, match="a ternary code without a zero-point"):
         replace(next(iter(FAMILY.values())).format, zero_point=False)
 
