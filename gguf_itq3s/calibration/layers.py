@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import safe_open
 
 from ..base.errors import UserError
-from ..checkpoint import experts
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
 from ..distributed.ranks import ALONE, Ranks
@@ -55,7 +53,8 @@ class LayeredModel:
         self.in_bfloat16 = ranks.all(self.dtype == "bfloat16" and quick_bfloat16(self.device))
         try:
             with patched(options.model, options.trust_remote_code) as transformers, torch.device("meta"):
-                self.config = transformers.AutoConfig.from_pretrained(options.model)
+                # Of a multimodal model the text model alone, under whose names the checkpoint's weights are.
+                self.config = transformers.AutoConfig.from_pretrained(options.model).get_text_config()
                 model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
                 # Gradients are of activations alone: that of the output matrix is as large as it is.
                 self.model = model.eval().requires_grad_(False)
@@ -64,13 +63,12 @@ class LayeredModel:
         except Exception as error:  # a config can be wrong in many ways
             raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
         self.base, self.prefix = decoder_of(self.model)
-        text = self.config.get_text_config()
-        self.layers, self.hidden = len(self.base.layers), int(text.hidden_size)
+        self.layers, self.hidden = len(self.base.layers), int(self.config.hidden_size)
         if self.in_bfloat16:
             _to_bfloat16(self.base.layers)
-        self.context = int(getattr(text, "max_position_embeddings", 2048))
+        self.context = int(getattr(self.config, "max_position_embeddings", 2048))
         self.arch = checkpoint.model.arch
-        self.weights = _Weights(checkpoint.files)
+        self.weights = checkpoint.weights
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self.layout = Layout(self.arch, self.layers, self.prefix, self._tensors)
 
@@ -242,7 +240,7 @@ class LayeredModel:
         for name, module in list(self.base.named_children()):
             buffers = [buffer for _, buffer in module.named_buffers()]
             if buffers and not list(module.parameters()) and all(buffer.is_meta for buffer in buffers):
-                setattr(self.base, name, type(module)(config=self.config.get_text_config()).to(self.device))
+                setattr(self.base, name, type(module)(config=self.config).to(self.device))
 
 
 def _to_bfloat16(layers: torch.nn.Module) -> None:
@@ -275,73 +273,3 @@ def torch_device(options: RunOptions) -> torch.device:
         what = f"cannot be calibrated on --device {options.device}: {error}"
         raise UserError(options.model, what, "give cpu, or a device of this machine's torch such as cuda") from error
     return device
-
-
-class _Weights:
-    """Weights of a checkpoint by their name in the model; experts are stacked as transformers 5 wants them."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files: dict[str, Path] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                self._files.update(dict.fromkeys(file.keys(), path))
-
-    def has(self, name: str) -> bool:
-        """Whether a tensor is in the checkpoint."""
-        return self._find(name) is not None
-
-    def get(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A tensor of the model.
-
-        Raises:
-            UserError: it is not in the checkpoint.
-        """
-        import torch
-
-        if found := self._find(name):
-            return self._read(found)
-        if stack := experts.stack(name):
-            singles = [self._find(single) for expert in range(shape[0]) for single in stack.singles(expert)]
-            if None not in singles:
-                return torch.cat([self._read(single) for single in singles if single]).reshape(shape)
-        raise self._absent(name)
-
-    def expert(self, name: str, number: int, shape: torch.Size) -> torch.Tensor:
-        """One matrix of a parameter that stacks those of the experts, (rows, columns), as :meth:`get` gives it.
-
-        Args:
-            name: of the parameter.
-            number: of the expert.
-            shape: of the matrix.
-
-        Raises:
-            UserError: it is not in the checkpoint.
-        """
-        import torch
-
-        if found := self._find(name):
-            with safe_open(self._files[found], framework="pt") as file:
-                return file.get_slice(found)[number]
-        if stack := experts.stack(name):
-            singles = [self._find(single) for single in stack.singles(number)]
-            if None not in singles:
-                return torch.cat([self._read(single) for single in singles if single]).reshape(shape)
-        raise self._absent(name)
-
-    def _absent(self, name: str) -> UserError:
-        place = next(iter(self._files.values())).parent
-        return UserError(place, "transformers wants this tensor, and the checkpoint has none of it", "update it", name)
-
-    def _find(self, name: str) -> str | None:
-        """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""
-        here = (
-            name,
-            name.removeprefix("model."),
-            name.replace("model.", "language_model.model.", 1),
-            experts.in_mixtral(name),
-        )
-        return next((candidate for candidate in here if candidate in self._files), None)
-
-    def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)

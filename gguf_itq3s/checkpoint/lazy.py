@@ -14,8 +14,10 @@ import numpy as np
 from gguf.lazy import LazyBase
 from gguf.utility import LocalTensor, LocalTensorRange
 
-#: Operations that do the same to each matrix of a stack, which is their first argument, by the ends of their names.
-_OF_EACH: Final = ("numpy.<locals>.<lambda>", "astype.<locals>.<lambda>", "to", "float", "contiguous")
+#: Operations that do the same to each number of a stack, which is their first argument, by the ends of their names.
+_OF_EACH: Final = (
+    "numpy.<locals>.<lambda>", "astype.<locals>.<lambda>", "to", "float", "contiguous", "TensorBase.__mul__",
+)  # fmt: skip
 
 
 def evaluate(tensor: Any) -> np.ndarray:
@@ -30,7 +32,12 @@ def evaluate(tensor: Any) -> np.ndarray:
     Raises:
         RuntimeError: an operation gave another shape or type than it gave on the meta tensors.
     """
-    return _value(tensor) if isinstance(tensor, LazyBase) else np.asarray(tensor)
+    return np.asarray(value(tensor))
+
+
+def value(tensor: Any) -> Any:
+    """As :func:`evaluate`, a lazy tensor of either library as that library has it."""
+    return _value(tensor) if isinstance(tensor, LazyBase) else tensor
 
 
 def _count_uses(node: LazyBase, uses: Counter[int]) -> None:
@@ -74,35 +81,53 @@ def matrix(tensor: Any, number: int) -> np.ndarray | None:
     Returns:
         The array; None where an operation is met of which it is not known that it leaves the matrices apart.
     """
-    if not isinstance(tensor, LazyBase) or len(tensor._meta.shape) != 3:
-        return None
-    found = _part(tensor, number)
+    found = part(tensor, number)
     return None if found is None else np.asarray(found)
 
 
+def part(tensor: Any, number: int) -> Any:
+    """As :func:`matrix`, of a lazy stack of either library as that library has it."""
+    if not isinstance(tensor, LazyBase) or len(tensor._meta.shape) != 3:
+        return None
+    found = _part(tensor, number)
+    return None if found is None else found[0]
+
+
 def _part(node: LazyBase, number: int) -> Any:
-    """``value(node)[number]``, or None."""
+    """``value(node)[number : number + 1]``, or None."""
     if node._data is not None:
-        return node._data[number]
+        return node._data[number : number + 1]
     name, arguments = _name(node._func), node._args
     assert node._func is not None
     if name.endswith("stack") and node._kwargs == {"dim": 0} and isinstance(arguments[0], (list, tuple)):
-        return _value(arguments[0][number])
+        return _value(arguments[0][number])[None]
     if name.endswith("from_local_tensor.<locals>.<lambda>"):
         whole: LocalTensor = arguments[0]
         size = whole.data_range.size // whole.shape[0]
         here = LocalTensorRange(whole.data_range.filename, whole.data_range.offset + number * size, size)
-        return node._func(LocalTensor(whole.dtype, tuple(whole.shape[1:]), here))
-    if not arguments or not isinstance(arguments[0], LazyBase) or len(arguments[0]._meta.shape) != 3:
+        return node._func(LocalTensor(whole.dtype, (1, *whole.shape[1:]), here))
+    if not _leaves_apart(name, node):
         return None
-    same = any(f".{name}".endswith(f".{end}") for end in _OF_EACH) and arguments[0]._meta.shape == node._meta.shape
-    # An index that leaves the first axis alone: [..., rows, :].
-    index = arguments[1] if name.endswith("__getitem__") else None
-    cut = isinstance(index, tuple) and index[0] is ... and len(index) <= 3 and len(node._meta.shape) == 3
-    if not (same or cut):
+    parts = [_part(argument, number) if isinstance(argument, LazyBase) else argument for argument in arguments]
+    if any(part is None for part, whole in zip(parts, arguments, strict=True) if isinstance(whole, LazyBase)):
         return None
-    inner = _part(arguments[0], number)
-    return None if inner is None else node._func(inner, *arguments[1:], **node._kwargs)
+    return node._func(*parts, **node._kwargs)
+
+
+def _leaves_apart(name: str, node: LazyBase) -> bool:
+    """Whether an operation, by its name, does to each matrix of stacks what it would do to that alone."""
+    shape, arguments = node._meta.shape, node._args
+    inputs = [argument._meta.shape for argument in arguments if isinstance(argument, LazyBase)]
+    if not inputs or any(len(own) != len(shape) or own[0] != shape[0] for own in inputs):
+        return False
+    if name.endswith("__getitem__"):  # [..., rows, :], or slices of which the first is everything
+        index = arguments[1]
+        if not isinstance(index, tuple) or len(index) > len(shape):
+            return False
+        return index[0] is ... or (all(isinstance(axis, slice) for axis in index) and index[0] == slice(0, shape[0]))
+    if name.endswith("repeat_interleave"):
+        return len(arguments) == 3 and arguments[2] > 0
+    return inputs[0] == shape and any(f".{name}".endswith(f".{end}") for end in _OF_EACH)
 
 
 def _name(function: Any) -> str:

@@ -20,6 +20,7 @@ from . import converter, patches
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts
 from .validation import check_counts_by_shapes, check_folder, check_weights
+from .weights import Weights
 
 
 def open_checkpoint(
@@ -124,4 +125,5 @@ def _checkpoint(
     writer = made.gguf_writer
     writer.tensors = [{}]
     facts = model_facts(folder, writer, tensors)
-    return Checkpoint(folder, tensors, facts, writer, files, made.ftype, made.metadata)
+    weights = Weights(folder, made.model_tensors)
+    return Checkpoint(folder, tensors, facts, writer, files, made.ftype, made.metadata, weights)

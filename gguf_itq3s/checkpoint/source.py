@@ -20,6 +20,7 @@ from safetensors import safe_open
 from ..base.errors import UserError
 from .policy import Model, first_downs
 from .validation import stored_tensors
+from .weights import Weights
 
 # The number of a part, and of all of them, is a uint16.
 _MOST_PARTS: Final = (1 << 16) - 1
@@ -95,6 +96,7 @@ class Checkpoint:
         files: the weight files.
         ftype: the file that upstream would write: as asked for, or what it guessed.
         described: the model's name, its parts and its origin.
+        weights: the same weights by the names of a model of Transformers.
     """
 
     folder: Path
@@ -104,6 +106,7 @@ class Checkpoint:
     files: list[Path]
     ftype: gguf.LlamaFileType
     described: gguf.Metadata
+    weights: Weights
 
     def heads(self, types: Sequence[Type]) -> list[bytes]:
         """GGUF header, metadata and tensor infos, of each part that the writer is set to split the file into.

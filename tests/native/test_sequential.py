@@ -37,6 +37,7 @@ from gguf_itq3s.layerwise.run import Sequential
 from gguf_itq3s.layerwise.shares import Batches, Share, split
 from gguf_itq3s.layerwise.streams import Streams
 from gguf_itq3s.rounding import hessian, target
+from quantized import quantized
 from selection import some
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo-llama"
@@ -389,6 +390,16 @@ def test_what_is_written_is_read(uneven: Callable[[str], Path], tmp_path: Path) 
     total = sum(int(t.n_elements) for t in reader.tensors if t.tensor_type == ITQ3_S)
     assert share == pytest.approx(known / total)
     assert all(np.isfinite(gguf.quants.dequantize(t.data, t.tensor_type)).all() for t in reader.tensors)
+
+
+def test_codes_are_quantized_as_what_they_mean(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint in FP8 gives the file that its weights in floats give."""
+    files = []
+    for folder in quantized(uneven("llama"), tmp_path, "fp8-blocks"):
+        files.append(tmp_path / f"{folder.name}.gguf")
+        quiet(asked(folder, files[-1]))
+    coded, floats = map(matrices, files)
+    assert coded == floats and len(coded) == 15
 
 
 @pytest.mark.parametrize("fisher", [False, True])

@@ -20,6 +20,7 @@ from gguf_itq3s.checkpoint import policy
 from gguf_itq3s.checkpoint.policy import Overrides, choose
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.source import Checkpoint, SourceTensor
+from gguf_itq3s.checkpoint.weights import Weights
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert import overrides as kv
@@ -160,7 +161,8 @@ def test_lists_of_a_value_for_each_layer_are_pruned() -> None:
     writer.add_array("tokenizer.ggml.tokens", ["a", "b", "c", "d"])
     writer.add_uint32("gemma3.nextn_predict_layers", 1)
     each = [SourceTensor(f"blk.{n}.attn_q.weight", (2, 2), Type.F16, (), lambda: iter(())) for n in range(4)]
-    checkpoint = Checkpoint(Path("m"), each, SMALL, writer, [], gguf.LlamaFileType.MOSTLY_F16, gguf.Metadata())
+    folder, ftype = Path("m"), gguf.LlamaFileType.MOSTLY_F16
+    checkpoint = Checkpoint(folder, each, SMALL, writer, [], ftype, gguf.Metadata(), Weights(folder))
     pruned, names = prune(checkpoint, (1, 3))
     assert names == {"blk.0.attn_q.weight": "blk.0.attn_q.weight", "blk.1.attn_q.weight": "blk.2.attn_q.weight"}
     values = {key: entry.value for key, entry in pruned.writer.kv_data[0].items()}

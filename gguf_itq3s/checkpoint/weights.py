@@ -1,0 +1,99 @@
+"""The weights of a checkpoint by the names that a model of Transformers has for them.
+
+They come from where the tensors of a file do: what upstream's ``conversion`` package has indexed and dequantized,
+before it maps names and permutes rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import UserError
+from . import experts, lazy, patches
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights by name, read one at a time; experts are stacked as Transformers 5 wants them.
+
+    Attributes:
+        folder: of the checkpoint.
+        tensors: name in the checkpoint, without what encloses a text model -> a function that gives the tensor: lazy,
+            or as it is.
+    """
+
+    folder: Path
+    tensors: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of the model."""
+        return self._find(name) is not None
+
+    def get(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the model, in any floating type.
+
+        Raises:
+            UserError: it is not in the checkpoint, or of another shape.
+        """
+        import torch
+
+        if found := self._find(name):
+            return self._checked(name, self._read(found), shape)
+        if stack := experts.stack(name):
+            singles = [self._find(single) for expert in range(shape[0]) for single in stack.singles(expert)]
+            if None not in singles:
+                parts = torch.cat([self._read(single) for single in singles if single])
+                return self._checked(name, parts.unflatten(0, (shape[0], -1)), shape)
+        raise self._absent(name)
+
+    def expert(self, name: str, number: int, shape: torch.Size) -> torch.Tensor:
+        """One matrix of a parameter that stacks those of the experts, (rows, columns), as :meth:`get` gives it.
+
+        Args:
+            name: of the parameter.
+            number: of the expert.
+            shape: of the matrix.
+
+        Raises:
+            UserError: as there.
+        """
+        import torch
+
+        if found := self._find(name):
+            return self._checked(name, self._read(found, number), shape)
+        if stack := experts.stack(name):
+            singles = [self._find(single) for single in stack.singles(number)]
+            if None not in singles:
+                return self._checked(name, torch.cat([self._read(single) for single in singles if single]), shape)
+        raise self._absent(name)
+
+    def _find(self, name: str) -> str | None:
+        """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""
+        here = (name, name.removeprefix("model."), experts.in_mixtral(name))
+        return next((candidate for candidate in here if candidate in self.tensors), None)
+
+    def _read(self, name: str, number: int | None = None) -> torch.Tensor:
+        """A tensor of the checkpoint, or one matrix of a stack."""
+        tensor = self.tensors[name]()
+        with patches.patched(None, reads=True):
+            found: torch.Tensor | None = None if number is None else lazy.part(tensor, number)
+            if found is None:
+                found = lazy.value(tensor)
+                found = found if number is None else found[number]
+        return found
+
+    def _checked(self, name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        if tensor.shape != shape:
+            what = f"is {tuple(tensor.shape)}, and {tuple(shape)} in the model that its config.json describes"
+            raise UserError(self.folder, what, "take the config.json that belongs to the weights", name)
+        return tensor
+
+    def _absent(self, name: str) -> UserError:
+        what = "transformers wants this tensor, and the checkpoint has none of it"
+        return UserError(self.folder, what, "update it", name)
