@@ -31,22 +31,17 @@ from ..checkpoint.validation import check_counts, check_counts_by_shapes
 from ..inspect.file import GGUFFile, contents_of, open_gguf, shape_of
 from ..torch import decode, stacked
 from ..torch.decode import QType
+from . import settings
 from .config import QTYPES, ITQ3SConfig
 
 _NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
 _REMEDY: Final = "write or download it again"
-#: What Transformers does to single tensors of these architectures; others merge or transpose them.
-_PROCESSORS: Final = (
-    "TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor",
-    "Qwen2MoeTensorProcessor",
-)  # fmt: skip
 #: Of experts and of their rows, far beyond any model.
 _MOST: Final = 1 << 24
-#: Sizes of experts that Transformers does not read from a file, and the key that a file has them under.
-_EXPERT_SIZES: Final = {
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}  # fmt: skip
+_EXPERT_COUNTS: Final = (
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,10 +88,10 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
     processor_class = modeling_gguf_pytorch_utils.TENSOR_PROCESSORS.get(
         arch, modeling_gguf_pytorch_utils.TensorProcessor
     )
-    if processor_class.__name__ not in _PROCESSORS:
+    if arch not in settings.ARCHITECTURES:
         raise UserError(
-            path, f"is of the architecture {arch}, whose tensors Transformers rearranges",
-            "take from_pretrained(folder, gguf_file=...), which decodes them",
+            path, f"is of the architecture {arch}, whose settings or tensors are not known here",
+            "run it with llama.cpp, or load the checkpoint that it was made of",
         )  # fmt: skip
     with patched(path.parent, trusted=False):
         return _load(file, path, arch, processor_class, dtype or torch.get_default_dtype(), options)
@@ -107,21 +102,16 @@ def _load(
 ) -> Any:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        # Of most architectures Transformers passes over it and takes the class's default.
-        head = contents_of(file, f"{arch}.attention.key_length")
-        if isinstance(head, int) and hasattr(config, "head_dim"):
-            config.head_dim = head
         if arch == "llama" and contents_of(file, "llama.expert_count"):  # to llama.cpp Mixtral is a Llama
             config = _mixtral(config, file)
-        for name, key in _EXPERT_SIZES.items():
-            if isinstance(size := contents_of(file, f"{arch}.{key}"), int) and hasattr(config, name):
-                setattr(config, name, size)
+        settings.apply(config, file, arch, path)
         shapes = {tensor.name: shape_of(tensor) for tensor in file.tensors}
         check_counts(path, config.to_dict())
         _check_experts(path, config)
         check_counts_by_shapes(path, config.to_dict(), shapes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        settings.check_rotations(model, file, arch, path)
         processor = processor_class(config=config.to_dict())
         kind = "llama" if config.model_type == "mixtral" else None
         names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(model, processor, kind)
@@ -152,7 +142,7 @@ def _check_experts(path: Path, config: Any) -> None:
     Raises:
         UserError: one is text, negative or beyond any model, or a token would go to more experts than there are.
     """
-    for name in ("num_experts", "num_local_experts", "num_experts_per_tok", *_EXPERT_SIZES):
+    for name in _EXPERT_COUNTS:
         value = getattr(config, name, None)
         if value is not None and (type(value) is not int or not 0 <= value <= _MOST):
             raise UserError(path, f"has {name} {value!r:.80}, which is no count", _REMEDY)
@@ -181,7 +171,9 @@ def _state(
             continue
         name = names.get(tensor.name)
         if name is None or name not in parameters:
-            continue
+            if tensor.name in settings.TENSORS:
+                continue
+            raise UserError(path, "is a tensor that the model of Transformers has no place for", _REMEDY, tensor.name)
         expected, shape = tuple(parameters[name].shape), shape_of(tensor)
         # Transformers adds an axis to the gate of shared experts, which some files have without it.
         if [n for n in shape if n != 1] != [n for n in expected if n != 1]:

@@ -540,8 +540,9 @@ def say(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None
         (say("llama.block_count", 1 << 30), "has num_hidden_layers 1073741824, more than"),
         (say("llama.block_count", 3000), "has num_hidden_layers 3000, but no weight is of more than 2"),
         (say("llama.embedding_length", 0), "cannot be read by Transformers|has the shape"),
-        (say("general.architecture", "nonsense"), "cannot be read by Transformers"),
-        (say("general.architecture", "gpt2"), "whose tensors Transformers rearranges"),
+        (say("llama.attention.head_count", 0), "cannot be read by Transformers"),
+        (say("general.architecture", "nonsense"), "whose settings or tensors are not known here"),
+        (say("general.architecture", "gpt2"), "whose settings or tensors are not known here"),
     ],
 )
 def test_files_that_are_refused(
