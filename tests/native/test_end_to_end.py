@@ -18,6 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import llama
 import llama_server
 from checkpoints import NOVEL
+from divergence import log_probabilities, mean_kld
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import blocks, native
 from gguf_itq3s.codec.types import ITQ3_S
@@ -217,9 +218,9 @@ def test_mixture_of_experts_runs(tmp_path: Path) -> None:
     made = convert(folder, tmp_path / "moe.gguf", "--pure")
     experts = [t for t in gguf.GGUFReader(made).tensors if "_exps" in t.name]
     assert len(experts) == 6 and all(t.tensor_type == ITQ3_S for t in experts)
-    text = llama.evaluation_text()
-    expected = llama.perplexity(dequantized(made, tmp_path / "moe-f16.gguf"), text, chunks=4, context=256)
-    assert llama.perplexity(made, text, chunks=4, context=256) == pytest.approx(expected, rel=0.005)
+    base = log_probabilities(dequantized(made, tmp_path / "moe-f16.gguf"), tmp_path / "base")
+    # 0.014 by rounded activations; 1.1 with the experts of one matrix in another order
+    assert mean_kld(made, base) < 0.1
 
 
 def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
