@@ -57,7 +57,7 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
     """
     if ranks.first:
         check_output(out, (options.model, *options.text), folder=True)
-    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
+    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code, messages=messages)
     if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")

@@ -6,7 +6,7 @@ Each tensor is kept as the lazy F32 (or F16) array before that step, with the ty
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +61,24 @@ def reading(folder: Path) -> Iterator[None]:
             # Checkpoints that Transformers has saved lack these layers, whatever their config.json says.
             reason, remedy = f"{line} fails: the layers for multi-token prediction are not there", "give --no-nextn"
         raise UserError(folder, f"cannot be read: {reason}", remedy) from error
+
+
+@contextmanager
+def indexing(conversion: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[None]:
+    """Within, a ``conversion`` object that is made has these tensors, whatever files its folder holds.
+
+    Args:
+        conversion: the package.
+        tensors: names in the checkpoint, and functions that give the tensors.
+    """
+
+    def index_tensors(self: Any, remote_hf_model_id: str | None = None) -> dict[str, Any]:
+        found = (self.filter_tensors(item) for item in tensors)
+        return dict(item for item in found if item is not None)
+
+    # In the base class: some architectures do something of their own before they call it.
+    with patches.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
+        yield
 
 
 def _failed_line(error: BaseException) -> str:

@@ -7,19 +7,21 @@ for an F16 file, but the conversion of the weights is held back (:mod:`gguf_itq3
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import gguf
 
 from .. import upstream
 from ..base.errors import UserError
-from . import converter, patches
+from . import converter, patches, shards
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts
-from .validation import check_counts_by_shapes, check_folder, check_weights
+from .validation import check_counts_by_shapes, check_folder
 from .weights import Weights
 
 
@@ -30,6 +32,7 @@ def open_checkpoint(
     verbose: bool = False,
     trust_remote_code: bool = False,
     request: Request = Request(),  # noqa: B008 (frozen)
+    messages: TextIO | None = None,
 ) -> Checkpoint:
     """Read everything of a checkpoint but its weights.
 
@@ -39,6 +42,7 @@ def open_checkpoint(
         verbose: let the libraries log.
         trust_remote_code: Python code of the folder may run.
         request: what of it is wanted.
+        messages: where notes go; None for stderr.
 
     Raises:
         UserError: the folder is not a complete checkpoint of a supported architecture, or its code would have to run.
@@ -46,7 +50,11 @@ def open_checkpoint(
     config = check_folder(folder)
     request.check(folder)
     if request.target_model_dir is not None:
-        check_folder(request.target_model_dir)
+        # Upstream chooses of these files in an order of its own.
+        target = shards.find(request.target_model_dir, check_folder(request.target_model_dir))
+        if others := [path.name for path in target.unread if path.suffix == ".safetensors"]:
+            what = f"holds {others[0]} beside the model's weights"
+            raise UserError(request.target_model_dir, what, "leave one set of weights there")
     conversion = upstream.load_conversion()
     import torch
 
@@ -59,8 +67,13 @@ def open_checkpoint(
         if not verbose:
             transformers.logging.set_verbosity_error()
         model_class = converter.model_class(conversion, folder, mmproj=request.mmproj)
-        files = [] if request.vocab_only else check_weights(folder, config)
-        with converter.reading(folder), request.set_on(model_class, folder):
+        found = shards.find(folder, config) if request.vocab_only else shards.check(folder, config)
+        files = [path for path in found.files if path.is_file()]  # a vocabulary needs none
+        if note := "" if request.vocab_only else found.note():
+            print(f"note: {folder}: {note}", file=messages or sys.stderr)
+        with converter.reading(folder), request.set_on(model_class, folder), ExitStack() as stack:
+            stored = [*shards.tensors(files, conversion, lazy=not request.no_lazy)]
+            stack.enter_context(converter.indexing(conversion, stored))
             made = converter.working(
                 model_class(folder, request.ftype, Path("model.gguf"), model_name=model_name, **request.arguments())
             )
@@ -97,15 +110,11 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         meta = torch.empty(shape, dtype=torch.float16, device="meta")
         return conversion.base.LazyTorchTensor(meta=meta, args=(), func=load)
 
-    def index_tensors(self: Any, remote_hf_model_id: str | None = None) -> dict[str, Callable[[], Any]]:
-        found = (self.filter_tensors((name, partial(tensor, name, shape))) for name, shape in shapes.items())
-        return dict(item for item in found if item is not None)
-
+    stored = [(name, partial(tensor, name, shape)) for name, shape in shapes.items()]
     patched = patches.patched(folder, trust_remote_code, quantize=converter.HeldBack)
     with patched, torch.inference_mode(), converter.reading(folder):
         model_class = converter.model_class(conversion, folder)
-        # In the base class: some architectures do something of their own before they call it.
-        with patches.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
+        with converter.indexing(conversion, stored):
             made = converter.working(model_class(folder, gguf.LlamaFileType.MOSTLY_F16, Path("model.gguf")))
         made.set_vocab = lambda: None
         tensors = converter.collect(made)

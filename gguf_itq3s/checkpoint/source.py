@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from ..base.errors import UserError
 from .policy import Model, first_downs
-from .validation import stored_tensors
+from .shards import stored_tensors
 from .weights import Weights
 
 # The number of a part, and of all of them, is a uint16.

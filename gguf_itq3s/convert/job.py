@@ -50,7 +50,7 @@ class Job:
         self.encoder = encoder_of(options, messages)
         read = open_checkpoint(
             options.model, model_name=options.model_name, verbose=options.verbose,
-            trust_remote_code=options.run.trust_remote_code, request=options.request,
+            trust_remote_code=options.run.trust_remote_code, request=options.request, messages=messages,
         )  # fmt: skip
         self.whole = overrides.apply(read, options.override_kv)
         # Of an F16 file of all layers: llama-quantize counts by those too.

@@ -81,7 +81,7 @@ def distill(options: DistillOptions, messages: TextIO | None = None) -> Distilla
     check_output(options.out, inputs, folder=True)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(options.out, "is there already", "remove it, or choose another folder")
-    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
+    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code, messages=messages)
     if checkpoint.model.arch not in ARCHITECTURES:
         what = f"its architecture, {checkpoint.model.arch}, cannot be distilled"
         raise UserError(options.model, what, f"distil one of {', '.join(sorted(ARCHITECTURES))}")

@@ -21,12 +21,12 @@ from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..checkpoint import policy, trust
+from ..checkpoint import policy, shards, trust
 from ..checkpoint.patches import patched
 from ..checkpoint.reading import open_shapes
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
-from ..checkpoint.validation import check_counts, read_json, read_weight_map, stored_tensors
+from ..checkpoint.validation import check_counts, read_json
 from ..codec.family import FAMILY
 from ..codec.types import bits_per_weight
 from . import scaling_plan
@@ -88,17 +88,11 @@ def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     Raises:
         UserError: neither safetensors files nor an index with a config that transformers knows.
     """
-    index = folder / "model.safetensors.index.json"
-    names: list[str] | None = None
-    if index.is_file():
-        weight_map = read_weight_map(index)
-        names = list(weight_map)
-        files = sorted({folder / file for file in weight_map.values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if files and all(file.is_file() for file in files):
-        return {name: shape for name, (_, shape) in stored_tensors(files).items()}
-    return _meta_shapes(folder, names, trust_remote_code)
+    config = folder / "config.json"
+    found = shards.find(folder, read_json(config) if config.is_file() else {})
+    if found.files and all(file.is_file() and file.suffix == ".safetensors" for file in found.files):
+        return {name: shape for name, (_, shape) in shards.stored_tensors(found.files).items()}
+    return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code)
 
 
 def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from ..base.errors import UserError
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG, is_id
-from ..checkpoint.validation import read_json, stored_tensors
+from ..checkpoint.shards import stored_tensors
+from ..checkpoint.validation import read_json
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -13,6 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
+from gguf_itq3s.checkpoint import shards
+from gguf_itq3s.checkpoint.validation import check_folder
 from gguf_itq3s.codec.transform import BLOCK
 from scripts.ablation import variants
 from scripts.ablation.study import row_key
@@ -22,7 +24,7 @@ from scripts.ablation.variants import TABLES
 def _block_matrices(folder: Path) -> list[np.ndarray]:
     """float32 matrices of the blocks of a Hugging Face folder with Llama's names."""
     found = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in shards.find(folder, check_folder(folder)).files:
         for name, tensor in load_file(path).items():
             if ".layers." in name and tensor.ndim == 2:
                 found.append(tensor.astype(np.float32))

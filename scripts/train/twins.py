@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gguf_itq3s.base.errors import UserError, report_errors
-from gguf_itq3s.checkpoint import channels
+from gguf_itq3s.checkpoint import channels, shards
 
 TWINS = ("weight-twin", "activation-twin")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -108,7 +108,7 @@ def read_model(model_dir: Path) -> tuple[Tensors, bool]:
     if settings.get("model_type") not in MODEL_TYPES:
         raise TwinError(f"{config}: model type {settings.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}")
     tensors: Tensors = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in shards.find(model_dir, settings).files:
         tensors.update(load_file(path))
     if not tensors:
         raise TwinError(f"{model_dir}: no *.safetensors file")

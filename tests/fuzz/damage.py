@@ -53,16 +53,18 @@ COMMANDS = {
     "checkpoint": ["plan", "dry-run", "verify"],
     "calibration": ["dry-run", "convert"],
 }
+#: The weights; beside a file of the plain name Transformers reads no index.
+SHARD = "model-00001-of-00001.safetensors"
 #: The files of a model that are damaged.
 FILES = {
     "gguf": ["model.gguf"],
-    "checkpoint": ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer_config.json"],
+    "checkpoint": ["config.json", SHARD, "model.safetensors.index.json", "tokenizer_config.json"],
     "calibration": ["calibration/manifest.json", "calibration/*.safetensors"],
 }
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 255, 256, 257, 511, 1.5, -0.0, 1e300, 1e-300, float("nan"), float("inf"),
     2**31, 2**31 - 1, 2**32, 2**53, 2**63, 2**64, 2**70, 10**9, -(2**63), 10**30, "", "a", "256", "\u0000", "../x",
-    "/x", "x" * 5000, "\ud800", "model.safetensors", [], {}, [[]], [None], ["a"], [0], [256, 256], [-1], [2**62, 4],
+    "/x", "x" * 5000, "\ud800", SHARD, [], {}, [[]], [None], ["a"], [0], [256, 256], [-1], [2**62, 4],
     {"a": 1}, {"": {}}, "F32", "BF16", "I64", "silu", "linear", "yarn", "LlamaForCausalLM", "Qwen2ForCausalLM",
     "MixtralForCausalLM", "gemma", ["Qwen2ForCausalLM"], ["GPT2LMHeadModel"], ["MambaForCausalLM"], ["BertModel"],
     ["T5ForConditionalGeneration"],
@@ -94,6 +96,7 @@ def make(folder: Path) -> Path:
     sizes = {**SIZES, "vocab_size": 320, "intermediate_size": 320, "num_hidden_layers": 1}
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, initializer_range=0.1))
     whole = save_model(model.to(torch.bfloat16), folder / "model", folder)
+    (whole / "model.safetensors").rename(whole / SHARD)
     names = [name for name, _ in model.named_parameters()]
     calibrate(options(whole), folder / "calibration")
     with quiet() as said:
@@ -101,7 +104,7 @@ def make(folder: Path) -> Path:
             raise RuntimeError(said.read_text())
     shutil.move(folder / "calibration", whole / "calibration")
     shutil.move(folder / "model.gguf", whole / "model.gguf")
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, SHARD)}
     (whole / "model.safetensors.index.json").write_text(json.dumps(index))
     return whole
 

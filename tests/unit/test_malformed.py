@@ -40,7 +40,11 @@ def tensor(name: str, value: torch.Tensor) -> Damage:
 
 
 def index(content: str) -> Damage:
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return damage
 
 
 COUNTS: tuple[Any, ...] = ("many", "256", [], {}, ["a"], -1, 1.5, True, 10**9)
@@ -64,10 +68,10 @@ DAMAGES: dict[str, Damage] = {
     "architectures in words": config(architectures={"a": 1}),
     "bytes that are no text": lambda f: (f / "config.json").write_bytes(b"\xff\xfe\xff"),
     "weight_map of numbers": index('{"weight_map": {"model.norm.weight": 7}}'),
-    "weight_map of lists": index('{"weight_map": {"model.norm.weight": ["model.safetensors"]}}'),
+    "weight_map of lists": index('{"weight_map": {"model.norm.weight": ["model-00001-of-00001.safetensors"]}}'),
     "weight_map null": index('{"weight_map": {"model.norm.weight": null}}'),
-    "weight_map a list": index('{"weight_map": ["model.safetensors"]}'),
-    "weight_map in words": index('{"weight_map": "model.safetensors"}'),
+    "weight_map a list": index('{"weight_map": ["model-00001-of-00001.safetensors"]}'),
+    "weight_map in words": index('{"weight_map": "model-00001-of-00001.safetensors"}'),
     "deep index": index('{"weight_map": ' + DEEP + "}"),
     "index a list": index("[]"),
     "0-d norm": tensor("model.norm.weight", torch.tensor(1.0)),

@@ -279,7 +279,10 @@ def test_a_draft_for_a_target_model(checkpoint: Make, tmp_path: Path, capfd: pyt
     words = [str(draft), str(tmp_path / "ours.gguf"), "--outtype", "f16"]
     assert convert_main([*words, "--target-model-dir", str(target)]) == 0
     assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
+    twice = shutil.copytree(target, tmp_path / "twice")
+    shutil.copy(target / "model.safetensors", twice / "model-old.safetensors")
     for more, expected in (
+        (["--target-model-dir", str(twice)], f"error: {twice}: holds model-old.safetensors beside the model"),
         ([], "requires --target-model-dir"),
         (["--target-model-dir", str(tmp_path / "none")], f"error: {tmp_path / 'none'}: no such folder"),
     ):

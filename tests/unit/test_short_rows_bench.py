@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from gguf_itq3s.checkpoint.policy import Choice
-from gguf_itq3s.checkpoint.validation import stored_tensors
+from gguf_itq3s.checkpoint.shards import stored_tensors
 from gguf_itq3s.codec.types import ITQ3_N
 from scripts.bench import short_row_models, short_rows
 
