@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -40,6 +41,15 @@ def _one_line(text: str) -> str:
     """The text up to its first line break, without a closing full stop."""
     lines = text.strip().splitlines()
     return lines[0].rstrip(" .:") if lines else "unknown error"
+
+
+@contextmanager
+def errors_of_weights(checkpoint: Path, tensor: str) -> Iterator[None]:
+    """Within, a ValueError is of the weights of a tensor, and becomes an error of their checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(checkpoint, str(error), "repair the checkpoint or download it again", tensor) from error
 
 
 def output_error(path: Path, error: OSError) -> UserError:

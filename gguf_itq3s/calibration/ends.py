@@ -54,6 +54,9 @@ def collect(
         batches: windows of this rank that run together.
         full: whether the second moment is kept whole.
         ranks: those that have others of the text's windows; only the first has the second moment then.
+
+    Raises:
+        UserError: what the last layer gives is not finite.
     """
     import torch
 
@@ -78,6 +81,9 @@ def collect(
         finally:
             handle.remove()
     moment.add_up(ranks, text.size, model.device, 0)
+    if ranks.first and not np.isfinite(moment.mean()).all():
+        what = "gives inputs of the output matrix that are NaN or infinite"
+        raise UserError(model.folder, what, "repair the checkpoint or download it again")
     return {**result, "output": moment.mean()}
 
 

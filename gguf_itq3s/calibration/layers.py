@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import UserError
+from ..checkpoint import tokens
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
 from ..distributed.ranks import ALONE, Ranks
@@ -95,10 +96,18 @@ class LayeredModel:
 
         Returns:
             For each layer and batch size the keyword arguments besides the activations: masks, positions.
+
+        Raises:
+            UserError: the checkpoint lacks the embedding, or that has no row for a token of the text.
         """
         import torch
 
         embedding = self.model.get_input_embeddings()
+        if (last := int(windows.max())) >= len(embedding.weight):
+            token = {last: tokens.beyond(self.folder, last).get(last, "")}
+            what = f"has {len(embedding.weight)} rows of its embedding, and the text the token {tokens.named(token)}"
+            remedy = "take the tokenizer files of the model, or leave that token out of the text"
+            raise UserError(self.folder, what, remedy)
         name = next(name for name, module in self.model.named_modules() if module is embedding)
         embedding.to_empty(device=self.device)
         if hasattr(embedding, "scalar_embed_scale"):  # Gemma's factor, kept as a buffer too

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError
-from . import bitnet, lazy, patches
+from . import bitnet, lazy, patches, tokens
 from .source import SourceTensor
 
 _TOKENIZER_FILES: Final = (
@@ -108,6 +108,9 @@ def working(converter: Any) -> Any:
                 what, remedy = "has no tokenizer", "add the model's tokenizer.model or tokenizer.json"
             else:
                 what, remedy = f"the tokenizer cannot be read: {error}", "take the tokenizer files of the model"
+            rows = converter.hparams.get("vocab_size")
+            if isinstance(error, AssertionError) and rows and (left := tokens.beyond(folder, rows)):
+                what = f"its tokenizer has tokens that the model has no row for: {tokens.named(left)}"
             raise UserError(folder, what, remedy) from error
 
     def dequant_model() -> None:

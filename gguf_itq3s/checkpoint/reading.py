@@ -18,7 +18,7 @@ import gguf
 
 from .. import upstream
 from ..base.errors import UserError
-from . import converter, patches, shards
+from . import converter, patches, shards, tokens
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts
 from .validation import check_counts_by_shapes, check_folder
@@ -69,8 +69,7 @@ def open_checkpoint(
         model_class = converter.model_class(conversion, folder, mmproj=request.mmproj)
         found = shards.find(folder, config) if request.vocab_only else shards.check(folder, config)
         files = [path for path in found.files if path.is_file()]  # a vocabulary needs none
-        if note := "" if request.vocab_only else found.note():
-            print(f"note: {folder}: {note}", file=messages or sys.stderr)
+        notes = [] if request.vocab_only else [found.note()]
         with converter.reading(folder), request.set_on(model_class, folder), ExitStack() as stack:
             stored = [*shards.tensors(files, conversion, lazy=not request.no_lazy)]
             stack.enter_context(converter.indexing(conversion, stored))
@@ -80,9 +79,19 @@ def open_checkpoint(
             made.remote_hf_model_id = None if model_name else request.repository
             tensors = [] if request.vocab_only else converter.collect(made)
             made.prepare_metadata(vocab_only=request.vocab_only)
+    for note in filter(None, [*notes, _without_rows(folder, made)]):
+        print(f"note: {folder}: {note}", file=messages or sys.stderr)
     if request.quantized_by is not None:
         made.gguf_writer.add_quantized_by(request.quantized_by)
     return _checkpoint(folder, made, tensors, files, empty=request.vocab_only)
+
+
+def _without_rows(folder: Path, made: Any) -> str:
+    """Which tokens upstream has left out, a sentence; empty where there are none."""
+    entry = made.gguf_writer.kv_data[0].get(gguf.Keys.Tokenizer.LIST)
+    left = {} if entry is None else tokens.beyond(folder, len(entry.value))
+    what = "its tokenizer has tokens that the model has no row for, which are left out"
+    return f"{what}: {tokens.named(left)}" if left else ""
 
 
 def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:

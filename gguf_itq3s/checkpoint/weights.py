@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UserError
+from ..codec.blocks import TOO_LARGE, WEIGHT_LIMIT
 from . import experts, lazy, patches
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Weights:
         """A tensor of the model, in any floating type.
 
         Raises:
-            UserError: it is not in the checkpoint, or of another shape.
+            UserError: it is not in the checkpoint, is of another shape, or has weights that cannot be.
         """
         import torch
 
@@ -92,6 +93,9 @@ class Weights:
         if tensor.shape != shape:
             what = f"is {tuple(tensor.shape)}, and {tuple(shape)} in the model that its config.json describes"
             raise UserError(self.folder, what, "take the config.json that belongs to the weights", name)
+        tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # FP8 has no arithmetic
+        if not float(tensor.abs().amax()) < WEIGHT_LIMIT:  # true for NaN
+            raise UserError(self.folder, TOO_LARGE, "repair the checkpoint or download it again", name)
         return tensor
 
     def _absent(self, name: str) -> UserError:

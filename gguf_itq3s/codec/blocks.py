@@ -32,6 +32,8 @@ FORMAT: Final = DEFAULT.format
 
 #: Largest magnitude of a rotated weight the encoders accept; squares and sums of 256 of them stay finite in float32.
 MAGNITUDE_LIMIT = np.float32(2.0**56)
+#: Weights below it are within that limit after any rotation.
+WEIGHT_LIMIT: Final = 2.0**52
 #: What is said of a weight beyond it.
 TOO_LARGE: Final = "a weight is NaN, infinite or too large: weights below 2**52 are taken, scales end at 65504"
 

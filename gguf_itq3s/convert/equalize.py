@@ -174,7 +174,9 @@ def mean_squares(tensor: SourceTensor) -> Vector:
         while start < len(flat):
             matrix = (row + start) // rows
             end = min(len(flat), (matrix + 1) * rows - row, start + max(1, _PIECE // flat.shape[1]))
-            sums[matrix] += np.square(flat[start:end].astype(np.float32)).sum(axis=0, dtype=np.float64)
+            with np.errstate(over="ignore"):  # what is infinite is not equalized
+                squares = np.square(flat[start:end].astype(np.float32))
+            sums[matrix] += squares.sum(axis=0, dtype=np.float64)
             start = end
         row += len(flat)
     return sums / rows

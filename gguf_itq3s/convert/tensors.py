@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ..base.errors import UserError
+from ..base.errors import UserError, errors_of_weights
 from ..base.report import TensorRow
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import SourceTensor
@@ -88,11 +88,9 @@ class TensorWriter:
             return self._factor(tensor, choice, number)
 
         try:
-            for piece in self._job.encoder.encode(tensor.load(), tensor.size, choice.type, factor):
-                yield piece.data, piece.weights, piece.error
-        except ValueError as problem:
-            remedy = "repair the checkpoint or download it again"
-            raise UserError(self._job.checkpoint.folder, str(problem), remedy, tensor.label) from problem
+            with errors_of_weights(self._job.checkpoint.folder, tensor.label):
+                for piece in self._job.encoder.encode(tensor.load(), tensor.size, choice.type, factor):
+                    yield piece.data, piece.weights, piece.error
         except OSError as problem:
             what = f"cannot be read: {problem.strerror or problem}"
             raise UserError(self._job.checkpoint.folder, what, "check the disk of the model", tensor.label) from problem

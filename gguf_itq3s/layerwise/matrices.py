@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from ..base.errors import UserError
+from ..base.errors import UserError, errors_of_weights
 from ..calibration.groups import Reader
 from ..calibration.moments import rotate
 from ..checkpoint.rescaling import Rescaling
@@ -70,15 +69,18 @@ class Source:
         weights = self.tensors[EMBEDDING].whole()
         if tokens[-1] >= len(weights):
             return None
-        return tokens, self.encoder.decoded(weights[tokens], self.types[EMBEDDING])
+        with errors_of_weights(self.checkpoint.folder, self.tensors[EMBEDDING].label):
+            return tokens, self.encoder.decoded(weights[tokens], self.types[EMBEDDING])
 
     def output(self) -> Iterator[np.ndarray] | None:
         """The output matrix as the file gives it back, some rows after the others; None where it has it as it is."""
         name = OUTPUT if OUTPUT in self.tensors else EMBEDDING
-        if not self.quantized(name):
-            return None
-        parts = self.tensors[name].load()
-        return chain.from_iterable(self.encoder.decoded_pieces(part, self.types[name]) for part in parts)
+        return self._decoded(name) if self.quantized(name) else None
+
+    def _decoded(self, name: str) -> Iterator[np.ndarray]:
+        with errors_of_weights(self.checkpoint.folder, self.tensors[name].label):
+            for part in self.tensors[name].load():
+                yield from self.encoder.decoded_pieces(part, self.types[name])
 
 
 @dataclass

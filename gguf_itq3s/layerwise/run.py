@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 from tqdm import tqdm
 
-from ..base.errors import UserError, output_error
+from ..base.errors import UserError, errors_of_weights, output_error
 from ..base.journal import key_of
 from ..base.memory import give_back
 from ..calibration.activations import activation_path, activations
@@ -315,7 +315,8 @@ class Sequential:
             blocks = fishers.pop(reader.entry, None)
             if blocks is None:
                 blocks = [] if self._gradients is None else self._gradients.blocks(reader, number)
-            data, decoded = matrix.encode(wanted, factor, blocks, ranks)
+            with errors_of_weights(self.calibration.model, reader.entry):
+                data, decoded = matrix.encode(wanted, factor, blocks, ranks)
             results[reader.entry] = Rounded(data, SquaredError.of(decoded, weights), unseen)
             if self.ranks.alone or ranks is self.ranks:
                 matrix.put(decoded)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from ..base.errors import UserError
+from ..base.errors import UserError, errors_of_weights
 from ..calibration import mixture
 from ..calibration.ends import Ends
 from ..calibration.layers import LayeredModel
@@ -197,7 +197,8 @@ class Scores:
             factor = None
             if known and takes_hessian(qtype, tensor.shape[-1]):
                 factor = self._factors.factor(tensor.name, tensor.shape, number, block=rotation(qtype))
-            decoded = gguf.quants.dequantize(self._encoder.rows(here, qtype, factor), qtype)
+            with errors_of_weights(self._checkpoint.folder, tensor.label):
+                decoded = gguf.quants.dequantize(self._encoder.rows(here, qtype, factor), qtype)
             costs.append(cost(decoded - here))
         return np.array(costs).T, np.array([energy or 1.0 for energy in cost(here)])
 

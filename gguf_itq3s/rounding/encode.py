@@ -128,8 +128,19 @@ class Encoder:
                 (:func:`gguf_itq3s.codec.family.rotation`), not rotated for those with a fixed grid.
 
         Raises:
-            ValueError: a weight is not finite, or rows are not whole blocks.
+            ValueError: a weight is not finite or too large for the type, or rows are not whole blocks.
         """
+        # Libraries write scales beyond F16 as infinite ones, or as zeros, without a word.
+        most = float(np.abs(weights).max(initial=0))
+        with np.errstate(over="ignore", invalid="ignore"):
+            data = self._rows(weights, qtype, factor)
+            if most > float(np.finfo(np.float16).max):
+                written = float(np.abs(gguf.quants.dequantize(data, qtype)).max())
+                if not most / 2 < written < np.inf:  # true for NaN
+                    raise ValueError(f"a weight of {most:.2g} is larger than {qtype.name} can hold")
+        return data
+
+    def _rows(self, weights: FloatArray, qtype: Type, factor: Factor | None) -> ByteArray:
         library = self.library
         if factor is not None and qtype in GRIDS:
             return grid.quantize(weights, qtype, factor, library=library, native=self.native, threads=self.threads)

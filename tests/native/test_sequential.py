@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, NOVEL, SIZES, save_model
 from gguf_itq3s.base.errors import UserError
@@ -493,6 +494,19 @@ def test_a_disk_that_is_too_small_is_found_before(
     with pytest.raises(UserError, match=r"while it calibrates, \d+\.\d+ KiB are free"):
         quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_a_weight_that_its_type_cannot_hold_is_named(place: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a matrix of a layer, and of the embedding."""
+    folder = Path(shutil.copytree(uneven("llama"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[place] = tensors[place].float()
+    tensors[place][0, 0] = 1e12
+    save_file(tensors, folder / "model.safetensors")
+    name = {"down_proj": "blk.1.ffn_down.weight"}.get(place.split(".")[-2], "token_embd.weight")
+    with pytest.raises(UserError, match=rf"{name}.*: a weight of 1e\+12 is larger than Q\d_K can hold; repair"):
+        quiet(asked(folder, tmp_path / "x.gguf", outtype="q4_k_s"))
 
 
 # ------------------------------------------------------------------------------------------------------------ Fisher

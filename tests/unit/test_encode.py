@@ -93,3 +93,15 @@ def test_weights_that_are_not_finite(bad: list[float], kind: str, qtype: Type) -
     array.ravel()[300 : 300 + len(bad)] = bad
     with pytest.raises(ValueError, match=f"^{kind}$"):
         encoded(encode.Encoder(), [array], qtype)
+
+
+@pytest.mark.parametrize("qtype", [Type.Q8_0, Type.Q4_0])
+def test_a_weight_that_a_type_cannot_hold_is_refused(qtype: Type) -> None:
+    """Scales end at 65504: libraries write infinite ones, or zeros, without a word."""
+    encoder = encode.Encoder()
+    array = weights(2, 256)
+    array[1, 3] = 6e4
+    encoder.rows(array, qtype)
+    array[1, 3] = 3e38
+    with pytest.raises(ValueError, match=f"^a weight of 3e\\+38 is larger than {qtype.name} can hold$"):
+        encoder.rows(array, qtype)

@@ -6,20 +6,27 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from calibrating import options, statistics
+from checkpoints import NOVEL
 from gguf_itq3s import upstream
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration import energies
 from gguf_itq3s.calibration.pipeline import calibrate
 from gguf_itq3s.checkpoint import patches
 from gguf_itq3s.checkpoint.reading import open_checkpoint
+from gguf_itq3s.convert.options import ConvertOptions
+from gguf_itq3s.convert.pipeline import convert
 from quantized import PACKINGS, quantized
 from selection import some
 
@@ -89,3 +96,72 @@ def test_one_expert_of_stacked_codes_is_read_alone(
                 read.clear()
                 assert torch.equal(weights.expert(f"{place}.{name}", number, torch.Size(shape)), whole[number])
                 assert sum(read) == shape[0] * shape[1] * (1 + 4 / 128**2)
+
+
+def changed(source: Path, folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a model with one tensor changed, in float32."""
+    copy = Path(shutil.copytree(source, folder))
+    tensors = load_file(copy / "model.safetensors")
+    tensors[name] = change(tensors[name].float()).contiguous()
+    save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+def with_a(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One weight of a matrix is another one."""
+
+    def change(weights: torch.Tensor) -> torch.Tensor:
+        weights[0, 0] = value
+        return weights
+
+    return change
+
+
+@pytest.mark.parametrize("value", [3e38, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_weights_that_cannot_be_are_named(name: str, value: float, uneven: Make, tmp_path: Path) -> None:
+    """Also where no statistic would tell: behind the last layer, and in a row of a token that the text has not."""
+    folder = changed(uneven("llama"), tmp_path / "model", name, with_a(value))
+    with pytest.raises(UserError, match=f"{name}: a weight is NaN, infinite or too large"):
+        calibrate(options(folder, tokens=64), tmp_path / "statistics", io.StringIO())
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("rows", [-64, 64])
+def test_rows_that_the_config_does_not_say_are_named(name: str, rows: int, uneven: Make, tmp_path: Path) -> None:
+    """More or fewer than ``vocab_size``, or ``intermediate_size``."""
+    cut = (lambda w: w[:rows]) if rows < 0 else (lambda w: torch.cat([w, w[:rows]]))
+    folder = changed(uneven("llama"), tmp_path / "model", name, cut)
+    with pytest.raises(UserError, match=rf"{name}: is \({512 + rows}, 256\), and \(512, 256\) in the model"):
+        calibrate(options(folder, tokens=64), tmp_path / "statistics", io.StringIO())
+
+
+def test_a_token_without_a_row_is_named(uneven: Make, tmp_path: Path) -> None:
+    """A tokenizer has one more than the embedding: the file does without, and a text with it cannot be run."""
+    folder = Path(shutil.copytree(uneven("llama"), tmp_path / "model"))
+    path = folder / "tokenizer_config.json"
+    token = {"content": "<extra>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "added_tokens_decoder": {"512": {**token, "special": False}}}))
+    messages = io.StringIO()
+    convert(ConvertOptions.of(folder, dry_run=True), messages)
+    note = "its tokenizer has tokens that the model has no row for, which are left out: '<extra>' (512)"
+    assert f"note: {folder}: {note}" in messages.getvalue().splitlines()
+    (tmp_path / "text.txt").write_text("<extra> " + NOVEL.read_text())
+    calibrate(options(folder, tokens=64), tmp_path / "statistics", io.StringIO())
+    with pytest.raises(UserError, match=r"has 512 rows of its embedding, and the text the token '<extra>' \(512\)"):
+        calibrate(replace(options(folder), text=[tmp_path / "text.txt"]), tmp_path / "more", io.StringIO())
+
+
+def test_a_tokenizer_of_words_with_more_tokens_than_rows_is_refused(
+    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream asserts that there are none, without a word."""
+    monkeypatch.setattr(upstream.load_conversion().base.TextModel, "get_vocab_base_pre", lambda *_: "default")
+    folder = Path(shutil.copytree(uneven("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")))
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({letter: place for place, letter in enumerate("abcd")}, []))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.add_tokens([f"<{number}>" for number in range(4, 514)])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"that the model has no row for: '<512>' \(512\) and 1 more; take the token"):
+        open_checkpoint(folder)
