@@ -7,22 +7,27 @@ for an F16 file, but the conversion of the weights is held back (:mod:`gguf_itq3
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import gguf
+import numpy as np
 
 from .. import upstream
 from ..base.errors import UserError
-from . import converter, patches, shards, tokens
+from . import converter, lazy, patches, shards, tokens
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts
 from .validation import check_counts_by_shapes, check_folder
 from .weights import Weights
+
+#: The output matrix in checkpoints of any model.
+_HEAD: Final = re.compile(r"(model\.|language_model\.)*lm_head\.weight")
 
 
 def open_checkpoint(
@@ -79,6 +84,8 @@ def open_checkpoint(
             made.remote_hf_model_id = None if model_name else request.repository
             tensors = [] if request.vocab_only else converter.collect(made)
             made.prepare_metadata(vocab_only=request.vocab_only)
+        if f"{made.gguf_writer.arch}.pooling_type" not in made.gguf_writer.kv_data[0]:
+            _check_head(folder, dict(stored), {tensor.name: tensor for tensor in tensors})
     for note in filter(None, [*notes, _without_rows(folder, made)]):
         print(f"note: {folder}: {note}", file=messages or sys.stderr)
     if request.quantized_by is not None:
@@ -92,6 +99,26 @@ def _without_rows(folder: Path, made: Any) -> str:
     left = {} if entry is None else tokens.beyond(folder, len(entry.value))
     what = "its tokenizer has tokens that the model has no row for, which are left out"
     return f"{what}: {tokens.named(left)}" if left else ""
+
+
+def _check_head(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """Refuse an output matrix that upstream leaves out for the embedding, unless it is the same.
+
+    Raises:
+        UserError: it is another.
+    """
+    name = next((name for name in stored if _HEAD.fullmatch(name)), None)
+    embedding = tensors.get("token_embd.weight")
+    if name is None or embedding is None or "output.weight" in tensors:
+        return
+    head, row = lazy.value(stored[name]()), 0
+    for part in embedding.load():
+        rows = head[row : row + len(part)]
+        row += len(part)
+        # As far as the rounding of one of them to bfloat16 goes.
+        if head.shape[-1] != part.shape[-1] or not np.allclose(rows.float().numpy(), part[: len(rows)], rtol=2**-7, atol=1e-6):
+            what = "is another matrix than the embedding, which is the output in llama.cpp's files of this architecture"
+            raise UserError(folder, what, "tie them, and train that, or take a model that does", name)
 
 
 def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:

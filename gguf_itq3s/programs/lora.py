@@ -30,11 +30,12 @@ from ..base.errors import UserError, output_error
 from ..checkpoint import rescaling
 from ..checkpoint.files import check_output
 from ..checkpoint.patches import patched, replaced_in
-from ..checkpoint.reading import open_checkpoint
+from ..checkpoint.reading import open_checkpoint, open_shapes
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
 from ..inspect.file import GGUFFile, contents_of, open_gguf, rescaling_of
+from ..inspect.plan import read_shapes
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 
@@ -83,11 +84,13 @@ class Converted:
     Attributes:
         matrices: GGUF names of the matrices that the adapter changes.
         scaled: those of them that are multiplied by something.
+        left_out: names of the matrices that are no part of the text model.
         marks: what the file says of the model that it is for.
     """
 
     matrices: list[str] = field(default_factory=list)
     scaled: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     marks: Mapping[str, bool | str] = field(default_factory=dict)
 
     @property
@@ -123,9 +126,15 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
         with tempfile.TemporaryDirectory(prefix=f".{options.out.name}.", dir=options.out.parent) as scratch:
             written = Path(scratch) / "adapter.gguf"
             _run(options, _stage(adapter, Path(scratch)), written, _subclass(options, found, done))
+            ends = [name for name in done.matrices if name in ("token_embd.weight", "output.weight")]
+            if ends and not _has_output(options):
+                raise _tied(options, ends[0])
             written.replace(options.out)
     except OSError as error:
         raise output_error(options.out, error) from error
+    if done.left_out:
+        what = f"{len(done.left_out)} matrices are no part of the text model and are left out"
+        print(f"note: {options.adapter}: {what}: {done.left_out[0]}", file=messages)
     return done
 
 
@@ -230,6 +239,14 @@ def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callab
         )
 
     def subclass(model_class: Any) -> Any:
+        def filter_tensors(cls: Any, item: tuple[str, Any]) -> tuple[str, Any] | None:
+            found: tuple[str, Any] | None = super(made, cls).filter_tensors(item)
+            if found is None and item[0].endswith("lm_head.weight"):
+                raise _tied(options, item[0])
+            if found is None and item[0] not in done.left_out:
+                done.left_out.append(item[0])
+            return found
+
         def modify_tensors(self: Any, data: Any, name: str, bid: int | None) -> Iterator[tuple[str, Any]]:
             for new_name, value in model_class.modify_tensors(self, data, name, bid):
                 yield new_name, scaled(self, new_name, value)
@@ -244,15 +261,33 @@ def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callab
 
         members = {
             "model_arch": model_class.model_arch,
+            "filter_tensors": classmethod(filter_tensors),
             "modify_tensors": modify_tensors,
             "prepare_metadata": prepare_metadata,
             # Upstream asks for the model's config alone; its weights are none of this.
             "index_tensors": lambda _self, remote_hf_model_id=None: {},
             "dequant_model": lambda _self: None,
         }
-        return type(model_class.__name__, (model_class,), members)
+        made = type(model_class.__name__, (model_class,), members)
+        return made
 
     return subclass
+
+
+def _has_output(options: LoraOptions) -> bool:
+    """Whether the model has an output matrix beside its embedding."""
+    if options.model is not None:
+        return any(tensor.name == "output.weight" for tensor in open_gguf(options.model).tensors)
+    trusted = options.trust_remote_code
+    return not open_shapes(
+        options.base, read_shapes(options.base, trust_remote_code=trusted), trust_remote_code=trusted
+    ).model.tied
+
+
+def _tied(options: LoraOptions, name: str) -> UserError:
+    what = "is of the embedding or the output matrix; they are one in the model, and llama.cpp runs no such adapter"
+    remedy = "train it without this module, or merge it into the model (merge_and_unload of PEFT) and convert that"
+    return UserError(options.adapter / WEIGHTS, what, remedy, name)
 
 
 def _run(options: LoraOptions, folder: Path, out: Path, subclass: Callable[[Any], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -382,3 +383,34 @@ def test_command(
     assert cli.main([*arguments[:4], str(tmp_path), *arguments[5:]]) == 1
     assert "config.json: no such file" in capsys.readouterr().err
     assert len(ALL_LINEAR) == 7 and entries(tmp_path) == {"adapter", "x-F16.gguf"}
+
+
+# ----------------------------------------------------------------------------------------------- the output matrix
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama-tied"])
+@pytest.mark.parametrize("source", ["checkpoint", "config", "file"])
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_an_output_matrix_that_is_the_embedding_is_not_adapted(
+    module: str, name: str, source: str, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Upstream leaves the matrix out (Gemma), or writes one that llama.cpp does not find in the model; an adapter of
+    the embedding stops llama.cpp at an assertion."""
+    base, model = uneven(name), None
+    adapter = save_adapter(base, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    if module == "lm_head":
+        halves = {"A.weight": (4, 256), "B.weight": (512, 4)}
+    else:
+        halves = {"embedding_A": (4, 512), "embedding_B": (256, 4)}
+    tensors |= {f"base_model.model.{module}.lora_{half}": torch.randn(shape) for half, shape in halves.items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    if source == "config":
+        base = tmp_path / "base"
+        base.mkdir()
+        shutil.copy(uneven(name) / "config.json", base)
+    elif source == "file":
+        model = convert(ConvertOptions.of(base, tmp_path / "m.gguf", outtype="f16"), io.StringIO()).parts[0].path
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: \S+: is of the embedding or the output matrix; "):
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=model))
+    assert not list(tmp_path.glob("*out.gguf*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,3 +165,21 @@ def test_a_file_that_the_config_names_has_to_be_there(llama_copy: Path) -> None:
     config = {"transformers_weights": "other.safetensors"}
     with pytest.raises(UserError, match=r"other\.safetensors: is named in config\.json but not there; download it"):
         shards.check(llama_copy, config)
+
+
+@pytest.mark.parametrize("head", ["another", "the embedding", "the embedding in half precision", "more rows"])
+def test_an_output_matrix_that_upstream_leaves_out(head: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma's output is its embedding in llama.cpp's files, whatever the checkpoint holds."""
+    folder = shutil.copytree(uneven("gemma"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = {
+        "another": torch.randn_like(embedding), "the embedding": embedding.clone(),
+        "the embedding in half precision": embedding.bfloat16(), "more rows": torch.cat([embedding, embedding[:1]]),
+    }[head]  # fmt: skip
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if head == "another":
+        with pytest.raises(UserError, match=r"model: lm_head\.weight: is another matrix than the embedding, which is"):
+            open_checkpoint(folder)
+    else:
+        assert not any(tensor.name == "output.weight" for tensor in open_checkpoint(folder).tensors)
