@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from calibrating import options
-from checkpoints import NOVEL
+from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibration import store, text
@@ -37,9 +38,11 @@ from selection import some
 Make = Callable[[str], Path]
 
 
-def inputs_of(model: Path, windows: np.ndarray) -> dict[str, list[torch.Tensor]]:
+def inputs_of(
+    model: Path, windows: np.ndarray, kind: Any = transformers.AutoModelForCausalLM
+) -> dict[str, list[torch.Tensor]]:
     """Inputs of every module of the whole model in float32, by module name."""
-    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    whole = kind.from_pretrained(model, dtype=torch.float32).eval()
     seen: dict[str, list[torch.Tensor]] = {}
     for name, module in whole.named_modules():
         module.register_forward_pre_hook(
@@ -131,6 +134,53 @@ def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Pa
         assert down.tokens == entry.tokens and down.norm is None
     assert total == 2 * 640
     assert compared >= 6, "float32 sends hardly a token elsewhere"
+
+
+def multimodal(name: str, tokenizer: Path, folder: Path) -> Path:
+    """A small random model with a vision tower."""
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    if name == "gemma3":
+        config: Any = transformers.Gemma3Config(
+            text_config={**SIZES, "head_dim": 64, "initializer_range": 0.05, "tie_word_embeddings": True},
+            vision_config={**sizes, "model_type": "siglip_vision_model"}, mm_tokens_per_image=4,
+        )  # fmt: skip
+    else:
+        config = transformers.Mistral3Config(
+            text_config={**SIZES, "model_type": "mistral", "head_dim": 64, "initializer_range": 0.05},
+            vision_config={**sizes, "model_type": "pixtral", "head_dim": 32},
+        )
+    torch.manual_seed(0)
+    return save_model(transformers.AutoModelForImageTextToText.from_config(config), folder, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    some(product(("gemma3", "mistral3"), ("hub", "transformers")), lambda _, form: form == "hub", pytest.mark.slow),
+)
+def test_the_text_model_of_a_multimodal_one_is_calibrated(
+    name: str, form: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    """A folder with a vision tower, under the names of the hub and of a model of Transformers 5."""
+    model, folder = multimodal(name, tokenizer, tmp_path / "whole"), tmp_path / form
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert any(key.startswith("vision_tower.") for key in tensors)
+    if form == "transformers":
+        tensors = {f"model.{key.replace('language_model.model.', 'language_model.')}": tensors[key] for key in tensors}
+        save_file(tensors, folder / "model.safetensors")
+    calibrate(options(folder), tmp_path / "statistics")
+    opened = store.Calibration(tmp_path / "statistics", read_manifest(tmp_path / "statistics"))
+    assert len(opened.entries) == 14
+    seen = inputs_of(model, text.windows(options(model), 256), transformers.AutoModelForImageTextToText)
+    for layer in range(2):
+        for module, reader in (("self_attn.o_proj", "attn_output"), ("mlp.down_proj", "ffn_down")):
+            found = opened.hessian(f"blk.{layer}.{reader}.weight")
+            expected = second_moment(seen[f"model.language_model.layers.{layer}.{module}"][0])
+            assert found is not None
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
 
 
 def test_block_form_is_the_diagonal_of_the_full_one(
