@@ -19,7 +19,7 @@ from .activations import Activations
 from .collector import Collector, add_up
 from .inputs import Seen, Watch
 from .layers import LayeredModel, Stop
-from .mixture import Batch, Mixture, Routed, Stacks, given
+from .mixture import Batch, Expert, Mixture, Routed, given, inner_of
 from .mixture import find as find_mixture
 from .moments import Moment, rotated
 from .options import CalibrationOptions
@@ -93,14 +93,13 @@ def collect(
         file = f"layer-{number:04d}"
         for count, members in enumerate(found.groups(each(found, options))):
             loaded = found.load(members)
-            stacks = Stacks({key: expert.gate_up for key, expert in loaded.items()}, found.module.act_fn)
             here = [group for group in mine if group.expert in members] if collects else []
             moments = {group.key: Moment(group.columns, options.full(group.columns)) for group in here}
             for batch in numbers:
                 with torch.no_grad():
-                    _add(routed, batch, stacks, here, moments, model.device)
+                    _add(routed, batch, loaded, here, moments, model.device)
                     routed.run(batch, loaded, model.device)
-            del loaded, stacks
+            del loaded
             add_up(list(moments.values()), ranks, model.device)
             entries = {
                 reader.entry: (group.key, moments[group.key].tokens, group.norm)
@@ -133,11 +132,12 @@ def _keep(routed: Routed, batch: Batch, seen: list[Seen]) -> Callable[..., torch
 
 
 def _add(
-    routed: Routed, batch: Batch, stacks: Stacks, groups: Sequence[Any], moments: Mapping[str, Moment],
-    device: torch.device,
+    routed: Routed, batch: Batch, loaded: Mapping[int, Expert], groups: Sequence[Any],
+    moments: Mapping[str, Moment], device: torch.device,
 ) -> None:  # fmt: skip
     """Add the tokens of a batch, as :class:`Collector` does."""
-    seen = Seen(stacks, groups, routed.hidden(batch, device), routed.plain(batch, device), routed.chosen(batch, device))
+    hidden, plain, chosen = (part(batch, device) for part in (routed.hidden, routed.plain, routed.chosen))
+    seen = Seen(groups, hidden, plain, chosen, inner_of(loaded))
     for group in groups:
         rows = seen.rows(group)
         if rows.shape[0]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UserError
+from ..checkpoint import experts
 from .groups import Group
 from .layers import LayeredModel
 
 if TYPE_CHECKING:
     import torch
+
+    from ..torch import stacked
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,19 @@ class Seen:
     """What a module was called with.
 
     Attributes:
-        module: the module.
         groups: whose input it is.
         raw: (tokens, n) as it came.
         plain: without the gain of a norm whose readers are known.
         chosen: of stacked experts, (tokens, k) the experts of each token; else None.
+        inner: of stacked experts, what is between both matrices of one, by its number and inputs: (tokens, columns) ->
+            (tokens, inner); else None.
     """
 
-    module: Any
     groups: Sequence[Group]
     raw: torch.Tensor
     plain: torch.Tensor
     chosen: torch.Tensor | None = None
+    inner: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     def rows(self, group: Group, chosen: torch.Tensor | None = None, *, gain: bool = False) -> torch.Tensor:
         """The input of one group, (tokens, columns); of an expert, the tokens that ``chosen`` sends to it.
@@ -50,9 +54,22 @@ class Seen:
         tokens = torch.where((chosen == group.expert).any(-1))[0]
         if not group.inner:
             return inputs[tokens]
-        weights = self.module.gate_up_proj[group.expert]
-        gates, ups = (self.raw[tokens].to(weights.dtype) @ weights.T).chunk(2, dim=-1)
-        return self.module.act_fn(gates) * ups
+        assert self.inner is not None
+        return self.inner(group.expert, self.raw[tokens])
+
+
+def known_experts(module: torch.nn.Module) -> stacked.Experts | str:
+    """Stacked experts whose second matrices' inputs follow from what the module is called with, or why they do not."""
+    from ..torch import stacked
+
+    if not stacked.is_stacked(module):
+        return "its parameters are no stacks of matrices"
+    known = stacked.find(module)
+    if isinstance(known, str):
+        return known
+    if known.bias or any(stack.transposed for stack in known.stacks.values()):
+        return "its matrices have biases, or lie the other way round"
+    return known
 
 
 class Watch:
@@ -85,8 +102,9 @@ class Watch:
         for group in groups:
             by_path.setdefault(group.path, []).append(group)
         for path, members in by_path.items():
-            hook = self._routed(members) if members[0].expert is not None else self._called(members)
-            self._handles.append(layer.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
+            module = layer.get_submodule(path)
+            hook = self._called(members) if members[0].expert is None else self._routed(members, module)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> Watch:
         return self
@@ -125,7 +143,7 @@ class Watch:
             gain = torch.from_numpy(self._model.gain(group.norm))
             factor = torch.where(gain == 0, 0.0, 1 / torch.where(gain == 0, 1.0, gain))
 
-        def hook(module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = args[0] if args else keywords["input"]
             raw = states.reshape(-1, states.shape[-1])
             if group.norm is None:
@@ -133,19 +151,38 @@ class Watch:
             else:
                 plain = self._plain[group.norm] if factor is None else raw * factor.to(raw)
             with self._model.products(quick=False):
-                self._receive(Seen(module, groups, raw, plain))
+                self._receive(Seen(groups, raw, plain))
 
         return hook
 
-    def _routed(self, groups: Sequence[Group]) -> Callable[..., None]:
+    def _routed(self, groups: Sequence[Group], module: Any) -> Callable[..., None]:
         """Experts that transformers keeps as stacked parameters: (hidden, chosen experts, weights) come in."""
         norm = next((group.norm for group in groups if not group.inner), None)
+        inner = self._between(module) if hasattr(module, experts.GATE_UP) else None  # else they run outside
 
-        def hook(module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = args[0] if args else keywords["hidden_states"]
             raw = states.reshape(-1, states.shape[-1])
             chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
             with self._model.products(quick=False):
-                self._receive(Seen(module, groups, raw, raw if norm is None else self._plain[norm], chosen))
+                self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm], chosen, inner))
 
         return hook
+
+    def _between(self, module: Any) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """As :attr:`Seen.inner`.
+
+        Raises:
+            UserError: the module computes in a way that is not known.
+        """
+        known = known_experts(module)
+        if isinstance(known, str):
+            what = f"has experts that cannot be calibrated ({type(module).__name__}): {known}"
+            raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
+        gate = known.gate
+
+        def inner(expert: int, x: torch.Tensor) -> torch.Tensor:
+            weights = module.gate_up_proj[expert]
+            return gate(x.to(weights.dtype) @ weights.T)
+
+        return inner

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..checkpoint import experts
 from .activations import Activations, activations
 from .groups import Reader
+from .inputs import known_experts
 from .layers import LayeredModel, Stop
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ class Mixture:
         number: of the layer.
         path: of their module in it.
         module: of Transformers, its parameters on the meta device.
+        gate: what lies between both matrices of an expert.
     """
 
     model: LayeredModel
     number: int
     path: str
     module: Any
+    gate: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def count(self) -> int:
@@ -81,9 +84,8 @@ class Mixture:
         Raises:
             UserError: the checkpoint lacks a matrix.
         """
-        act = self.module.act_fn
         return {
-            number: Expert(self._matrix(experts.GATE_UP, number), self._matrix(experts.DOWN, number), act)
+            number: Expert(self._matrix(experts.GATE_UP, number), self._matrix(experts.DOWN, number), self.gate)
             for number in numbers
         }
 
@@ -131,38 +133,25 @@ class Expert:
     Attributes:
         gate_up: (2 inner, hidden), gate above up.
         down: (hidden, inner).
-        act: what the gate goes through.
+        gate: (tokens, 2 inner), what the first matrix gives -> (tokens, inner), the input of the second.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
-    act: Callable[[torch.Tensor], torch.Tensor]
+    gate: Callable[[torch.Tensor], torch.Tensor]
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, inner), the input of the second matrix."""
-        return self.between(x @ self.gate_up.T)
-
-    def between(self, first: torch.Tensor) -> torch.Tensor:
-        """(tokens, 2 inner), what the first matrix gives -> (tokens, inner)."""
-        gates, ups = first.chunk(2, dim=-1)
-        return self.act(gates) * ups
+        return self.gate(x @ self.gate_up.T)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) -> the same."""
         return self.inner(x) @ self.down.T
 
 
-@dataclass(frozen=True)
-class Stacks:
-    """Some experts, as what looks at inputs (:class:`gguf_itq3s.calibration.inputs.Seen`) asks their module for them.
-
-    Attributes:
-        gate_up_proj: (2 inner, hidden) of an expert by its number.
-        act_fn: what the gate goes through.
-    """
-
-    gate_up_proj: Mapping[int, torch.Tensor]
-    act_fn: Callable[[torch.Tensor], torch.Tensor]
+def inner_of(loaded: Mapping[int, Expert]) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """As :attr:`gguf_itq3s.calibration.inputs.Seen.inner`, of experts that are in memory."""
+    return lambda number, x: loaded[number].inner(x)
 
 
 def find(model: LayeredModel, number: int, each: Callable[[Mixture], int]) -> Mixture | None:
@@ -178,18 +167,14 @@ def find(model: LayeredModel, number: int, each: Callable[[Mixture], int]) -> Mi
     """
     import torch
 
-    from ..torch import stacked
-
     for path, module in model.base.layers[number].named_modules():
         if not isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
             continue
-        found = Mixture(model, number, path, module)
-        if found.count * each(found) <= BOUND:
+        known = known_experts(module)
+        if isinstance(known, str):
             return None
-        known = stacked.find(module)
-        if isinstance(known, str) or known.bias or any(stack.transposed for stack in known.stacks.values()):
-            return None
-        return found if hasattr(module, "act_fn") else None
+        found = Mixture(model, number, path, module, known.gate)
+        return found if found.count * each(found) > BOUND else None
     return None
 
 

@@ -261,7 +261,7 @@ def _add(
         x = hidden[tokens].requires_grad_(True)
         share = weights[tokens, places].requires_grad_(True)
         first = x @ expert.gate_up.T
-        out = expert.between(first) @ expert.down.T
+        out = expert.gate(first) @ expert.down.T
         wanted = (x, share, first, out)
         found = torch.autograd.grad(out * share[:, None], wanted, behind[tokens])
         of_hidden.index_add_(0, tokens, found[0])

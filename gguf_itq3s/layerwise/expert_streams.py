@@ -21,7 +21,7 @@ from ..calibration.activations import Activations
 from ..calibration.groups import Group, Reader
 from ..calibration.inputs import Seen
 from ..calibration.layers import LayeredModel, Stop
-from ..calibration.mixture import Expert, Mixture, Routed, Stacks
+from ..calibration.mixture import Expert, Mixture, Routed, inner_of
 from ..calibration.options import CalibrationOptions
 from ..checkpoint import experts
 from ..codec.transform import rotation_block
@@ -134,10 +134,9 @@ class ExpertStreams(Streams):
             self._give(which, batch)
             return super()._seen(which, batch, passage)
         routed, device = self._routed[which], self._model.device
-        raw, loaded = routed.hidden(batch, device), self._loaded[which]
-        stacks = Stacks({number: expert.gate_up for number, expert in loaded.items()}, self._mixture.module.act_fn)
+        raw = routed.hidden(batch, device)
         # No norm's gain is left out here, and no expert writes to the residual stream.
-        return Seen(stacks, passage, raw, raw, routed.chosen(batch, device)), raw[:0]
+        return Seen(passage, raw, raw, routed.chosen(batch, device), inner_of(self._loaded[which])), raw[:0]
 
     def _before(self, passage: Sequence[Group]) -> list[list[Group]]:
         return self.passages[: next(i for i, other in enumerate(self.passages) if other[0] is passage[0])]
@@ -192,7 +191,7 @@ class ExpertStreams(Streams):
         if not self._loaded:
             first = self._mixture.load(self._numbers[group])
             second = {
-                number: Expert(expert.gate_up.clone(), expert.down.clone(), expert.act)
+                number: Expert(expert.gate_up.clone(), expert.down.clone(), expert.gate)
                 for number, expert in first.items()
             }
             self._loaded += [first, second]

@@ -221,7 +221,7 @@ def test_experts_are_read_one_at_a_time(
                     np.testing.assert_array_equal(tensor.matrix(number), whole[number])
     model = LayeredModel(CalibrationOptions(folder, [NOVEL], **SMALL), opened)
     layer = model.load(1)
-    found = mixture.Mixture(model, 1, "mlp.experts", layer.mlp.experts)
+    found = mixture.Mixture(model, 1, "mlp.experts", layer.mlp.experts, torch.nn.Identity())
     for number, expert in found.load(range(1, 3)).items():
         assert torch.equal(expert.gate_up, layer.mlp.experts.gate_up_proj[number])
         assert torch.equal(expert.down, layer.mlp.experts.down_proj[number])

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.models.mixtral import modeling_mixtral
 
 from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
@@ -134,6 +135,50 @@ def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Pa
         assert down.tokens == entry.tokens and down.norm is None
     assert total == 2 * 640
     assert compared >= 6, "float32 sends hardly a token elsewhere"
+
+
+class Clamped(modeling_mixtral.MixtralExperts):
+    """Experts with another gate than ``act(gate) * up``, and what has come between the matrices of each."""
+
+    def _apply_gate(self, first: torch.Tensor) -> torch.Tensor:
+        gate, up = first.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=0.1) * (up + 1)
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        self.between = []
+        for expert, down in enumerate(self.down_proj):
+            tokens, places = torch.where(chosen == expert)
+            self.between.append(self._apply_gate(hidden[tokens] @ self.gate_up_proj[expert].T))
+            total.index_add_(0, tokens, self.between[-1] @ down.T * weights[tokens, places, None])
+        return total
+
+
+class Doubled(Clamped):
+    """Experts that compute what nobody knows."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return 2 * super().forward(*args)
+
+
+def test_experts_have_the_gate_of_their_class(uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between their matrices is not taken for ``act(gate) * up``; what computes otherwise is refused."""
+    model = uneven("mixtral-few")
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Clamped)
+    calibrate(options(model), tmp_path / "clamped")
+    opened = store.Calibration(tmp_path / "clamped", read_manifest(tmp_path / "clamped"))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        whole(input_ids=torch.from_numpy(text.windows(options(model), 256)))
+    for expert, between in enumerate(whole.model.layers[0].mlp.experts.between):
+        entry = opened.entries[f"blk.0.ffn_down_exps.weight[{expert}]"]
+        assert entry.tokens == len(between) > 0
+        found, expected = opened.hessian("blk.0.ffn_down_exps.weight", expert), second_moment(between)
+        assert found is not None
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Doubled)
+    with pytest.raises(UserError, match=r"experts that cannot be calibrated \(Doubled\): its class computes in a way"):
+        calibrate(options(model), tmp_path / "doubled")
 
 
 def multimodal(name: str, tokenizer: Path, folder: Path) -> Path:
