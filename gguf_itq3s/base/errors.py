@@ -43,6 +43,12 @@ def _one_line(text: str) -> str:
     return lines[0].rstrip(" .:") if lines else "unknown error"
 
 
+def failed_line(error: BaseException) -> str:
+    """The line of code that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
+
+
 @contextmanager
 def errors_of_weights(checkpoint: Path, tensor: str) -> Iterator[None]:
     """Within, a ValueError is of the weights of a tensor, and becomes an error of their checkpoint."""

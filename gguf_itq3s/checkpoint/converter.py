@@ -5,7 +5,6 @@ Each tensor is kept as the lazy F32 (or F16) array before that step, with the ty
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from ..base.errors import UserError
-from . import bitnet, lazy, patches, tokens
+from ..base.errors import UserError, failed_line
+from . import bitnet, lazy, patches, quantization, tokens
 from .source import SourceTensor
+from .validation import read_json
 
 _TOKENIZER_FILES: Final = (
     "tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken",
@@ -55,9 +55,15 @@ def reading(folder: Path) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        if explained := quantization.explain(error, folder, read_json(folder / "config.json")):
+            raise explained from error
+        reason = (
+            f"{error} is missing"
+            if isinstance(error, KeyError)
+            else str(error) or failed_line(error) or type(error).__name__
+        )
         remedy = "check its config.json; --verbose shows more"
-        if isinstance(error, AssertionError) and "mtp" in (line := _failed_line(error)):
+        if isinstance(error, AssertionError) and "mtp" in (line := failed_line(error)):
             # Checkpoints that Transformers has saved lack these layers, whatever their config.json says.
             reason, remedy = f"{line} fails: the layers for multi-token prediction are not there", "give --no-nextn"
         raise UserError(folder, f"cannot be read: {reason}", remedy) from error
@@ -79,12 +85,6 @@ def indexing(conversion: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[No
     # In the base class: some architectures do something of their own before they call it.
     with patches.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):
         yield
-
-
-def _failed_line(error: BaseException) -> str:
-    """The line of code that an error comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return (frames[-1].line or "") if frames else ""
 
 
 def working(converter: Any) -> Any:
@@ -114,10 +114,11 @@ def working(converter: Any) -> Any:
             raise UserError(folder, what, remedy) from error
 
     def dequant_model() -> None:
-        if bitnet.is_packed(converter.hparams, converter.model_tensors):
-            bitnet.unpack_all(converter.hparams, converter.model_tensors)
-            converter.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
-        own_dequant_model()
+        with quantization.dequantizing(converter):
+            if bitnet.is_packed(converter.hparams, converter.model_tensors):
+                bitnet.unpack_all(converter.hparams, converter.model_tensors)
+                converter.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
+            own_dequant_model()
 
     converter.set_vocab, converter.dequant_model = set_vocab, dequant_model
     return converter
@@ -146,6 +147,7 @@ class HeldBack:
 def collect(converter: Any) -> list[SourceTensor]:
     """Run upstream's tensor pass and keep what it would have written."""
     tensors: list[SourceTensor] = []
+    quantization.prepare(converter)
     writer = converter.gguf_writer
     read: list[str] = []  # names read since the last tensor was added
     get_tensors = converter.get_tensors

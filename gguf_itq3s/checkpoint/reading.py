@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -113,20 +113,24 @@ def _check_head(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, S
         return
     head, row = lazy.value(stored[name]()), 0
     for part in embedding.load():
-        rows = head[row : row + len(part)]
+        rows = head[row : row + len(part)].float().numpy()
         row += len(part)
+        there = part[: len(rows)]
         # As far as the rounding of one of them to bfloat16 goes.
-        if head.shape[-1] != part.shape[-1] or not np.allclose(rows.float().numpy(), part[: len(rows)], rtol=2**-7, atol=1e-6):
+        if rows.shape != there.shape or not np.allclose(rows, there, rtol=2**-7, atol=1e-6):
             what = "is another matrix than the embedding, which is the output in llama.cpp's files of this architecture"
             raise UserError(folder, what, "tie them, and train that, or take a model that does", name)
 
 
-def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_remote_code: bool = False) -> Checkpoint:
+def open_shapes(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], files: Sequence[Path] = (), *, trust_remote_code: bool = False
+) -> Checkpoint:
     """What :func:`open_checkpoint` would give of a checkpoint whose weights, and tokenizer, are not there.
 
     Args:
         folder: with ``config.json``.
         shapes: of the checkpoint's tensors, numpy order, by their names in it.
+        files: the weight files where they are there after all: what a quantized one means is in more than shapes.
         trust_remote_code: Python code of the folder may run.
 
     Returns:
@@ -147,7 +151,9 @@ def open_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, trust_re
         return conversion.base.LazyTorchTensor(meta=meta, args=(), func=load)
 
     stored = [(name, partial(tensor, name, shape)) for name, shape in shapes.items()]
-    patched = patches.patched(folder, trust_remote_code, quantize=converter.HeldBack)
+    if files:
+        stored = [*shards.tensors(files, conversion, lazy=True)]
+    patched = patches.patched(folder, trust_remote_code, reads=bool(files), quantize=converter.HeldBack)
     with patched, torch.inference_mode(), converter.reading(folder):
         model_class = converter.model_class(conversion, folder)
         with converter.indexing(conversion, stored):

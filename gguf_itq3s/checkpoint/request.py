@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gguf import LlamaFileType
+from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, LlamaFileType
 
 from ..base.errors import UserError
 from .files import listed_file
@@ -90,6 +90,9 @@ class Request:
             UserError: it cannot part them from the others.
         """
         with ExitStack() as stack:
+            if self.fuse_gate_up_exps and MODEL_TENSOR.FFN_GATE_UP_EXP not in MODEL_TENSORS[model_class.model_arch]:
+                what = f"is {MODEL_ARCH_NAMES[model_class.model_arch]}, which has no tensor for --fuse-gate-up-exps"
+                raise UserError(folder, what, "leave --fuse-gate-up-exps out")
             if self.mtp and self.no_nextn:
                 raise UserError(folder, "is asked for with --mtp and --no-nextn", "give one of them for each file")
             if self.mtp or self.no_nextn:

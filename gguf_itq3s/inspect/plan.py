@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..checkpoint import policy, shards, trust
+from ..checkpoint import policy, quantization, shards, trust
 from ..checkpoint.patches import patched
 from ..checkpoint.reading import open_shapes
 from ..checkpoint.source import Checkpoint
@@ -88,11 +88,30 @@ def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
     Raises:
         UserError: neither safetensors files nor an index with a config that transformers knows.
     """
-    config = folder / "config.json"
-    found = shards.find(folder, read_json(config) if config.is_file() else {})
-    if found.files and all(file.is_file() and file.suffix == ".safetensors" for file in found.files):
-        return {name: shape for name, (_, shape) in shards.stored_tensors(found.files).items()}
+    found = _weights(folder)
+    if files := _there(found):
+        return {name: shape for name, (_, shape) in shards.stored_tensors(files).items()}
     return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code)
+
+
+def opened(folder: Path, *, trust_remote_code: bool = False) -> Checkpoint:
+    """The model of a folder by headers or by its config.
+
+    Raises:
+        UserError: as :func:`read_shapes`.
+    """
+    shapes, files = read_shapes(folder, trust_remote_code=trust_remote_code), _there(_weights(folder))
+    return open_shapes(folder, shapes, files, trust_remote_code=trust_remote_code)
+
+
+def _weights(folder: Path) -> shards.Shards:
+    config = folder / "config.json"
+    return shards.find(folder, read_json(config) if config.is_file() else {})
+
+
+def _there(found: shards.Shards) -> tuple[Path, ...]:
+    """The safetensors files, if all of them are there."""
+    return found.files if all(file.is_file() and file.suffix == ".safetensors" for file in found.files) else ()
 
 
 def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:
@@ -112,6 +131,7 @@ def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Sh
     if names is None:
         tied = model.get_output_embeddings() is not None and getattr(config, "tie_word_embeddings", False)
         return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
+    names = [name for name in map(quantization.plain_name, names) if name]
     if unknown := sorted(set(names) - set(shapes) - {n for n in names if n.endswith(".inv_freq")}):
         raise UserError(folder, "is in the index but not in the model of config.json", "download its files", unknown[0])
     return {name: shapes[name] for name in names if name in shapes}
@@ -212,9 +232,7 @@ def plan(
             no library for the mixes.
     """
     config = read_config(folder)
-    checkpoint = open_shapes(
-        folder, read_shapes(folder, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
-    )
+    checkpoint = opened(folder, trust_remote_code=trust_remote_code)
     try:
         layers = layers_of(config)
         compute = compute_bytes(config)
@@ -297,8 +315,7 @@ def matrix_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:
     Raises:
         UserError: as :func:`read_shapes`.
     """
-    shapes = read_shapes(folder, trust_remote_code=trust_remote_code)
-    checkpoint = open_shapes(folder, shapes, trust_remote_code=trust_remote_code)
+    checkpoint = opened(folder, trust_remote_code=trust_remote_code)
     ends = ("token_embd.weight", "output.weight")
     return sum(tensor.size for tensor in checkpoint.tensors if tensor.name not in ends)
 

@@ -30,12 +30,12 @@ from ..base.errors import UserError, output_error
 from ..checkpoint import rescaling
 from ..checkpoint.files import check_output
 from ..checkpoint.patches import patched, replaced_in
-from ..checkpoint.reading import open_checkpoint, open_shapes
+from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import check_counts, read_json
 from ..convert import ternaries
+from ..inspect import plan
 from ..inspect.file import GGUFFile, contents_of, open_gguf, rescaling_of
-from ..inspect.plan import read_shapes
 from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 
@@ -240,7 +240,7 @@ def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callab
 
     def subclass(model_class: Any) -> Any:
         def filter_tensors(cls: Any, item: tuple[str, Any]) -> tuple[str, Any] | None:
-            found: tuple[str, Any] | None = super(made, cls).filter_tensors(item)
+            found: tuple[str, Any] | None = model_class.filter_tensors.__func__(cls, item)
             if found is None and item[0].endswith("lm_head.weight"):
                 raise _tied(options, item[0])
             if found is None and item[0] not in done.left_out:
@@ -268,8 +268,7 @@ def _subclass(options: LoraOptions, found: Rescaling, done: Converted) -> Callab
             "index_tensors": lambda _self, remote_hf_model_id=None: {},
             "dequant_model": lambda _self: None,
         }
-        made = type(model_class.__name__, (model_class,), members)
-        return made
+        return type(model_class.__name__, (model_class,), members)
 
     return subclass
 
@@ -278,10 +277,7 @@ def _has_output(options: LoraOptions) -> bool:
     """Whether the model has an output matrix beside its embedding."""
     if options.model is not None:
         return any(tensor.name == "output.weight" for tensor in open_gguf(options.model).tensors)
-    trusted = options.trust_remote_code
-    return not open_shapes(
-        options.base, read_shapes(options.base, trust_remote_code=trusted), trust_remote_code=trusted
-    ).model.tied
+    return not plan.opened(options.base, trust_remote_code=options.trust_remote_code).model.tied
 
 
 def _tied(options: LoraOptions, name: str) -> UserError:

@@ -46,6 +46,37 @@ def _modelopt(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Ten
     return {**packed, ".input_scale": torch.tensor(0.5)}, meant
 
 
+def _static(packing: Packing, scale: str) -> Packing:
+    """FP8 with a scale for activations beside the weights' own, under another name."""
+
+    def pack(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        packed, meant = packing(weights)
+        return {
+            ".weight": packed[".weight"],
+            scale: packed[".weight_scale_inv"],
+            ".input_scale": torch.tensor(0.5),
+        }, meant
+
+    return pack
+
+
+def _int8_groups(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    parts = weights.unflatten(1, (-1, _GROUP))
+    scale = parts.abs().amax(2) / 127
+    codes = (parts / scale[..., None]).round().flatten(1).to(torch.int8)
+    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.repeat_interleave(_GROUP, 1)
+
+
+def _gptq_in_order(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    packed, meant = _gptq(weights)
+    del packed[".g_idx"]
+    return packed, meant
+
+
+def _plain(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return {".weight": weights.half()}, weights.half().float()
+
+
 def _int8_channels(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     scale = weights.abs().amax(1, keepdim=True) / 127
     codes = (weights / scale).round().to(torch.int8)
@@ -131,6 +162,22 @@ PACKINGS: dict[str, tuple[dict[str, Any], Packing]] = {
         _compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=_GROUP, symmetric=False),
         _packed,
     ),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, _static(_fp8_tensor, ".weight_scale")),
+    "fp8-deepseek": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        _static(_fp8_blocks, ".scale"),
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fp8_channels),
+    "compressed-tensor": (
+        _compressed("float-quantized", type="float", num_bits=8, strategy="tensor", symmetric=True),
+        _static(_fp8_tensor, ".weight_scale"),
+    ),
+    "compressed-groups": (
+        _compressed("int-quantized", type="int", num_bits=8, strategy="group", group_size=_GROUP, symmetric=True),
+        _int8_groups,
+    ),
+    "gptq-in-order": ({"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False}, _gptq_in_order),
+    "plain": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _plain),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": False}, _gptq),
     "bitnet": ({"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}, _bitnet),
 }

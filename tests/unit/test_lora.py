@@ -414,3 +414,18 @@ def test_an_output_matrix_that_is_the_embedding_is_not_adapted(
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: \S+: is of the embedding or the output matrix; "):
         convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=model))
     assert not list(tmp_path.glob("*out.gguf*"))
+
+
+def test_matrices_of_other_parts_are_left_out_and_named(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    """An adapter of a multimodal model has some on its tower; the text model's are converted."""
+    adapter = save_adapter(uneven("llama"), tmp_path / "adapter", ("q_proj",))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for half in ("A", "B"):
+        name = f"base_model.model.vision_tower.layers.0.attn.q_proj.lora_{half}.weight"
+        tensors[name] = tensors[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight"].clone()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    messages = io.StringIO()
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")), messages)
+    assert done.matrices == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
+    what = "1 matrices are no part of the text model and are left out: vision_tower.layers.0.attn.q_proj.weight"
+    assert messages.getvalue() == f"note: {adapter}: {what}\n"

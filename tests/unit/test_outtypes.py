@@ -192,6 +192,17 @@ def test_options_of_upstreams_classes(option: str, argument: str, checkpoint: Ma
         assert "blk.0.attn_qkv.weight" in tensors(theirs)
 
 
+def test_experts_that_an_architecture_cannot_fuse(
+    checkpoint: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(checkpoint("mixtral")), str(tmp_path / "out.gguf"), "--fuse-gate-up-exps"]
+    assert convert_main(words) == 1
+    assert capfd.readouterr().err == (
+        f"error: {checkpoint('mixtral')}: is llama, which has no tensor for --fuse-gate-up-exps; leave "
+        "--fuse-gate-up-exps out\n"
+    )
+
+
 @pytest.mark.slow
 def test_fused_experts(tokenizer: Path, tmp_path: Path, any_tokenizer: None) -> None:
     experts = {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
