@@ -62,7 +62,7 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
         what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
     model = LayeredModel(options, checkpoint, ranks)
-    inputs = windows(options, model.context)
+    inputs = windows(options, model.context, messages)
     if len(inputs) < ranks.size:
         what = f"cannot be calibrated by {ranks.size} processes with {len(inputs)} windows of text"
         raise of_all(UserError(options.model, what, "give more --tokens, or start fewer"))

@@ -120,7 +120,7 @@ class Run:
             torch.set_num_threads(options.threads)
         self.teacher = load_model(options, self.device)
         context = int(getattr(self.teacher.config.get_text_config(), "max_position_embeddings", 2048))
-        every = windows(options, context)
+        every = windows(options, context, messages)
         if every.max() >= (size := int(self.teacher.get_input_embeddings().num_embeddings)):
             what = f"has a tokenizer that gives token {every.max()}, and an embedding of {size}"
             raise UserError(options.model, what, "take the tokenizer that belongs to it")

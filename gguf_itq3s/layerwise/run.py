@@ -84,7 +84,7 @@ class Sequential:
     @cached_property
     def text(self) -> np.ndarray:
         """The whole text: tokens, int64 (windows, context)."""
-        return windows(self.calibration, self.model.context)
+        return windows(self.calibration, self.model.context, self.messages)
 
     @cached_property
     def share(self) -> Share:

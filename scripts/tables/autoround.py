@@ -7,7 +7,7 @@
 
 AutoRound (Intel, PyPI `auto-round`) tunes the rounding of every layer by signed gradient descent and writes GGUF. It is
 no dependency of this project and wants an environment of its own. Every tool gets the same windows of text: AutoRound
-as a JSON file, the others as the converter takes them (`gguf_itq3s.calibration.text.excerpts`). Files that are there
+as a JSON file, the others as the converter takes them (`gguf_itq3s.calibration.text.windows`). Files that are there
 are not made again; what is measured is mean KL divergence from the F16 file, by llama-perplexity.
 """
 
@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
-from gguf_itq3s.calibration.text import excerpts, read_text  # noqa: E402
+from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibration.text import windows  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
@@ -39,6 +40,7 @@ from gguf_itq3s.evaluate.tools import Tools  # noqa: E402
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split
 import gguf  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 CONTEXT = 512
 _PROGRAM = "auto-round"
@@ -94,7 +96,9 @@ class Makers:
             UserError: it failed, or wrote no file or several.
         """
         texts = self.work / "texts.json"
-        pieces = excerpts(read_text(self.args.text), self.count, CONTEXT)
+        options = CalibrationOptions(self.args.model, (self.args.text,), self.count * CONTEXT, CONTEXT)
+        tokenizer = AutoTokenizer.from_pretrained(self.args.model)
+        pieces = tokenizer.batch_decode(windows(options, CONTEXT), skip_special_tokens=True)
         texts.write_text(json.dumps([{"text": piece} for piece in pieces]))
         folder = self.work / "autoround"
         shutil.rmtree(folder, ignore_errors=True)

@@ -24,14 +24,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import report_errors  # noqa: E402
-from gguf_itq3s.calibration.text import read_text  # noqa: E402
+from gguf_itq3s.calibration.text import excerpts, read_text  # noqa: E402
 from gguf_itq3s.codec.family import DEFAULT, TrellisType, trellis_type  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.evaluate import ratio, wikitext  # noqa: E402
@@ -155,12 +153,11 @@ def plain_split(path: Path) -> str:
 
 def calibration_text(novels: Path, valid: Path, tokens: int, out: Path) -> Path:
     """Half novels, half validation split, excerpts spread evenly over both."""
-    plain = plain_split(valid)
     count = max(1, tokens * 5 // 2 // EXCERPT)
-    pieces = []
-    for text in (read_text(novels), plain):
-        starts = np.linspace(0, max(0, len(text) - EXCERPT), count).astype(int)
-        pieces += [text[text.find(" ", start) + 1 : start + EXCERPT] for start in starts]
+    pieces = [
+        piece[piece.find(" ") + 1 :]
+        for text in (read_text(novels), plain_split(valid)) for piece in excerpts(text, count, EXCERPT)
+    ]  # fmt: skip
     out.write_text("\n".join(pieces), encoding="utf-8")
     return out
 

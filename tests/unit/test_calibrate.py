@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -298,6 +299,50 @@ def test_tensors_without_statistics_are_named(
     convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=thin, dry_run=True))
     warning = next(line for line in capsys.readouterr().err.split("warning: ") if "has nothing on" in line)
     assert "1 tensors" in warning and "blk.1.attn_k.weight" in warning
+
+
+@pytest.mark.parametrize("change", ["", "\u2581", "\u3000", "\n"], ids=["as it is", "U+2581", "U+3000", "lines"])
+@pytest.mark.parametrize("share", [1, 40], ids=["text enough", "too little text"])
+def test_windows_are_disjoint_whatever_stands_between_words(
+    change: str, share: int, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Each is what the tokenizer makes of a place of its own, behind what it puts before a text."""
+    path, said, folder = tmp_path / "text.txt", io.StringIO(), tmp_path / "model"
+    shutil.copytree(tokenizer, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    prose = NOVEL.read_text()[: 24000 // share]
+    path.write_text(prose.replace(" ", change) if change else prose)
+    found = text.windows(CalibrationOptions(folder, (path,), 1280, 64), 256, said)
+    whole = transformers.AutoTokenizer.from_pretrained(folder)(path.read_text(), add_special_tokens=False).input_ids
+    assert (found[:, 0] == 1).all() and found.shape[1] == 64
+    if share == 1:
+        assert len(found) == 20 and not said.getvalue()
+    else:  # a window less where places that begin a word would overlap
+        assert len(found) == len(whole) // 63 < 20
+        assert f"note: the text holds {len(found)} windows of 64 tokens" in said.getvalue()
+    places = []
+    for row in found[:, 1:].tolist():
+        inner = row[3:-3]  # the first and last are others where a piece of a long text is cut
+        places += [at for at in range(len(whole)) if whole[at : at + len(inner)] == inner]
+    assert len(places) == len(found) and (np.diff(places) >= 63).all()
+
+
+def test_a_text_that_is_given_twice_counts_once(uneven: Make, tmp_path: Path) -> None:
+    copied = tmp_path / "copy.txt"
+    copied.write_text(NOVEL.read_text())
+    once = text.windows(CalibrationOptions(uneven("llama"), (NOVEL,), 640, 64), 256)
+    assert np.array_equal(text.windows(CalibrationOptions(uneven("llama"), (NOVEL, NOVEL), 640, 64), 256), once)
+    twice = text.windows(CalibrationOptions(uneven("llama"), (NOVEL, copied), 640, 64), 256)
+    assert len(twice) == len(np.unique(twice, axis=0)) == 5
+
+
+def test_windows_begin_with_a_word_that_is_near() -> None:
+    tokens = ["\u2581a", "b", "\u2581c", "d", "e", "\u2581f", "g", "h"]
+    assert text.places(tokens, 2, 2) == [0, 5]
+    assert text.places(tokens, 2, 4) == [0, 4]
+    assert text.places(["x"] * 300, 2, 50) == [0, 150]
+    assert text.places(tokens, 2, 9) == []
 
 
 def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
