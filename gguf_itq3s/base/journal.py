@@ -12,13 +12,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from .errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
 _RUN: Final = "run"
+_REMEDY: Final = "repair the disk or its permissions, or move the file away to begin anew"
 
 
 def key_of(*parts: object) -> str:
@@ -28,6 +32,14 @@ def key_of(*parts: object) -> str:
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+@lru_cache
+def sources() -> str:
+    """A hash of the package's own files: what one state of it has begun another may end differently."""
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return key_of(*(part for path in files for part in (path.relative_to(root).as_posix(), path.read_bytes())))
 
 
 class Journal:
@@ -42,13 +54,17 @@ class Journal:
         self.path, self._run = path, run
 
     def records(self) -> list[dict[str, Any]] | None:
-        """What this run has noted before, up to a line that a kill has torn; None where nothing is of this run."""
+        """What this run has noted before, up to a line that a kill has torn; None where nothing is of this run.
+
+        Raises:
+            UserError: the file is there and cannot be read.
+        """
         lines = self._lines()
         return [record for record, _ in lines[1:]] if lines and lines[0][0] == {_RUN: self._run} else None
 
     @property
     def present(self) -> bool:
-        """Whether the file is a journal, of whatever run."""
+        """Whether the file is a journal, of whatever run; raises UserError as :meth:`records`."""
         return any(_RUN in record for record, _ in self._lines()[:1])
 
     def begin(self, kept: int = 0) -> None:
@@ -87,8 +103,14 @@ class Journal:
         """The lines, each with the place behind it, up to the first that is not a whole record."""
         lines: list[tuple[dict[str, Any], int]] = []
         end = 0
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            for text in self.path.read_bytes().splitlines(keepends=True):
+        try:
+            data = self.path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return lines
+        except OSError as error:  # another run's, for all that is known
+            raise UserError(self.path, f"cannot be read ({error.strerror or error})", _REMEDY) from error
+        with contextlib.suppress(ValueError, RecursionError):
+            for text in data.splitlines(keepends=True):
                 line = json.loads(text)
                 if not isinstance(line, dict) or not text.endswith(b"\n"):
                     break
@@ -111,7 +133,7 @@ def write_text(path: Path, text: str) -> None:
 def save_arrays(
     arrays: dict[str, np.ndarray], path: Path, folder: Path | None = None, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file whole or not at all.
+    """Write a safetensors file whole or not at all, and to the disk: a journal may name it afterwards.
 
     Args:
         arrays: its tensors.
@@ -132,4 +154,6 @@ def save_arrays(
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
     partial.replace(path)

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
-from ..base.journal import key_of, save_arrays
+from ..base.journal import key_of, save_arrays, sources
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
@@ -72,6 +72,7 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
         text=hashlib.sha256(inputs.tobytes()).hexdigest(),
         tokens=int(inputs.size),
         options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto", **model.form},
+        code=sources(),
     )
     ranks.agree(
         out, checkpoint=manifest.model, text=manifest.text,
@@ -84,6 +85,9 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
             if not found.same_run(manifest):
                 what = "holds a calibration of another model, text or other options"
                 raise UserError(out, what, "choose another folder")
+            if not found.complete and found.code != manifest.code:
+                what = "holds the beginning of a calibration by another version of this program"
+                raise UserError(out, what, "remove it, or choose another folder")
             manifest = found
         if not ranks.tell(manifest.complete):
             key = key_of(manifest.model, manifest.text, options.batch, model.form)

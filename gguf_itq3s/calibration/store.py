@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,15 +22,14 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
-from ..base.journal import write_text
+from ..base.journal import key_of, write_text
 from ..checkpoint.files import listed_file
+from ..codec.native import processors
 from ..rounding import hessian
 from ..rounding.factors import tensor_entry
 
 MANIFEST: Final = "manifest.json"
-VERSION: Final = 1
-# Bytes of a tensor that go into the model's hash, from its beginning and from its end.
-_SAMPLE: Final = 4096
+VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Manifest:
         options: what the command was given that changes the statistics.
         entries: matrix -> statistics; the matrices of experts are ``name[expert]``.
         complete: whether every layer is there.
+        code: :func:`gguf_itq3s.base.journal.sources` of what began it.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Manifest:
     options: dict[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)
     complete: bool = False
+    code: str = ""
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest in one step."""
@@ -110,41 +112,38 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def model_hash(files: Sequence[Path]) -> str:
-    """A hash of a checkpoint's weights: names, types, shapes, and the first and last bytes of every tensor.
+    """A hash of a checkpoint's weights: names, types, shapes and every byte, however they are dealt out over files.
+
+    It is made once for files that do not change while the process runs, on all processors (2 GB/s on each).
 
     Args:
         files: its safetensors files.
 
-    Returns:
-        Hexadecimal SHA-256.
-
     Raises:
         UserError: a file is not safetensors.
     """
-    tensors = [sample for path in files for sample in _samples(path)]
-    digest = hashlib.sha256()
-    for name, dtype, shape, sample in sorted(tensors):
-        digest.update(json.dumps([name, dtype, shape]).encode())
-        digest.update(sample)
-    return digest.hexdigest()
+    return _model_hash(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
 
 
-def _samples(path: Path) -> list[tuple[str, str, list[int], bytes]]:
-    """Name, type, shape, first and last bytes of every tensor of a safetensors file."""
+@lru_cache(maxsize=4)
+def _model_hash(files: tuple[tuple[Path, int, int], ...]) -> str:
+    tensors = [found for path, _, _ in files for found in _hashes(path)]
+    return key_of(*sorted(tensors))
+
+
+def _hashes(path: Path) -> list[tuple[str, str, list[int], str]]:
+    """Name, type, shape and hash of every tensor of a safetensors file."""
     import torch
 
-    samples = []
+    def hashed(name: str) -> tuple[str, str, list[int], str]:
+        view, raw = file.get_slice(name), file.get_tensor(name).flatten().view(torch.uint8)  # mapped
+        return name, view.get_dtype(), list(view.get_shape()), hashlib.sha256(raw.numpy().data).hexdigest()
+
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                view = file.get_slice(name)
-                # Mapped: only the pages of the samples are read.
-                raw = file.get_tensor(name).flatten().view(torch.uint8)
-                sample = raw[:_SAMPLE].numpy().tobytes() + raw[max(0, raw.numel() - _SAMPLE) :].numpy().tobytes()
-                samples.append((name, view.get_dtype(), list(view.get_shape()), sample))
+        with safe_open(path, framework="pt") as file, ThreadPoolExecutor(processors()) as pool:
+            return list(pool.map(hashed, file.keys()))
     except (SafetensorError, OSError) as error:
         raise UserError(path, f"is not a safetensors file: {error}", "convert the model to safetensors") from error
-    return samples
 
 
 @dataclass(frozen=True)

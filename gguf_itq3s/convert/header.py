@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import gguf
 from gguf import GGMLQuantizationType as Type
 
-from .. import __version__
+from ..base.journal import key_of, sources
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
 from ..checkpoint.source import Checkpoint, padded
+from ..codec import native
 from ..codec.family import file_version
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
@@ -116,7 +117,9 @@ def _render(checkpoint: Checkpoint, types: Sequence[Type], to: Destination) -> t
 def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:
     """Equal for two runs that would write the same bytes."""
     how = options.deciding()
-    how["version"] = __version__
+    how["version"] = sources()
+    if (library := native.library_path()) is not None:
+        how["library"] = key_of(library.read_bytes())
     how["rescales"] = str(PLAN_VERSION if options.statistics.fold_norms or options.equalizes else 0)
     files = [*checkpoint.files]
     if options.request.sentence_transformers_dense_modules:

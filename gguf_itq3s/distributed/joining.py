@@ -11,7 +11,7 @@ from typing import Final, TextIO
 
 from .. import __version__
 from ..base.errors import UserError
-from ..base.journal import key_of
+from ..base.journal import sources
 from ..codec.native import processors
 from .ranks import ALONE, Ranks
 from .watch import Watch
@@ -88,7 +88,7 @@ def joined(place: Path, device: str, messages: TextIO) -> Iterator[tuple[Ranks, 
     watch.begin()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         try:
-            ranks.agree(place, version=f"{__version__} {_sources()}", torch=str(torch.__version__))
+            ranks.agree(place, version=f"{__version__} {sources()}", torch=str(torch.__version__))
             yield ranks, messages if ranks.first else nowhere
             ranks.meet()
         except SystemExit:
@@ -99,12 +99,6 @@ def joined(place: Path, device: str, messages: TextIO) -> Iterator[tuple[Ranks, 
             raise
     watch.finish()
     dist.destroy_process_group()
-
-
-def _sources() -> str:
-    """A hash of the package's own files: two of one version may differ while it is developed."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return key_of(*(part for path in files for part in (path.name, path.read_bytes())))
 
 
 def _leave(watch: Watch, ranks: Ranks, error: BaseException) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError, errors_of_weights, output_error
-from ..base.journal import key_of
+from ..base.journal import key_of, sources
 from ..base.memory import give_back
 from ..calibration.activations import activation_path, activations
 from ..calibration.groups import Group, Reader
@@ -158,7 +158,7 @@ class Sequential:
         batch, device = self.calibration.batch, self.calibration.device
         files = self.source.checkpoint.files
         form = (model_hash(files), self.fisher.full, self.fisher.block, batch, device, "a tenth held out")
-        key = key_of(form, self.text.shape, self.text.tobytes(), *self.model.form.values())
+        key = key_of(sources(), form, self.text.shape, self.text.tobytes(), *self.model.form.values())
         found.collect(self.model, self.text, batch, key, self.messages)
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -17,13 +16,15 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 from transformers.models.mixtral import modeling_mixtral
 
 from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration import store, text
+from gguf_itq3s.calibration import pipeline, store, text
 from gguf_itq3s.calibration.collector import Collector
 from gguf_itq3s.calibration.layers import LayeredModel
 from gguf_itq3s.calibration.options import CalibrationOptions
@@ -260,6 +261,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     with pytest.raises(KeyboardInterrupt, match="same command continues"):
         calibrate(options(model), resumed)
     assert not read_manifest(resumed).complete
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="by another version of this program; remove"):
+        patch.setattr(pipeline, "sources", lambda: "another")
+        calibrate(options(model), resumed)
     with pytest.raises(UserError, match="did not finish"):
         open_calibration(resumed, sorted(model.glob("*.safetensors")))
     calls.clear()
@@ -364,18 +368,19 @@ def test_a_norm_that_is_none_is_the_models_fault(uneven: Make, tmp_path: Path, m
     assert caught.value.tensor == "blk.0.attn_norm.weight" and "llama-imatrix" in caught.value.remedy
 
 
-def test_the_hash_of_a_model_is_of_headers_and_samples(checkpoint: Make) -> None:
-    """Names, types and shapes as the file's header has them, and both ends of every tensor's bytes."""
+def test_the_hash_of_a_model_is_of_every_byte(checkpoint: Make, tmp_path: Path) -> None:
+    """However its tensors are dealt out over files; a weight that is edited inside a tensor changes it."""
     path = checkpoint("llama") / "model.safetensors"
     raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    digest = hashlib.sha256()
-    for name, info in sorted(json.loads(raw[8:start]).items()):
-        if name != "__metadata__":
-            data = raw[start + info["data_offsets"][0] : start + info["data_offsets"][1]]
-            digest.update(json.dumps([name, info["dtype"], info["shape"]]).encode())
-            digest.update(data[:4096] + data[-4096:])
-    assert store.model_hash([path]) == digest.hexdigest()
+    tensors = load_torch(path)
+    names = sorted(tensors)
+    parts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for part, some_names in zip(parts, (names[::2], names[1::2]), strict=True):
+        save_torch({name: tensors[name] for name in some_names}, part)
+    assert store.model_hash(parts) == store.model_hash([path])
+    tensors["model.embed_tokens.weight"][256, 128] += 1
+    save_torch(tensors, tmp_path / "edited.safetensors")
+    assert store.model_hash([tmp_path / "edited.safetensors"]) != store.model_hash([path])
     (path.parent / "damaged.safetensors").write_bytes(raw[:100])
     with pytest.raises(UserError, match="is not a safetensors file"):
         store.model_hash([path.parent / "damaged.safetensors"])

@@ -35,6 +35,7 @@ from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.family import trellis_type
 from gguf_itq3s.codec.types import ITQ2_N, ITQ2_S, ITQ3_N, ITQ3_S
+from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output, Part
 from gguf_itq3s.convert.pipeline import convert
@@ -518,6 +519,21 @@ def test_other_options_do_not_continue_a_partial_file(checkpoint: Make, uninterr
     interrupt(checkpoint("llama"), out, signal.SIGINT, "--effort", "fast")
     assert continued(finish(checkpoint("llama"), out)) is None
     assert out.read_bytes() == uninterrupted
+
+
+def test_another_state_of_the_program_does_not_continue_a_partial_file(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version stays the same while the program is developed; its sources and the C library do not."""
+    options = ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf")
+    source, head = reading.open_checkpoint(checkpoint("llama")), header.Head(b"", (b"",), (0,))
+    keys = [header.fingerprint(head, options, source) for _ in range(2)]
+    other = checkpoint("llama") / "config.json"
+    for owner, name, value in ((header, "sources", lambda: "another"), (native, "library_path", lambda: other)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            keys.append(header.fingerprint(head, options, source))
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(

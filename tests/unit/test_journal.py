@@ -1,11 +1,15 @@
 """Journals of long work: what counts after an interruption."""
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.base.journal import Journal, key_of, save_arrays, write_text
+from gguf_itq3s.layerwise.finished import Finished
 
 
 def test_a_run_goes_on_behind_its_own_records_alone(tmp_path: Path) -> None:
@@ -44,6 +48,35 @@ def test_keys_differ_by_every_part_and_where_it_ends() -> None:
     keys = [key_of(*parts) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), ("abc",), (("a", 1),), (("a", 2),))]
     assert len(set(keys)) == len(keys)
     assert key_of("a", 1) == key_of("a", 1)
+
+
+def test_a_journal_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside it is another run's, for all that is known."""
+    folder = tmp_path / "x.calibrating"
+    first = Finished.resume(folder, "a")
+    first.add(0, {})
+    files = sorted(path.name for path in folder.iterdir())
+
+    def broken(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"journal.json: cannot be read \(Input/output"):
+        patch.setattr(Path, "read_bytes", broken)
+        Finished.resume(folder, "a")
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert Finished.resume(folder, "a").layers == 1
+
+
+def test_files_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = [], os.fsync
+
+    def noted(number: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{number}"), (tmp_path / "x").exists()))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save_arrays({"x": np.zeros(3)}, tmp_path / "x")
+    assert synced == [(str(tmp_path / "x.partial"), False)] and (tmp_path / "x").exists()
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
