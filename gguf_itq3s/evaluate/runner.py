@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..base.errors import UserError
-from ..base.journal import write_text
+from ..base.journal import sources, write_text
 from ..calibration.options import CalibrationOptions
 from ..calibration.pipeline import calibrate
 from ..checkpoint import policy
@@ -80,14 +80,6 @@ def hash_of(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _package_digest() -> str:
-    """Hash of the sources that decide what the converter writes."""
-    package = Path(__file__).resolve().parents[1]
-    here = Path(__file__).resolve().parent
-    sources = sorted(p for p in package.rglob("*.py") if not p.is_relative_to(here))
-    return hash_of(*((str(p.relative_to(package)), p.read_text()) for p in sources))
-
-
 class Evaluation:
     """One model under evaluation.
 
@@ -120,7 +112,8 @@ class Evaluation:
             raise UserError(model, "no such file or folder", "give a Hugging Face folder or an F16 GGUF file")
         files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(model.iterdir()) if p.is_file()]
         trusted = ["trusted"] if self.settings.trust_remote_code else []
-        path = self.work / f"f16-{hash_of(str(model.resolve()), files, _package_digest(), *trusted)}.gguf"
+        key = hash_of(str(model.resolve()), files, sources("evaluate"), *trusted)
+        path = self.work / f"f16-{key}.gguf"
         if not path.is_file():
             self._convert(path, outtype="f16")
         return path
@@ -166,7 +159,7 @@ class Evaluation:
 
     def _making(self, row: Row) -> str:
         """Hash of all that decides a row's file."""
-        package = _package_digest() if row.maker == "package" else ""
+        package = sources("evaluate") if row.maker == "package" else ""
         statistics: tuple[object, ...] = ()
         if row.learns:
             statistics = (self.training[1], self.settings.imatrix_tokens, self.settings.calibration_tokens)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gguf_itq3s.base.errors import UserError
+from gguf_itq3s.base.journal import sources
 from gguf_itq3s.convert.command import add_arguments
 from gguf_itq3s.evaluate.rows import NEED_MATRIX, Row
 from gguf_itq3s.evaluate.runner import Result, describe, hash_of, write_json
@@ -37,8 +38,6 @@ from .texts import renamed, with_marks_read
 import gguf
 
 PACKAGE: Final = Path(__file__).resolve().parents[2] / "gguf_itq3s"
-#: What decides the bytes that the converter writes.
-_ROOMS: Final = ("calibration", "checkpoint", "codec", "convert", "rounding")
 #: Perplexity of the F16 file, that llama-perplexity prints while it writes log-probabilities.
 _PERPLEXITY: Final = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 _QUANTIZE: Final = (
@@ -97,12 +96,6 @@ class Setup:
     keep: bool = False
 
 
-def source_digest(package: Path = PACKAGE) -> str:
-    """Hash of the sources that decide what the converter writes."""
-    sources = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
-    return hash_of(*((path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")) for path in sources))
-
-
 def build_digest(tools: Tools) -> str:
     """Hash of what the tools were built from; of their own bytes where the build does not say."""
     said = tools.folder / "build.txt"
@@ -145,7 +138,7 @@ class Measurement:
         for folder in ("records", "logs", "files"):
             (self.work / folder).mkdir(parents=True, exist_ok=True)
         self.build = build_digest(self.tools)
-        self.sources = source_digest()
+        self.sources = sources("evaluate")
 
     # ---------------------------------------------------------------------------------------------------- names
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import gguf_itq3s
+from gguf_itq3s.base import journal
 from gguf_itq3s.codec import blocks, native
-from gguf_itq3s.evaluate import runner
 
 PACKAGE = Path(gguf_itq3s.__file__).parent
 ROOT = PACKAGE.parent
@@ -94,13 +94,27 @@ def test_a_result_depends_on_every_source_that_the_converter_runs(monkeypatch, t
         target = copy / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    monkeypatch.setattr(runner, "__file__", str(copy / "evaluate" / "runner.py"))
-    before = runner._package_digest()
+    monkeypatch.setattr(journal, "__file__", str(copy / "base" / "journal.py"))
+
+    def digest() -> str:
+        return journal.sources.__wrapped__("evaluate")  # not the one that is kept
+
+    before = digest()
     (copy / "evaluate" / "plots.py").write_text("# other\n")
-    assert runner._package_digest() == before
-    for room in ("codec", "rounding", "checkpoint", "calibration", "layerwise", "convert", "inspect"):
+    assert digest() == before
+    for room in (
+        "base",
+        "codec",
+        "rounding",
+        "checkpoint",
+        "calibration",
+        "distributed",
+        "layerwise",
+        "convert",
+        "torch",
+    ):
         (copy / room / "new.py").write_text("# new\n")
-        after = runner._package_digest()
+        after = digest()
         assert after != before, room
         before = after
 
