@@ -29,6 +29,10 @@ from .weights import Weights
 #: The output matrix in checkpoints of any model.
 _HEAD: Final = re.compile(r"(model\.|language_model\.)*lm_head\.weight")
 
+#: Layers of the model of each of these architectures whose queries llama.cpp scales by the width of a head's share of
+#: the model, in place of the head's own.
+SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
+
 
 def open_checkpoint(
     folder: Path,
@@ -86,7 +90,7 @@ def open_checkpoint(
             made.prepare_metadata(vocab_only=request.vocab_only)
         if f"{made.gguf_writer.arch}.pooling_type" not in made.gguf_writer.kv_data[0]:
             _check_head(folder, dict(stored), {tensor.name: tensor for tensor in tensors})
-    for note in filter(None, [*notes, _without_rows(folder, made)]):
+    for note in filter(None, [*notes, _without_rows(folder, made), _carry_settings(made)]):
         print(f"note: {folder}: {note}", file=messages or sys.stderr)
     if request.quantized_by is not None:
         made.gguf_writer.add_quantized_by(request.quantized_by)
@@ -99,6 +103,28 @@ def _without_rows(folder: Path, made: Any) -> str:
     left = {} if entry is None else tokens.beyond(folder, len(entry.value))
     what = "its tokenizer has tokens that the model has no row for, which are left out"
     return f"{what}: {tokens.named(left)}" if left else ""
+
+
+def _carry_settings(made: Any) -> str:
+    """Add what llama.cpp reads for any architecture and upstream's class of this one leaves out of the metadata.
+
+    Returns:
+        What no key can hold, a sentence; empty where nothing is lost.
+    """
+    writer = made.gguf_writer
+    fields, key = writer.kv_data[0], gguf.Keys.Rope.FREQ_BASE.format(arch=writer.arch)
+    rope = getattr(made, "rope_parameters", {})
+    base = rope.get("full_attention", rope).get("rope_theta")
+    fixed = writer.arch == "chatglm" and "rope_ratio" not in made.hparams  # upstream writes 10000 whatever it is
+    if isinstance(base, (int, float)) and base != 10000 and (fixed or key not in fields):
+        fields[key] = gguf.GGUFValue(float(base), gguf.GGUFValueType.FLOAT32)
+    scale, head = made.hparams.get("query_pre_attn_scalar"), made.hparams.get("head_dim")
+    if (layers := SCALED_BY_WIDTH.get(writer.arch)) is None or not scale or not head:
+        return ""
+    if made.hparams.get("num_hidden_layers") == layers:
+        head = made.hparams["hidden_size"] // made.hparams["num_attention_heads"]
+    what = f"llama.cpp scales the queries of {writer.arch} by {head}, query_pre_attn_scalar {scale} is lost"
+    return what if scale != head else ""
 
 
 def _check_head(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, SourceTensor]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from ..base.errors import UserError
+from ..checkpoint.reading import SCALED_BY_WIDTH
 from ..inspect.file import GGUFFile, contents_of
 
 #: ``general.architecture`` of the files that are read, each tried with unusual settings.
@@ -59,8 +60,6 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "blk.0.ffn_down.bias": ("mlp_bias",),
     "blk.0.attn_q_norm.weight": ("qk_layernorm",),
 }
-#: Layers of the model of each of these architectures whose queries are scaled by the width of a head's share.
-_SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 
 
 def apply(config: Any, file: GGUFFile, arch: str, path: Path) -> None:
@@ -106,7 +105,7 @@ def apply(config: Any, file: GGUFFile, arch: str, path: Path) -> None:
                 raise refuse(key, settings[key])
             setattr(config, name, take(key))
     if hasattr(config, "query_pre_attn_scalar"):
-        by_width = config.num_hidden_layers == _SCALED_BY_WIDTH.get(arch)
+        by_width = config.num_hidden_layers == SCALED_BY_WIDTH.get(arch)
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if by_width else head
     tensors = {tensor.name for tensor in file.tensors}
     for tensor, names in _BIASES.items():

@@ -38,7 +38,7 @@ PARTIAL = rope(partial_rotary_factor=0.5)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
 GEMMA = {
     "head_dim": 32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0, "sliding_window": 8,
-    "rms_norm_eps": 1e-3, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3, "tie_word_embeddings": True, **rope(),
 }  # fmt: skip
 #: Architecture in the file, configuration class, what differs from the usual.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -70,9 +70,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     }),
     "nemotron": ("nemotron", "NemotronConfig", {"norm_eps": 1e-3, **PARTIAL}),
-    "stablelm": ("stablelm", "StableLmConfig", {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "rope_parameters": {
-        **PARTIAL["rope_parameters"], "rope_theta": 10000.0,
-    }}),
+    "stablelm": ("stablelm", "StableLmConfig", {"layer_norm_eps": 1e-3, "use_qkv_bias": True, **PARTIAL}),
     "stablelm-parallel": ("stablelm", "StableLmConfig", {"layer_norm_eps": 1e-3, "use_parallel_residual": True}),
     "starcoder2": ("starcoder2", "Starcoder2Config", {"norm_epsilon": 1e-3, "use_bias": False, **rope()}),
 }  # fmt: skip
@@ -150,3 +148,11 @@ def test_a_tensor_without_a_place_is_refused(
 
     with pytest.raises(UserError, match=r"attn_q_norm.weight: is a tensor that the model of Transformers has no place"):
         load_gguf(rewritten(through_a_file("llama3")[0], tmp_path / "changed.gguf", change))
+
+
+def test_a_scale_of_queries_that_no_file_can_hold_is_said(tokenizer: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**{**SIZES, **GEMMA, "query_pre_attn_scalar": 48})
+    folder, said = save_model(AutoModelForCausalLM.from_config(config), tmp_path / "model", tokenizer), io.StringIO()
+    convert(ConvertOptions.of(folder, tmp_path / "model.gguf", outtype="f16"), said)
+    assert "scales the queries of gemma2 by 32, query_pre_attn_scalar 48 is lost" in said.getvalue()
