@@ -65,7 +65,7 @@ _KEPT_GLM5_NEXT: Final = (
 _ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 _ATTN_K: Final = "attn_k.weight"
 _POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
-_TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
+TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class Overrides:
             pure: whether the mix is left out, which knows of tied matrices.
         """
         found = self.pattern(name) if quantized else None
-        is_embedding = name in _TOKEN_EMBEDDINGS
-        if self.token_embedding and is_embedding and not (found and name != _TOKEN_EMBEDDINGS[0]):
+        is_embedding = name in TOKEN_EMBEDDINGS
+        if self.token_embedding and is_embedding and not (found and name != TOKEN_EMBEDDINGS[0]):
             return self.token_embedding
         if self.output and name == "output.weight":
             return self.output
@@ -202,7 +202,7 @@ def mix(name: str, columns: int, target: Type, model: Model) -> Type:
             output's rule is known.
         model: facts about the model.
     """
-    is_embedding = name in _TOKEN_EMBEDDINGS
+    is_embedding = name in TOKEN_EMBEDDINGS
     row = FAMILY.get(target)
     follows = None if row is None else row.follows
     if model.arch == "glm5-next" and any(part in name for part in ("attn_q_a", "attn_q_b", "nextn.eh_proj")):
@@ -238,7 +238,7 @@ def _mix_3_bits(name: str, model: Model) -> Type | None:
 
 def _mix_2_bits(name: str, model: Model) -> Type | None:
     """What is at more bits in a mix of IQ2_XXS; None for the other tensors."""
-    if name in _TOKEN_EMBEDDINGS:
+    if name in TOKEN_EMBEDDINGS:
         return Type.Q2_K
     if any(part in name for part in _ATTN_V):
         return Type.Q4_K if model.gqa >= 4 or model.experts >= 4 else Type.Q2_K

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
@@ -14,8 +15,12 @@ from ..checkpoint.policy import Choice
 from ..checkpoint.source import SourceTensor
 from ..codec import native
 from ..codec.family import is_trellis
+from ..codec.grids import GRIDS
 from ..codec.types import bits_per_weight
 from .job import Job
+
+#: Types that hold what they are given, or codes that were chosen before.
+_EXACT: Final = (Type.F32, Type.F16, Type.BF16, Type.TQ1_0, Type.TQ2_0)
 
 
 def say_types(job: Job) -> None:
@@ -54,15 +59,23 @@ def _short(qtype: Type, found: Sequence[tuple[SourceTensor, Choice]]) -> str:
 
 
 def say_unknown(job: Job) -> None:
-    """One warning for the tensors that there are no statistics of, where some are given."""
+    """One warning for the tensors that there are no statistics of, or of a part, one note for types that are rounded
+    without, where some are given."""
     if job.statistics is None:
         return
-    # Rows of the embedding are looked up, not multiplied.
-    unknown = [
-        f"  {tensor.name}"
-        for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True)
-        if is_trellis(choice.type) and tensor.name != "token_embd.weight" and not job.statistics.share(tensor.name)
-    ]
+    unknown, without = [], defaultdict[str, int](int)
+    for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
+        # Rows of the embedding are looked up, not multiplied, unless it is the output matrix too.
+        looked_up = tensor.name in policy.TOKEN_EMBEDDINGS and not job.checkpoint.model.tied
+        if choice.type in _EXACT or choice.type == tensor.stored or looked_up:
+            continue
+        share = job.statistics.share(tensor.name)
+        if not (is_trellis(choice.type) or choice.type in GRIDS):
+            without[choice.type.name] += 1
+        elif share < 1:
+            unknown.append(f"  {tensor.name}" + (f": {1 - share:.0%} of its matrices" if share else ""))
     if unknown:
         what = f"has nothing on {len(unknown)} tensors, they are rounded without"
         print("\n".join([f"warning: {job.statistics.path} {what}:", *unknown]), file=job.messages)
+    for name, count in without.items():
+        print(f"note: {count} tensors are in {name}, which is rounded without statistics", file=job.messages)

@@ -110,7 +110,7 @@ class ImportanceMatrix:
         if rows is None:
             return None
         if rows.shape[1] != columns or (expert or 0) >= rows.shape[0]:
-            what = f"has {rows.shape[0]} x {rows.shape[1]} values for a matrix of {columns} columns"
+            what = f"has {rows.shape[0]} x {rows.shape[1]} values for a matrix of {columns} columns, or a stack of such"
             raise UserError(self.path, what, "take the importance matrix of this model", name)
         number = expert or 0
         return rows[number] if _uneven(rows[number : number + 1])[0] else None
@@ -126,7 +126,8 @@ def read(path: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}
 
     Args:
         path: the file.
-        shapes: of the model's tensors, rows last. The older form does not tell experts apart.
+        shapes: of the model's tensors, rows last. The older form does not tell experts apart, and neither form the
+            heads' matrices of multi-head latent attention, which are multiplied together.
 
     Raises:
         UserError: no such file, another format, or values that are not finite, negative, or all the same.
@@ -136,15 +137,24 @@ def read(path: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        matrix = _read_gguf(path) if is_gguf else _read_legacy(path, shapes)
+        matrix = _read_gguf(path) if is_gguf else _read_legacy(path)
     except OSError as error:
         raise UserError(path, f"cannot be read: {error.strerror or error}", _REMEDY) from error
     for name, rows in matrix.moments.items():
+        if name in shapes:
+            matrix.moments[name] = rows = _of_stack(rows, shapes[name])
         if not _uneven(rows).any():
             raise UserError(path, "has the same value for every column, or none", _REMEDY, name)
     if not matrix.moments:
         raise UserError(path, "holds no importance matrix", _REMEDY)
     return matrix
+
+
+def _of_stack(rows: npt.NDArray[np.float64], shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """Values with a row for each matrix of a tensor; in one row, where they are not as many as it has columns."""
+    *count, _, columns = shape if len(shape) > 1 else (1, *shape)
+    matrices = int(np.prod(count, dtype=np.int64))
+    return rows.reshape(matrices, columns) if rows.size == matrices * columns else rows.reshape(1, -1)
 
 
 def _means(
@@ -187,7 +197,7 @@ def _contents(reader: gguf.GGUFReader, key: str) -> object:
     return None if field is None else field.contents()
 
 
-def _read_legacy(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> ImportanceMatrix:
+def _read_legacy(path: Path) -> ImportanceMatrix:
     """The form before GGUF: for each matrix its name, a number of calls, and means times that number.
 
     Every number is held against what is left of the file before it is believed.
@@ -214,12 +224,9 @@ def _read_legacy(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Importanc
             calls, values = number(), number()
             if values < 1 or name in moments or not name.isprintable():
                 raise _damaged(path)
-            data = np.frombuffer(take(4 * values, left), dtype="<f4").astype(np.float64)
-            columns = shapes[name][-1] if name in shapes and values % shapes[name][-1] == 0 else values
-            rows = data.reshape(-1, columns)
+            rows = np.frombuffer(take(4 * values, left), dtype="<f4").astype(np.float64).reshape(1, -1)
             # Without calls, the values are the means.
-            seen = np.full((rows.shape[0], 1), float(calls) if calls else 1.0)
-            moments[name] = _means(path, name, rows, seen)
+            moments[name] = _means(path, name, rows, np.full((1, 1), float(calls) if calls else 1.0))
         chunks = number() if left else 0
         dataset = take(number(), _LONGEST_NAME).decode(errors="replace") if left else ""
     return ImportanceMatrix(path, moments, (dataset,) if dataset else (), max(0, chunks))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import llama
-from checkpoints import NOVEL
+from checkpoints import NOVEL, SIZES, save_model
+from gguf_itq3s import upstream
+from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.rounding import hessian, imatrix
+from importance import write
 
 
 def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Path) -> None:
@@ -54,6 +60,72 @@ def test_both_converters_round_by_it(uneven: Callable[[str], Path], tmp_path: Pa
         assert cost["theirs"] == pytest.approx(cost["ours"], rel=0.01), name
         compared += 1
     assert compared == 14
+
+
+@pytest.mark.parametrize("outtype", ["itq3_s", "q4_k_m", "q3_k_s", "iq4_xs", "q6_k"])
+def test_missing_entries_are_named_in_every_type(
+    outtype: str, uneven: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A matrix, an expert, and the output; rows of an embedding that is not the output too are looked up."""
+    for name in ("mixtral-few", "llama-tied"):
+        moments = {}
+        for tensor in open_checkpoint(uneven(name)).tensors:
+            if tensor.name.startswith("blk.") and len(tensor.shape) > 1 and "gate_inp" not in tensor.name:
+                count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+                moments[tensor.name] = np.random.default_rng(0).random((count, tensor.shape[-1])) + 0.5
+        del moments["blk.1.attn_k.weight"]
+        expected = ["  blk.1.attn_k.weight", "  output.weight" if name == "mixtral-few" else "  token_embd.weight"]
+        if name == "mixtral-few":
+            moments["blk.0.ffn_up_exps.weight"][2] = 1  # nothing to tell its columns apart by
+            expected.append("  blk.0.ffn_up_exps.weight: 25% of its matrices")
+        matrix = write(tmp_path / "i.gguf", moments)
+        capfd.readouterr()
+        convert(ConvertOptions.of(uneven(name), tmp_path / "x.gguf", outtype=outtype, imatrix=matrix, dry_run=True))
+        said = capfd.readouterr().err.splitlines()
+        at = said.index(f"warning: {matrix} has nothing on {len(expected)} tensors, they are rounded without:")
+        assert sorted(said[at + 1 : at + 1 + len(expected)]) == sorted(expected)
+
+
+def test_latent_attention(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """llama-imatrix writes one row for the matrices of all heads; both converters round each by its own part."""
+    deepseek = importlib.import_module(f"{upstream.load_conversion().__name__}.deepseek")
+    monkeypatch.setattr(deepseek.DeepseekV2Model, "set_vocab", lambda self: self._set_vocab_sentencepiece())
+    torch.manual_seed(0)
+    config = transformers.DeepseekV2Config(
+        **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=256, q_lora_rank=256, qk_nope_head_dim=64, v_head_dim=64,
+        qk_rope_head_dim=32, first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=256, initializer_range=0.1,
+    )  # fmt: skip
+    model = transformers.DeepseekV2ForCausalLM(config).half()
+    folder, f16 = save_model(model, tmp_path / "model", tokenizer), tmp_path / "f16.gguf"
+    convert(ConvertOptions.of(folder, f16, outtype="f16"))
+    (tmp_path / "text.txt").write_text(NOVEL.read_text())
+    words: list[str | Path] = ["-m", f16, "-f", tmp_path / "text.txt", "-c", "128", "--chunks", "6", "-t", "1"]
+    llama.run("llama-imatrix", *words, "-o", matrix := tmp_path / "imatrix.gguf")
+    heads = [f"blk.{layer}.{part}.weight" for layer in range(2) for part in ("attn_k_b", "attn_v_b")]
+    assert all(imatrix.read(matrix).moments[name].shape[0] == 1 for name in heads)
+    made = {kind: tmp_path / f"{kind}.gguf" for kind in ("ours", "theirs", "plain")}
+    convert(ConvertOptions.of(folder, made["ours"], pure=True, equalize=False, imatrix=matrix))
+    convert(ConvertOptions.of(folder, made["plain"], pure=True))
+    llama.run("llama-quantize", "--pure", "--imatrix", matrix, f16, made["theirs"], "ITQ3_S", "2")
+    weights = {t.name: np.array(t.data).astype(np.float32) for t in gguf.GGUFReader(f16).tensors}
+    found = {kind: {t.name: t for t in gguf.GGUFReader(path).tensors} for kind, path in made.items()}
+    read = imatrix.read(matrix, {name: weight.shape for name, weight in weights.items()})
+    for name in heads:
+        assert not np.array_equal(found["ours"][name].data, found["plain"][name].data), name
+        for head in range(4):
+            diagonal, cost = read.diagonal(name, weights[name].shape[-1], head), {}
+            for kind, tensors in found.items():
+                decoded = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+                cost[kind] = float((np.square(decoded[head] - weights[name][head]) * diagonal).sum())
+            assert cost["theirs"] == pytest.approx(cost["ours"], rel=0.01), (name, head)
+    capfd.readouterr()
+    convert(ConvertOptions.of(folder, made["ours"], outtype="q4_k_m", imatrix=matrix, dry_run=True))
+    said = capfd.readouterr().err
+    assert "imatrix.gguf has nothing on 1 tensors, they are rounded without:\n  output.weight\n" in said
+    assert "note: 2 tensors are in Q5_0, which is rounded without statistics\n" in said
 
 
 Q = "blk.0.attn_q.weight"

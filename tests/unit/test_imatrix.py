@@ -131,6 +131,29 @@ def test_the_share_counts_the_experts_of_a_stack(tmp_path: Path) -> None:
     assert read.diagonal("e.weight", 256, 3) is None
 
 
+def test_matrices_that_are_multiplied_together_are_one_row_of_the_file(tmp_path: Path) -> None:
+    """Those of the heads of multi-head latent attention: one count, and their sums one after the other."""
+    heads, other = np.random.default_rng(0).random((4, 64)), np.arange(1.0, 257)[None]
+    path = write(tmp_path / "i.gguf", {"blk.0.attn_k_b.weight": heads.reshape(1, -1), "a.weight": other})
+    shapes = {"blk.0.attn_k_b.weight": (4, 128, 64), "a.weight": (512, 128)}
+    read = imatrix.read(path, shapes)
+    for number in range(4):
+        found = read.diagonal("blk.0.attn_k_b.weight", 64, number)
+        assert found is not None
+        np.testing.assert_allclose(found, heads[number], rtol=1e-6)
+    for name, columns in (("blk.0.attn_k_b.weight", 64), ("a.weight", 128)):
+        with pytest.raises(UserError, match=f"has 1 x 256 values for a matrix of {columns} columns"):
+            imatrix.read(path, {**shapes, "blk.0.attn_k_b.weight": (8, 128, 64)}).diagonal(name, columns, 0)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_file_of_another_number_of_experts_is_refused(count: int, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((6, 64))
+    read = imatrix.read(write(tmp_path / "i.gguf", {"e.weight": rows}), {"e.weight": (count, 128, 64)})
+    with pytest.raises(UserError, match="has 1 x 384 values for a matrix of 64 columns"):
+        read.diagonal("e.weight", 64, 0)
+
+
 # ------------------------------------------------------------------------------------------------------ the older form
 
 
