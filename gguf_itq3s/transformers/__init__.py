@@ -9,13 +9,19 @@ Transformers calls while it loads, ``stacking`` lets it read experts one by one,
 trained by PEFT as it is: to it the layers are linear layers.
 """
 
+from transformers import __version__ as _version
+
+_LEAST = (5, 23)  # those before leave packed weights that they have loaded at zero
+
 try:
+    if tuple(int(part) for part in _version.split(".")[:2]) < _LEAST:
+        raise ImportError(f"this is {_version}")
     from .config import ITQ3SConfig
     from .gguf import load_gguf
     from .quantizer import ITQ3SQuantizer
 except ImportError as error:
     raise ImportError(
-        f"gguf_itq3s.transformers needs transformers 5 or later ({error}); pip install -U transformers"
+        f"gguf_itq3s.transformers needs transformers 5.23 or later ({error}); pip install -U transformers"
     ) from error
 
 __all__ = ["ITQ3SConfig", "ITQ3SQuantizer", "load_gguf"]

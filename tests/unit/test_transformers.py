@@ -562,11 +562,16 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_old_transformers_is_named() -> None:
-    code = "import sys; sys.modules['transformers.core_model_loading'] = None; import gguf_itq3s.transformers"
+@pytest.mark.parametrize(
+    "old", ["import sys; sys.modules['transformers.core_model_loading'] = None",
+            "import transformers; transformers.__version__ = '5.22.2'"]
+)  # fmt: skip
+def test_an_old_transformers_is_named(old: str) -> None:
+    """Of version 4, and one that would leave packed weights at zero."""
+    code = f"{old}; import gguf_itq3s.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode and "needs transformers 5 or later" in last and "pip install -U transformers" in last
+    assert done.returncode and "needs transformers 5.23 or later" in last and "pip install -U transformers" in last
 
 
 def test_a_file_is_read_behind_the_gate(converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
