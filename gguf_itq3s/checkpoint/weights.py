@@ -99,5 +99,5 @@ class Weights:
         return tensor
 
     def _absent(self, name: str) -> UserError:
-        what = "transformers wants this tensor, and the checkpoint has none of it, or in a type that a file keeps (NVFP4)"
+        what = "transformers wants this tensor, and the checkpoint has none of it, or in a type that is kept (NVFP4)"
         return UserError(self.folder, what, "update it, or use an importance matrix of llama-imatrix (--imatrix)", name)
