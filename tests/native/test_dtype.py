@@ -169,7 +169,9 @@ def test_statistics_of_a_model_in_bfloat16_are_sums_in_float32(
         number = int(expert) if expert else None
         found, wanted = here.hessian(tensor, number), there.hessian(tensor, number)
         assert found is not None and wanted is not None
-        off[bool(expert) or (chosen and "blk.0." not in entry)].append(float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)))
+        off[bool(expert) or (chosen and "blk.0." not in entry)].append(
+            float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+        )
     assert 1e-5 < max(off[False]) < 0.02
     assert max(off[True], default=0) < 0.1, "a token near the border goes to another expert"
 
