@@ -44,7 +44,7 @@ def pieces(text: str, size: int, rng: random.Random) -> list[str]:
         start = number * stride + rng.randrange(max(1, stride - PIECE))
         begin = text.find("\n", start) + 1
         piece = text[begin : begin + PIECE]
-        found.append(piece[: piece.rfind("\n")] if piece.count("\n") > 3 else piece[: piece.rfind(" ")])
+        found.append(piece[: piece.rfind("\n")] if piece.count("\n") > 3 else piece.rpartition(" ")[0] or piece)
     return found
 
 
