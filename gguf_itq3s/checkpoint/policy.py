@@ -62,6 +62,17 @@ _KEPT_GLM5_NEXT: Final = (
     "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight", "ssm_beta.weight",
     "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
+#: Heads of classifiers and rerankers: a few scores, and nothing behind them makes up for an error.
+_HEADS: Final = "cls."
+#: Gates of linear attention: a few rows that decide what of a state is kept.
+_GATES: Final = (
+    "ssm_alpha.weight", "ssm_beta.weight", "ssm_ba.weight", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight",
+    "ssm_g_b.weight",
+)  # fmt: skip
+#: Steps and projections of a state space, in a few hundred rows.
+_STEPS: Final = "ssm_x.weight"
+#: Rows that cost nothing in F16.
+_FEW_ROWS: Final = 64
 _ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 _ATTN_K: Final = "attn_k.weight"
 _POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
@@ -173,6 +184,16 @@ def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
     return not any(part in name for part in kept)
 
 
+def stays(name: str, shape: Sequence[int]) -> bool:
+    """Whether a matrix that may be quantized stays in F16: a head, a gate, a few rows (docs/converting.md).
+
+    Args:
+        name: GGUF name.
+        shape: numpy order, rows last.
+    """
+    return name.startswith(_HEADS) or name.endswith(_GATES) or shape[-2] < _FEW_ROWS
+
+
 def first_downs(shapes: Mapping[str, Sequence[int]], arch: str, layers: int) -> frozenset[str]:
     """The first matrices out of the feed-forward networks, an eighth as many as there are layers.
 
@@ -217,6 +238,8 @@ def mix(name: str, columns: int, target: Type, model: Model) -> Type:
         return Type.Q8_0 if model.experts == 8 and any(part in name for part in (*_ATTN_V, _ATTN_K)) else target
     if row is None:
         return target
+    if name.endswith(_STEPS):
+        return Type.Q8_0
     found = _mix_2_bits(name, model) if follows == LlamaFileType.MOSTLY_IQ2_XXS else _mix_3_bits(name, model)
     return target if found is None else row.in_mix.get(found, found)
 
@@ -298,6 +321,8 @@ def choose(
     if given is not None and stored in _FLOATS:
         return Choice(fit(given, columns, fallback), given)
     if target == Type.F16 or stored != Type.F16:
+        return Choice(stored, stored)
+    if not pure and stays(name, shape) and (name.startswith(_HEADS) or (mixed is None and target != Type.Q8_0)):
         return Choice(stored, stored)
     wanted = target if pure else mix(name, columns, target, model) if mixed is None else mixed[name]
     chosen = fit(wanted, columns, fallback)

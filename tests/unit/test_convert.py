@@ -331,6 +331,32 @@ def test_what_is_never_quantized(name: str, shape: tuple[int, ...]) -> None:
     assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(), pure=True).type == Type.F16
 
 
+@pytest.mark.parametrize(
+    "name,shape",
+    [
+        ("cls.weight", (768, 768)), ("cls.output.weight", (3, 768)), ("blk.0.ssm_alpha.weight", (32, 2048)),
+        ("blk.0.ssm_beta.weight", (64, 2048)), ("blk.0.ssm_ba.weight", (64, 2048)), ("blk.0.ssm_x.weight", (48, 512)),
+        ("blk.0.ssm_f_a.weight", (128, 2304)), ("blk.0.attn_gate.weight", (32, 4096)),
+    ],
+)  # fmt: skip
+def test_heads_gates_and_few_rows_stay(name: str, shape: tuple[int, ...]) -> None:
+    """In the mixes of the trellis types; in llama.cpp's own, whose other choices are llama-quantize's, heads alone."""
+    for target in (ITQ3_S, ITQ2_S, ITQ3_N, Type.TQ2_0):
+        assert policy.choose(name, shape, Type.F16, target, small_model()).type == Type.F16
+        assert policy.choose(name, shape, Type.F16, target, small_model(), pure=True).type == target
+    named = policy.Overrides(patterns=[(name, Type.Q8_0)])
+    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(), overrides=named).type == Type.Q8_0
+    stock = policy.choose(name, shape, Type.F16, Type.Q4_K, small_model(), mixed={name: Type.Q4_K}).type
+    assert stock == (Type.F16 if name.startswith("cls") else Type.Q4_K)
+
+
+def test_steps_of_a_state_space_are_in_eight_bits() -> None:
+    for target in (ITQ3_S, ITQ2_S):
+        choice = policy.choose("blk.0.ssm_x.weight", (288, 8192), Type.F16, target, small_model())
+        assert choice.type == Type.Q8_0
+    assert policy.choose("blk.0.ssm_in.weight", (288, 8192), Type.F16, ITQ3_S, small_model()).type == ITQ3_S
+
+
 def test_types_upstream_insists_on_stay() -> None:
     assert policy.choose("blk.0.attn_q.weight", (256, 256), Type.F32, ITQ3_S, small_model()).type == Type.F32
     assert (
