@@ -17,6 +17,7 @@ from ..codec import native
 from ..codec.family import is_trellis
 from ..codec.grids import GRIDS
 from ..codec.types import bits_per_weight
+from ..rounding.imatrix import ImportanceMatrix
 from .job import Job
 
 #: Types that hold what they are given, or codes that were chosen before.
@@ -65,9 +66,12 @@ def say_unknown(job: Job) -> None:
         return
     unknown, without = [], defaultdict[str, int](int)
     for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
-        # Rows of the embedding are looked up, not multiplied, unless it is the output matrix too.
-        looked_up = tensor.name in policy.TOKEN_EMBEDDINGS and not job.checkpoint.model.tied
-        if choice.type in _EXACT or choice.type == tensor.stored or looked_up:
+        # Rows of the embedding are looked up, not multiplied, unless it is the output matrix too, and of that an
+        # importance matrix alone may have something.
+        embedding = tensor.name in policy.TOKEN_EMBEDDINGS
+        output = tensor.name == "output.weight" or (embedding and job.checkpoint.model.tied)
+        passed_over = (embedding and not output) or (output and not isinstance(job.statistics, ImportanceMatrix))
+        if choice.type in _EXACT or choice.type == tensor.stored or passed_over:
             continue
         share = job.statistics.share(tensor.name)
         if not (is_trellis(choice.type) or choice.type in GRIDS):
