@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
 def model_hash(files: Sequence[Path]) -> str:
     """A hash of a checkpoint's weights: names, types, shapes and every byte, however they are dealt out over files.
 
-    It is made once for files that do not change while the process runs, on all processors, each 1.3 GB/s of what is in memory.
+    It is made once for files that do not change while the process runs, on all processors: 1.3 GB/s each.
 
     Args:
         files: its safetensors files.
