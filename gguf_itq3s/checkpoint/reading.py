@@ -88,7 +88,9 @@ def open_checkpoint(
             made.remote_hf_model_id = None if model_name else request.repository
             tensors = [] if request.vocab_only else converter.collect(made)
             made.prepare_metadata(vocab_only=request.vocab_only)
-        if f"{made.gguf_writer.arch}.pooling_type" not in made.gguf_writer.kv_data[0]:
+        # Embeddings have no output, and a draft may have its target's.
+        pooled = f"{made.gguf_writer.arch}.pooling_type" in made.gguf_writer.kv_data[0]
+        if not pooled and request.target_model_dir is None:
             _check_head(folder, dict(stored), {tensor.name: tensor for tensor in tensors})
     for note in filter(None, [*notes, _without_rows(folder, made), _carry_settings(made)]):
         print(f"note: {folder}: {note}", file=messages or sys.stderr)

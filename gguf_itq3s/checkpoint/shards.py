@@ -76,10 +76,12 @@ def find(folder: Path, config: Mapping[str, Any]) -> Shards:
     Raises:
         UserError: the index is damaged, or a list names a file outside the folder.
     """
-    present = sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
+    present = sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) and not path.is_dir())
     own = config.get("transformers_weights")
     order = [folder / name for name in _ORDER] if own is None else [listed_file(folder, own, folder / "config.json")]
-    first = next((path for path in order if path.is_file() or own is not None), None)
+    first = next((path for path in order if path.is_file()), None)
+    if first is None and own is not None:
+        raise UserError(order[0], "is named in config.json but not there", "download it")
     if first is None:
         safe = [path for path in present if path.suffix == ".safetensors"]
         return Shards(folder, tuple(safe or present))
@@ -170,10 +172,11 @@ def tensors(files: Iterable[Path], conversion: Any, *, lazy: bool) -> Iterator[t
 
 def _check_there(found: Shards) -> None:
     """Every file that a list names is there, and so are those that the numbering tells of, no more and no less."""
-    listed = "config.json" if found.index is None else found.index.name
+    listed = found.index and found.index.name
     if missing := [path for path in found.files if not path.is_file()]:
         count = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
-        raise UserError(missing[0], f"is named in {listed} but not there{count}", "download it")
+        what = f"is named in {listed} but not there{count}" if listed else "is a link to a file that is not there"
+        raise UserError(missing[0], what, "download it")
     for path in found.files:
         match = _NUMBERED.search(path.name)
         for number in range(1, int(match[2]) + 1 if match else 0):

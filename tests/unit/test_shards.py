@@ -120,6 +120,19 @@ def test_pickles_beside_the_models(llama_copy: Path) -> None:
     assert "lm_head.weight is in pytorch_model.bin, which is read, and in pytorch_model_old.bin" in read(llama_copy)[1]
 
 
+def test_a_link_to_nothing(llama_copy: Path, tmp_path: Path) -> None:
+    (llama_copy / "model.safetensors").unlink()
+    (llama_copy / "model.safetensors").symlink_to(tmp_path / "none")
+    with pytest.raises(UserError, match=r"model\.safetensors: is a link to a file that is not there; download it"):
+        shards.check(llama_copy, {})
+
+
+def test_a_folder_of_a_files_name(llama_copy: Path) -> None:
+    (llama_copy / "model.safetensors").rename(llama_copy / "model-00001-of-00001.safetensors")
+    (llama_copy / "model.safetensors").mkdir()
+    assert [path.name for path in shards.check(llama_copy, {}).files] == ["model-00001-of-00001.safetensors"]
+
+
 def test_a_whole_file_beside_an_index_of_missing_shards(llama_copy: Path) -> None:
     index = {"weight_map": {NORM: "model-00001-of-00002.safetensors", DOWN: "model-00002-of-00002.safetensors"}}
     (llama_copy / INDEX).write_text(json.dumps(index))
