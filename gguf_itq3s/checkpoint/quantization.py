@@ -50,7 +50,7 @@ def prepare(converter: Any) -> None:
     """Put what config and tensors of an object of the ``conversion`` package say into the words that it knows.
 
     Raises:
-        UserError: its codes are in an order that is not there.
+        UserError: its codes are in an order that is not there, or their model rotates what they are multiplied by.
     """
     entry, tensors = copy.deepcopy(entry_of(converter.hparams)), converter.model_tensors
     if entry is None:
@@ -63,6 +63,7 @@ def prepare(converter: Any) -> None:
     if method == "gptq":
         _add_order(converter, entry)
     elif method == "compressed-tensors":
+        _refuse_rotations(converter.dir_model, entry)
         _tell_strategies(entry)
     elif method in _FP8 and _by_upstreams_base(converter):
         entry["quant_method"] = "fp8"
@@ -78,20 +79,33 @@ def _add_order(converter: Any, entry: dict[str, Any]) -> None:
 
     tensors, bits, size = converter.model_tensors, entry.get("bits"), entry.get("group_size", -1)
 
-    def order(codes: Callable[[], Any]) -> Any:
-        found = codes()
-        columns = found.shape[0] * found.dtype.itemsize * 8 // bits
-        groups = torch.arange(columns, dtype=torch.int32) // (size if size > 0 else columns)
+    def order(codes: Callable[[], Any], scales: Any) -> Any:
+        found, count = codes(), scales().shape[0]
+        word = found.dtype.itemsize * 8
+        columns = found.shape[0] * word // bits
+        whole = size if size > 0 else columns
+        if word % bits == 0 and -(-columns // whole) != count:  # upstream refuses other numbers of bits
+            raise ValueError(f"{columns} columns in groups of {whole}, and {count} scales of each row")
+        groups = torch.arange(columns, dtype=torch.int32) // whole
         return type(found).from_eager(groups) if converter.lazy else groups
 
     for name in [name for name in tensors if name.endswith(".qweight")]:
-        order_name = f"{name.removesuffix('qweight')}g_idx"
+        order_name, scales_name = (f"{name.removesuffix('qweight')}{end}" for end in ("g_idx", "scales"))
         if order_name in tensors or not isinstance(bits, int) or not isinstance(size, int) or bits < 1:
             continue
         if entry.get("desc_act"):
             what = "has columns in another order (desc_act), and no g_idx that tells it"
             raise UserError(converter.dir_model, what, "take the checkpoint with its g_idx", name)
-        tensors[order_name] = partial(order, tensors[name])
+        tensors[order_name] = partial(order, tensors[name], tensors.get(scales_name))
+
+
+def _refuse_rotations(folder: Path, entry: dict[str, Any]) -> None:
+    """Refuse rotations that run with the model (QuIP, SpinQuant's R3 and R4); those of weights are in the weights."""
+    schemes = (entry.get("transform_config") or {}).get("config_groups") or {}
+    for name, scheme in schemes.items():
+        if any(not place.get("location", "").startswith("weight_") for place in scheme.get("apply", ())):
+            what = f"rotates activations while it runs (transform {name}), which llama.cpp does not"
+            raise UserError(folder / "config.json", what, REMEDY)
 
 
 def _tell_strategies(entry: dict[str, Any]) -> None:

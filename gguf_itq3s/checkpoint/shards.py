@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
 from .files import listed_file
-from .validation import UNREADABLE, check_counts_by_shapes, read_json
+from .validation import ADAPTER, UNREADABLE, check_counts_by_shapes, check_no_adapter, read_json
 
 #: Transformers' order (``modeling_utils._get_resolved_checkpoint_files``).
 _ORDER: Final = (
@@ -49,6 +49,8 @@ class Shards:
 
     def note(self) -> str:
         """What is to be said of further weight files, nothing where there are none: a tensor that is there twice."""
+        if (self.folder / ADAPTER).is_file():
+            return "the adapter in it, which Transformers would load, is left out; convert-lora makes a file of it"
         if not self.unread:
             return ""
         places = {name: path for path in self.files for name in _shapes(path)}
@@ -132,6 +134,7 @@ def check(folder: Path, config: Mapping[str, Any]) -> Shards:
     """
     found = find(folder, config)
     if not found.files:
+        check_no_adapter(folder)
         raise UserError(folder, "holds no model*.safetensors or pytorch_model*.bin", "download the weights")
     _check_there(found)
     places: dict[str, Path] = {}

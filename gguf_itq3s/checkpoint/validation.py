@@ -26,6 +26,8 @@ _CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
 _EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 #: What to do about a damaged file.
 UNREADABLE: Final = "the file is damaged; download it again"
+#: What PEFT calls the description of an adapter.
+ADAPTER: Final = "adapter_config.json"
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
@@ -44,10 +46,22 @@ def check_folder(folder: Path) -> dict[str, Any]:
         raise UserError(folder, "is a file, not a folder", remedy)
     config = folder / "config.json"
     if not config.is_file():
+        check_no_adapter(folder)
         raise UserError(config, "no such file", "give the folder of a Hugging Face checkpoint with its config.json")
     found = read_json(config)
     check_counts(config, found)
     return found
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Say of a folder that holds no model what it holds.
+
+    Raises:
+        UserError: an adapter.
+    """
+    if (folder / ADAPTER).is_file():
+        remedy = "make a file of it by gguf-itq3s convert-lora, or merge it into its model (merge_and_unload of PEFT)"
+        raise UserError(folder, "holds an adapter, no model", remedy)
 
 
 def check_counts(path: Path, config: Mapping[str, Any]) -> None:

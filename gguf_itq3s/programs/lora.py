@@ -32,11 +32,11 @@ from ..checkpoint.files import check_output
 from ..checkpoint.patches import patched, replaced_in
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
-from ..checkpoint.validation import check_counts, read_json
+from ..checkpoint.validation import ADAPTER, check_counts, read_json
 from ..convert import ternaries
 from ..inspect import plan
 from ..inspect.file import GGUFFile, contents_of, open_gguf, rescaling_of
-from .peft import CONFIG, WEIGHTS, Adapter, read_adapter, small_file
+from .peft import WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 
 OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0")
@@ -192,7 +192,7 @@ def _stage(adapter: Adapter, scratch: Path) -> Path:
     """A folder of the adapter's name with what was checked of it, for upstream's script."""
     folder = scratch / (adapter.folder.resolve().name or "adapter")
     folder.mkdir()
-    (folder / CONFIG).write_text(json.dumps(adapter.config))
+    (folder / ADAPTER).write_text(json.dumps(adapter.config))
     links = {WEIGHTS: adapter.weights}
     for name in ("README.md", "config.json", "generation_config.json"):  # name, licence, base model
         if path := small_file(adapter.folder, name):

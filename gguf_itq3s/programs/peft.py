@@ -16,9 +16,8 @@ from typing import Any, Final
 from ..base.errors import UserError
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG, is_id
 from ..checkpoint.shards import stored_tensors
-from ..checkpoint.validation import read_json
+from ..checkpoint.validation import ADAPTER, read_json
 
-CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 
 _MERGE: Final = "merge it into the model (merge_and_unload of PEFT) and convert that"
@@ -72,9 +71,9 @@ def read_adapter(folder: Path) -> Adapter:
     Raises:
         UserError: it is not a LoRA adapter in safetensors, or one that llama.cpp cannot run as it is.
     """
-    config, weights = folder / CONFIG, folder / WEIGHTS
+    config, weights = folder / ADAPTER, folder / WEIGHTS
     if not folder.is_dir():
-        raise UserError(folder, "is not a folder", f"give the folder of an adapter with its {CONFIG}")
+        raise UserError(folder, "is not a folder", f"give the folder of an adapter with its {ADAPTER}")
     if not config.is_file():
         raise UserError(config, "no such file", "give the folder of an adapter as PEFT saves it")
     if not weights.is_file():

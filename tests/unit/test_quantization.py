@@ -43,6 +43,12 @@ PACKED = {
 }  # fmt: skip
 
 
+ROTATED = {"config_groups": {
+    "R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]},
+    "R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]},
+}}  # fmt: skip
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -65,6 +71,15 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "gptq without its scales": (
         WORDS, {"quant_method": "gptq", "bits": 4, "group_size": 64},
         f"quantized (gptq) in a way that is not read: '{MATRIX}.scales' is missing",
+    ),
+    "gptq of groups of another size": (
+        {**WORDS, **SCALES}, {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        "quantized (gptq) in a way that is not read: 256 columns in groups of 128, and 4 scales of each row",
+    ),
+    "activations that are rotated": (
+        {**CODES, ".weight_scale": torch.ones(512, 1)},
+        compressed("int-quantized", num_bits=8, strategy="channel") | {"transform_config": ROTATED},
+        "config.json: rotates activations while it runs (transform R4), which llama.cpp does not",
     ),
     "packed by channels": (
         PACKED, compressed("pack-quantized", num_bits=4, strategy="channel", group_size=None),

@@ -133,6 +133,16 @@ def test_a_folder_of_a_files_name(llama_copy: Path) -> None:
     assert [path.name for path in shards.check(llama_copy, {}).files] == ["model-00001-of-00001.safetensors"]
 
 
+def test_an_adapter_is_named(llama_copy: Path) -> None:
+    """Beside weights, where Transformers loads it with those of its base, and alone."""
+    (llama_copy / "adapter_config.json").write_text("{}")
+    assert "the adapter in it, which Transformers would load, is left out" in read(llama_copy)[1]
+    for name in ("model.safetensors", "config.json"):
+        (llama_copy / name).unlink()
+        with pytest.raises(UserError, match=r"holds an adapter, no model; make a file of it by gguf-itq3s convert-l"):
+            open_checkpoint(llama_copy)
+
+
 def test_a_whole_file_beside_an_index_of_missing_shards(llama_copy: Path) -> None:
     index = {"weight_map": {NORM: "model-00001-of-00002.safetensors", DOWN: "model-00002-of-00002.safetensors"}}
     (llama_copy / INDEX).write_text(json.dumps(index))
