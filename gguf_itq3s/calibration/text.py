@@ -32,8 +32,8 @@ _BEFORE_A_LINE: Final = ("\n", "\u010a", "<0x0A>")
 def windows(options: RunOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text, of which no two share a token.
 
-    They are as many as are asked for, or as the text holds. A file of text that is given twice counts once, and so does
-    a window.
+    They are as many as are asked for, or as the text holds. A text that is given twice, under whatever names, counts
+    once, and so does a window.
 
     Args:
         options: model, text, tokens, context.
@@ -46,27 +46,27 @@ def windows(options: RunOptions, longest: int, messages: TextIO | None = None) -
     Raises:
         UserError: a text cannot be read, or has not one window; the context does not fit the model.
     """
-    paths = list({path.resolve(): path for path in options.text}.values())
     planned = options.context or min(longest, usual_context(options.tokens))
     if not 16 <= planned <= longest:
         raise UserError(options.model, f"a context of {planned} does not fit it", f"give 16 to {longest}")
     with patched(options.model, options.trust_remote_code) as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     before = _before_a_text(tokenizer)
+    files = {read_text(path): path for path in options.text}
 
     def encoded(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
     texts: list[list[list[int]]] = []
-    for path, count in zip(paths, _shares(max(1, options.tokens // planned), len(paths)), strict=True):
+    for text, count in zip(files, _shares(max(1, options.tokens // planned), len(files)), strict=True):
         # Of a long text, only what is needed is made tokens of.
-        texts.append([encoded(piece) for piece in excerpts(read_text(path), max(1, count), planned * _CHARACTERS)])
+        texts.append([encoded(piece) for piece in excerpts(text, max(1, count), planned * _CHARACTERS)])
     held = sum(len(ids) for pieces in texts for ids in pieces)
     context = options.context or min(longest, usual_context(min(options.tokens, held)))
     asked = max(1, options.tokens // context)
     rows: dict[tuple[int, ...], None] = {}
-    for path, pieces, count in zip(paths, texts, _shares(asked, len(paths)), strict=True):
+    for path, pieces, count in zip(files.values(), texts, _shares(asked, len(files)), strict=True):
         found = [
             (*before, *ids[start : start + context - len(before)])
             for ids, part in zip(pieces, _shares(max(1, count), len(pieces)), strict=True)
