@@ -30,7 +30,7 @@ _BEFORE_A_LINE: Final = ("\n", "\u010a", "<0x0A>")
 
 
 def windows(options: RunOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
-    """Windows of tokens from places spread evenly over the text, of which no two share a token.
+    """Windows of tokens from places spread evenly over the text, of which no two of a file share a token.
 
     They are as many as are asked for, or as the text holds. A text that is given twice, under whatever names, counts
     once, and so does a window.
