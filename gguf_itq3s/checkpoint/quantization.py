@@ -46,6 +46,11 @@ def plain_name(name: str) -> str | None:
     return None if _PARTS.search(name) else _CODES.sub(".weight", name)
 
 
+def is_scale(name: str) -> bool:
+    """Whether a tensor is what codes need to become weights, by its name."""
+    return plain_name(name) is None and not name.endswith(_OF_ACTIVATIONS)
+
+
 def prepare(converter: Any) -> None:
     """Put what config and tensors of an object of the ``conversion`` package say into the words that it knows.
 

@@ -17,6 +17,7 @@ from ..calibration.groups import Layout, Reader
 from ..calibration.layers import decoder_of
 from ..checkpoint import experts, policy, rescaling
 from ..checkpoint.patches import patched
+from ..checkpoint.quantization import entry_of
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
@@ -36,7 +37,7 @@ def load_model(options: DistillOptions, device: torch.device) -> Any:
     try:
         with patched(options.model, options.trust_remote_code) as transformers:
             config = transformers.AutoConfig.from_pretrained(options.model)
-            if getattr(config, "quantization_config", None):
+            if entry_of(config.to_dict()):
                 raise UserError(options.model, "comes quantized", "distil the model that it was made from")
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 options.model, dtype=torch.float32, use_safetensors=True

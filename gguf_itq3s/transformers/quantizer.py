@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
+from ..checkpoint.quantization import REMEDY, is_scale
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
 from ..codec.family import DEFAULT, is_trellis
@@ -297,7 +298,7 @@ class ITQ3SQuantizer(HfQuantizer):
         """The last call before tensors are read: the names are known now, so the plan is made here."""
         stored = self._stored(model, weight_conversions)
         if any(stored.values()):
-            self._check(stored)
+            self._check(stored, model.state_dict().keys())
         if not self.pre_quantized:
             self._plan(stored)
         conversions = list(super().update_weight_conversions(weight_conversions, model))
@@ -327,12 +328,16 @@ class ITQ3SQuantizer(HfQuantizer):
                     found.setdefault(name, []).append(here)
         return found
 
-    def _check(self, stored: Mapping[str, list[Stored]]) -> None:
+    def _check(self, stored: Mapping[str, list[Stored]], parameters: Iterable[str]) -> None:
         """Compare the tensors of packed layers with their shapes before one of them is read.
 
         Raises:
-            ValueError: one is missing or of another shape or type.
+            ValueError: one is missing or of another shape or type, or there are scales, of which Transformers knows
+                only by a ``quantization_config``.
         """
+        scale = next((there[0] for name, there in stored.items() if is_scale(name) and name not in parameters), None)
+        if scale is not None and not self.pre_quantized:
+            raise ValueError(f"{scale.file}: {scale.key}: is a scale of codes that would be read as weights; {REMEDY}")
         for matrix in self._packed.values():
             expected = matrix.blocks() if self.pre_quantized else {matrix.parameter: matrix.floats}
             for name, shape in expected.items():
@@ -343,11 +348,12 @@ class ITQ3SQuantizer(HfQuantizer):
                 if not there[0].whole and not self.pre_quantized:
                     self._check_pieces(matrix, there)
                     continue
-                packed = there[0].dtype == "U8"
-                if there[0].shape != shape or packed != self.pre_quantized:
+                kind = there[0].dtype
+                fits = kind == "U8" if self.pre_quantized else "F" in kind  # F32, BF16, F8_E4M3
+                if there[0].shape != shape or not fits:
                     wanted = f"{matrix.qtype.name} blocks, U8" if self.pre_quantized else "floats"
                     raise ValueError(
-                        f"{there[0].file}: {there[0].key}: is {there[0].dtype} of shape {list(there[0].shape)} where "
+                        f"{there[0].file}: {there[0].key}: is {kind} of shape {list(there[0].shape)} where "
                         f"{wanted} of shape {list(shape)} are expected; download the model again"
                     )
 
@@ -357,7 +363,7 @@ class ITQ3SQuantizer(HfQuantizer):
         if matrix.count is None:
             return
         numbers = sum(math.prod(piece.shape) for piece in pieces)
-        wrong = next((piece for piece in pieces if piece.dtype == "U8"), None)
+        wrong = next((piece for piece in pieces if "F" not in piece.dtype), None)
         if wrong is not None or numbers != math.prod(matrix.floats):
             at = wrong or pieces[0]
             raise ValueError(

@@ -35,6 +35,7 @@ from gguf_itq3s.distill.model import Student
 from gguf_itq3s.distill.optimizer import BETAS, Adam, Group, decode_moment, encode_moment
 from gguf_itq3s.distill.options import TYPES, DistillOptions
 from gguf_itq3s.distill.pipeline import Run, distill, rate
+from quantized import quantized
 from selection import some
 
 Make = Callable[[str], Path]
@@ -470,6 +471,17 @@ def test_a_tokenizer_of_another_model_is_found_before_it_is_run(checkpoint: Make
     monkeypatch.setattr(pipeline, "windows", lambda *_: np.full((4, 32), 512))
     with pytest.raises(UserError, match="gives token 512, and an embedding of 512"):
         run(checkpoint("llama"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_codes_are_not_distilled(key: str, uneven: Make, tmp_path: Path) -> None:
+    """Under both names that ``config.json`` has for them, of which Transformers knows one."""
+    folder, _ = quantized(uneven("llama"), tmp_path, "fp8-blocks")
+    config = json.loads((folder / "config.json").read_text())
+    config[key] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="comes quantized"):
+        run(folder, tmp_path / "out")
 
 
 @pytest.mark.slow

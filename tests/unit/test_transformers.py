@@ -38,6 +38,7 @@ from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
 from gguf_itq3s.transformers.config import QTYPES
 from loading import FAST, TOKENS, difference, load, logits
+from quantized import quantized
 from selection import some
 
 
@@ -413,6 +414,27 @@ def test_bytes_where_floats_belong(saved: tuple[Any, Path], tmp_path: Path) -> N
     folder = changed(saved[1], tmp_path / "model", **{name: torch.ones(256, dtype=torch.uint8)})
     with pytest.raises(ValueError, match="a tensor of U8 cannot be a parameter of"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("packing", "changes", "message"),
+    [
+        ("fp8-blocks", {}, "weight_scale_inv: is a scale of codes"),
+        ("compressed-int", {}, "weight_scale: is a scale of codes"),
+        ("gptq", {}, "(scales|qzeros|g_idx): is a scale of codes"),
+        ("plain", {UP: torch.zeros(512, 256, dtype=torch.int8)}, f"{UP}: is I8 of shape .* where floats"),
+    ],
+)
+def test_codes_are_no_weights(
+    packing: str, changes: dict[str, torch.Tensor], message: str, uneven: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Transformers does not know of them but by ``quantization_config``, and older files call it another name."""
+    folder, _ = quantized(uneven("llama"), tmp_path, packing)
+    config = json.loads((folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load(changed(folder, tmp_path / "model", None, **changes), ITQ3SConfig(**FAST))
 
 
 @pytest.mark.parametrize(
