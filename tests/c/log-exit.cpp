@@ -102,7 +102,7 @@ int main(int argc, char ** argv) {
         // The handler interrupts a write to a full pipe. Anywhere else the thread may hold malloc's lock, and no exit
         // in a handler can do without malloc.
         int    ends[2];
-        pollfd writable = {STDOUT_FILENO, POLLOUT, 0};
+        pollfd writable = { STDOUT_FILENO, POLLOUT, 0 };
         signal(SIGPIPE, SIG_IGN);
         if (pipe(ends) != 0 || dup2(ends[1], STDOUT_FILENO) < 0) {
             return 2;
@@ -111,7 +111,7 @@ int main(int argc, char ** argv) {
         while (poll(&writable, 1, 0) != 0) {
             usleep(1000);
         }
-        usleep(100000); // it copies its next lines, and stands still
+        usleep(100000);  // it copies its next lines, and stands still
         syscall(SYS_tgkill, getpid(), other_thread(), SIGUSR1);
         close(ends[0]);
         pause();
