@@ -19,8 +19,6 @@ REAL_ARGS ?=
 SECONDS ?= 600
 ROUNDS ?= 60
 BENCH_ARGS ?=
-# For make cpu-model: names of processors, --no-check, --write docs.
-MODEL_ARGS ?=
 CUDA_CHECK_ARGS ?=
 HIP_CHECK_ARGS ?=
 # For make vulkan-check: --quick, --device.
@@ -37,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all test-unit eval real bench cpu-model test-arm cuda-check hip-check vulkan-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval real bench test-arm cuda-check hip-check vulkan-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,13 +75,7 @@ real: build ## compare types on a real model, REAL_MODEL; REAL_ARGS=--quick take
 	$(PY) scripts/tables/real.py $(REAL_MODEL) $(REAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
-	$(PY) scripts/bench/one_column.py $(BENCH_ARGS)
-	$(PY) scripts/bench/kernels.py $(BENCH_ARGS)
-	$(PY) scripts/bench/columns.py $(BENCH_ARGS)
-	$(PY) scripts/bench/loading.py $(BENCH_ARGS)
-
-cpu-model: build ## model the CPU kernels on processors that are not at hand, by llvm-mca
-	$(PY) scripts/bench/cpu_model.py $(MODEL_ARGS)
+	$(PY) scripts/bench/cpu.py $(BENCH_ARGS)
 
 test-arm: $(INSTALLED) ## run the tests of the NEON kernels under qemu-user
 	$(PY) scripts/check/arm.py

@@ -1,12 +1,10 @@
-// One round of the kernel benchmark; the scripts in scripts/bench run it for several builds of ggml in turn and take medians.
+// One round of the kernel benchmark; scripts/bench/cpu.py runs it for several builds of ggml in turn and take medians.
 //
 //   bench-kernels COLUMNS|quantize TYPE...        TYPE: name=number of a ggml_type, e.g. Q3_K=11
 //   bench-kernels memory MIB THREADS TYPE...
-//   bench-kernels roofline THREADS...
 //
 // Prints "name value" lines, of one thread: G products/s of a matrix product with so many columns, in the buffer type
-// that llama.cpp picks, M weights/s of ggml_quantize_chunk; GB/s of reading memory with so many threads and G products/s
-// of the 8-bit dot product on registers.
+// that llama.cpp picks, M weights/s of ggml_quantize_chunk.
 //
 // "memory" is products with one column of different matrices in turn, MIB of weights in all: "name weights read limit
 // places ahead", G weights/s, GB/s of their bytes in memory, GB/s at which as many threads do nothing but read the same
@@ -21,12 +19,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-#if defined(__AVX2__)
-#    include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
-#    include <arm_neon.h>
-#endif
 
 #define K           4096
 #define CACHED_ROWS 512  // rows of weights that stay in the second-level cache
@@ -102,88 +94,9 @@ static void bench_memory_products(const char * name, enum ggml_type type, size_t
     ggml_threadpool_free(pool);
 }
 
-//
-// roofline
-//
-
-static void bench_memory(int threads) {
-    const size_t size = ((size_t) 256 << 20) * (size_t) threads;
-    void *       data = checked(malloc(size));
-    memset(data, 1, size);
-    const struct way way  = best_way(data, size, threads);
-    double           best = 0.0;
-    for (int pass = 0; pass < PASSES; ++pass) {
-        best = fmax(best, read_speed(data, size, threads, way));
-    }
-    printf("memory_%d %.6g\n", threads, best);
-    free(data);
-}
-
-// Products of 8 bits a second, operands in registers.
-static void bench_products(void) {
-    const int64_t n     = 4000000;
-    int64_t       lanes = 0;
-    double        best  = INFINITY;
-    volatile int  sink  = 0;
-    const int     one   = sink + 1;
-    for (int round = 0; round < 5; ++round) {
-        const double start = now();
-#if defined(__AVX512VNNI__)
-        lanes = 64;
-        __m512i acc[12], u = _mm512_set1_epi8((char) one), v = _mm512_set1_epi8((char) one);
-        for (int j = 0; j < 12; ++j) {
-            acc[j] = _mm512_setzero_si512();
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            for (int j = 0; j < 12; ++j) {
-                acc[j] = _mm512_dpbusd_epi32(acc[j], u, v);
-            }
-        }
-        for (int j = 0; j < 12; ++j) {
-            sink += _mm512_reduce_add_epi32(acc[j]);
-        }
-#elif defined(__AVX2__)
-        lanes = 32;
-        __m256i acc[12], u = _mm256_set1_epi8((char) one), v = _mm256_set1_epi16((short) one);
-        for (int j = 0; j < 12; ++j) {
-            acc[j] = _mm256_set1_epi8((char) (j + one));
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            for (int j = 0; j < 12; ++j) {
-                acc[j] = _mm256_madd_epi16(_mm256_maddubs_epi16(acc[j], u), v);
-            }
-        }
-        for (int j = 0; j < 12; ++j) {
-            sink += _mm256_extract_epi32(acc[j], 0);
-        }
-#elif defined(__ARM_FEATURE_DOTPROD)
-        lanes = 16;
-        int32x4_t acc[12];
-        int8x16_t u = vdupq_n_s8((int8_t) one);
-        for (int j = 0; j < 12; ++j) {
-            acc[j] = vdupq_n_s32(0);
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            for (int j = 0; j < 12; ++j) {
-                acc[j] = vdotq_s32(acc[j], u, u);
-            }
-        }
-        for (int j = 0; j < 12; ++j) {
-            sink += vaddvq_s32(acc[j]);
-        }
-#else
-        (void) one;
-        return;
-#endif
-        best = fmin(best, now() - start);
-    }
-    printf("products %.6g\n", 12.0 * (double) n * (double) lanes / best * 1e-9);
-}
-
 static int usage(void) {
     fprintf(stderr,
-            "usage: bench-kernels COLUMNS|quantize NAME=TYPE... | bench-kernels memory MIB THREADS NAME=TYPE... |"
-            " bench-kernels roofline THREADS...\n");
+            "usage: bench-kernels COLUMNS|quantize NAME=TYPE... | bench-kernels memory MIB THREADS NAME=TYPE...\n");
     return 1;
 }
 
@@ -191,21 +104,13 @@ int main(int argc, char ** argv) {
     const char * mode     = argc > 1 ? argv[1] : "";
     const bool   memory   = !strcmp(mode, "memory");
     const bool   quantize = !strcmp(mode, "quantize");
-    const bool   roofline = !strcmp(mode, "roofline");
     const int    first    = memory ? 4 : 2;
     if (argc <= first || (memory && (atoi(argv[2]) < 1 || atoi(argv[3]) < 1)) ||
-        (!memory && !quantize && !roofline && atoi(mode) < 1)) {
+        (!memory && !quantize && atoi(mode) < 1)) {
         return usage();
     }
     ggml_cpu_init();
     for (int i = first; i < argc; ++i) {
-        if (roofline) {
-            if (atoi(argv[i]) < 1) {
-                return usage();
-            }
-            bench_memory(atoi(argv[i]));
-            continue;
-        }
         char * number = strchr(argv[i], '=');
         if (!number) {
             fprintf(stderr, "error: %s is not NAME=TYPE\n", argv[i]);
@@ -220,9 +125,6 @@ int main(int argc, char ** argv) {
         } else {
             bench_product(argv[i], type, atoi(mode));
         }
-    }
-    if (roofline) {
-        bench_products();
     }
     return 0;
 }
