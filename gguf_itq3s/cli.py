@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import __version__, build, upstream
+from . import __version__, upstream
 from .base.errors import report_errors
 from .calibration import command as calibrate
 from .convert import command as convert
@@ -16,6 +16,7 @@ from .evaluate import command as evaluate
 from .inspect import contents, find_ternary, plan, verify
 from .programs import lora_command, metadata
 from .publish import command as publish
+from .upstream import build
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.

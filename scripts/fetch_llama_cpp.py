@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main() -> int:
     # Loaded by path: importing the package would need its dependencies.
-    path = Path(__file__).resolve().parents[1] / "gguf_itq3s" / "upstream.py"
+    path = Path(__file__).resolve().parents[1] / "gguf_itq3s" / "upstream" / "__init__.py"
     spec = importlib.util.spec_from_file_location("upstream", path)
     assert spec is not None and spec.loader is not None
     upstream = importlib.util.module_from_spec(spec)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from .. import upstream
 from ..upstream import build_command as build_command
+from ..upstream import library_name as library_name
 from . import blocks
 from .blocks import CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
 from .family import DEFAULT, FAMILY, trellis_type
@@ -41,11 +41,6 @@ _LDLQ_ROWS = 64
 _LANES = 16
 #: Variants of the calibrated encoders, the best last.
 VARIANTS: Final = ("generic", "avx2", "avx512")
-
-
-def library_name() -> str:
-    """File name of the base library of ggml on this system."""
-    return {"win32": "ggml-base.dll", "darwin": "libggml-base.dylib"}.get(sys.platform, "libggml-base.so")
 
 
 @dataclass(frozen=True)

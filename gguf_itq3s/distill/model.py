@@ -16,12 +16,12 @@ from ..base.errors import UserError
 from ..calibration.groups import Layout, Reader
 from ..calibration.layers import decoder_of
 from ..checkpoint import experts, policy, rescaling
+from ..checkpoint.gguf_file import GGUFFile, open_gguf, rescaling_of, shape_of
 from ..checkpoint.patches import patched
 from ..checkpoint.quantization import entry_of
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.row_order import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..inspect.file import GGUFFile, open_gguf, rescaling_of, shape_of
 from ..torch import decode
 from .codes import CodedMatrix, Encode, codes_of, matrices, scaled
 from .optimizer import Group

@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError
+from ..checkpoint.gguf_file import open_gguf
 from ..codec import packing
 from ..codec.blocks import unpack
 from ..codec.family import FAMILY
 from ..codec.formats import Format
-from .file import open_gguf
 
 # Where the float16 scale of a block is, in bytes; types not listed have another kind of scale.
 _SCALE_OFFSETS: Final = {
@@ -129,7 +129,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
     Of a split file, any part stands for the whole.
 
     Raises:
-        UserError: as :func:`gguf_itq3s.inspect.file.open_gguf`.
+        UserError: as :func:`gguf_itq3s.checkpoint.gguf_file.open_gguf`.
     """
     reader = open_gguf(path)
     names = [

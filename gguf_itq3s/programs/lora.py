@@ -29,13 +29,13 @@ from .. import upstream
 from ..base.errors import UserError, output_error
 from ..checkpoint import rescaling
 from ..checkpoint.files import check_output
+from ..checkpoint.gguf_file import GGUFFile, contents_of, open_gguf, rescaling_of
 from ..checkpoint.patches import patched, replaced_in
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import ADAPTER, check_counts, read_json
 from ..convert import ternaries
 from ..inspect import plan
-from ..inspect.file import GGUFFile, contents_of, open_gguf, rescaling_of
 from .peft import WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 

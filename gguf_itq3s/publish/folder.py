@@ -13,9 +13,9 @@ import gguf
 from gguf import LlamaFileType
 
 from ..base.errors import UserError
+from ..checkpoint.gguf_file import GGUFFile, open_gguf
 from ..codec.family import FAMILY, TrellisType
 from ..evaluate.runner import describe
-from ..inspect.file import GGUFFile, open_gguf
 from ..inspect.plan import Layer, cache_bytes, layers_of
 
 #: What ``gguf-itq3s eval --out FOLDER`` leaves and a card shows.

@@ -18,8 +18,8 @@ def clone(folder: Path) -> Path:
     """What a build needs of this repository, in a folder of its own."""
     shutil.copytree(llama.ROOT / "ggml-patch", folder / "ggml-patch")
     (folder / "scripts").mkdir()
-    (folder / "gguf_itq3s").mkdir()
-    for file in ("scripts/fetch_llama_cpp.py", "gguf_itq3s/upstream.py"):
+    (folder / "gguf_itq3s" / "upstream").mkdir(parents=True)
+    for file in ("scripts/fetch_llama_cpp.py", "gguf_itq3s/upstream/__init__.py"):
         shutil.copy(llama.ROOT / file, folder / file)
     return folder
 

@@ -62,7 +62,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_an_installed_package_builds_and_writes_the_same_file(installed: Installed) -> None:
     where = installed.run("python", "-c", "import gguf_itq3s.upstream as u; print(u.__file__, u.checkout())")
-    assert where.stdout.split() == [str(next(installed.bin.parent.rglob("gguf_itq3s/upstream.py"))), "None"]
+    assert where.stdout.split() == [str(next(installed.bin.parent.rglob("gguf_itq3s/upstream/__init__.py"))), "None"]
 
     without = installed.run("convert-hf-to-itq3s", llama.MODEL, "without.gguf", "--dry-run")
     notes = [line for line in (without.stdout + without.stderr).splitlines() if "built library" in line]

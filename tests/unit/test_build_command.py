@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from gguf_itq3s import cli, upstream
 from gguf_itq3s.codec import native
+from gguf_itq3s.upstream import build
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("GGML_OPTIONS", "ITQ3S_TARGETS", "ITQ3S_SOURCE", "GGUF_ITQ3S_OUT", "CMAKE_BUILD_PARALLEL_LEVEL")
@@ -36,7 +38,7 @@ def cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_options_reach_cmake(cmake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(native, "NativeLibrary", lambda path: path)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     monkeypatch.setenv("GGML_OPTIONS", "-DGGML_LTO=ON")
     command = ["build", "--rpc", "--cuda", "--targets", "llama-tts,llama-gguf", "-DA=1", "-DB=2 3", "--jobs", "3"]
     assert cli.main(command) == 0
@@ -48,17 +50,18 @@ def test_options_reach_cmake(cmake: Path, monkeypatch: pytest.MonkeyPatch, capsy
         f"-S|{ROOT / 'ggml-patch'}|-B|{out / 'cmake'}|-DCMAKE_BUILD_TYPE=Release|{settings}",
         f"--build|{out / 'cmake'}|{settings}",
     ]
-    assert capsys.readouterr().out == f"llama.cpp with ITQ3_S, ITQ2_S, ITQ3_N, ITQ2_N is in {out / 'bin'}\n"
+    assert capsys.readouterr().out == f"llama.cpp with the trellis types is in {out / 'bin'}\n"
 
 
 def test_an_installed_package_builds_below_the_cache(
     cmake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "checkout", lambda: None)
-    monkeypatch.setattr(upstream, "patch_folder", lambda: tmp_path / "patch")
-    monkeypatch.setattr(upstream, "fetch_source", lambda whole: tmp_path / "source" if whole else None)
-    monkeypatch.setattr(upstream, "cache_dir", lambda: tmp_path / "cache")
-    monkeypatch.setattr(native, "NativeLibrary", lambda path: path)
+    for module in (upstream, build):
+        monkeypatch.setattr(module, "checkout", lambda: None)
+        monkeypatch.setattr(module, "patch_folder", lambda: tmp_path / "patch")
+        monkeypatch.setattr(module, "fetch_source", lambda whole: tmp_path / "source" if whole else None)
+        monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     (tmp_path / "patch").mkdir()
     folders = []
     for text in ("one", "two"):  # another patch, another folder

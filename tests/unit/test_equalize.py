@@ -23,6 +23,7 @@ from gguf_itq3s.calibration.groups import Layout
 from gguf_itq3s.calibration.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
+from gguf_itq3s.checkpoint.gguf_file import open_gguf, rescaling_of
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
 from gguf_itq3s.checkpoint.source import Checkpoint
@@ -31,7 +32,6 @@ from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.inspect import verify
-from gguf_itq3s.inspect.file import open_gguf, rescaling_of
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from importance import write

@@ -19,7 +19,8 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.transformers import load_gguf, settings
+from gguf_itq3s.torch import settings
+from gguf_itq3s.transformers import load_gguf
 from loading import difference, logits
 
 

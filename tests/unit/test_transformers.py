@@ -34,9 +34,9 @@ from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.torch import PackedLinear
-from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
-from gguf_itq3s.transformers.config import QTYPES
+from gguf_itq3s.torch import PackedLinear, quantizer
+from gguf_itq3s.torch.config import QTYPES
+from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from loading import FAST, TOKENS, difference, load, logits
 from quantized import quantized
 from selection import some

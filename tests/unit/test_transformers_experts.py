@@ -27,8 +27,8 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.torch import PackedExperts, PackedLinear, stacked
-from gguf_itq3s.transformers import ITQ3SConfig, load_gguf, quantizer
+from gguf_itq3s.torch import PackedExperts, PackedLinear, quantizer, stacked
+from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from loading import FAST, TOKENS, difference, load, logits
 
 

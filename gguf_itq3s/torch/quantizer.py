@@ -29,12 +29,14 @@ from ..checkpoint.quantization import REMEDY, is_scale
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
 from ..codec.family import DEFAULT, is_trellis
-from ..torch import PackedExperts, PackedLinear, decode, quantize, stacked
-from ..torch.decode import QType
-from ..torch.stacked import Experts
-from . import folding
+from . import decode, folding, stacked
 from .config import METHOD, QTYPES, ITQ3SConfig
+from .decode import QType
+from .experts import PackedExperts
 from .folding import Folding
+from .linear import PackedLinear
+from .packing import quantize
+from .stacked import Experts
 from .stacking import Pieces, Stacked, read
 
 #: Weights that are scaled and coded at a time.

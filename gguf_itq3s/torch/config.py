@@ -13,7 +13,7 @@ from ..checkpoint.rescaling import PACKED_METHOD, is_id
 from ..codec.blocks import EFFORTS
 from ..codec.family import DEFAULT, FAMILY
 from ..codec.ternary import TQ1_0, TQ2_0
-from ..torch.packing import RESIDUALS
+from .packing import RESIDUALS
 
 METHOD: Final = PACKED_METHOD
 #: Names of the types that linear layers can have.

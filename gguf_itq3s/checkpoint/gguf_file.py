@@ -14,9 +14,9 @@ from gguf import GGMLQuantizationType as Type
 from gguf import Keys
 
 from ..base.errors import UserError
-from ..checkpoint import rescaling
-from ..checkpoint.rescaling import Rescaling
 from ..codec.family import FILE_VERSIONS, file_version
+from . import rescaling
+from .rescaling import Rescaling
 
 _REMEDY: Final = "write or download it again"
 _VERSION: Final = "itq3s.version"

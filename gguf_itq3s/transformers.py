@@ -3,10 +3,8 @@
     from gguf_itq3s.transformers import ITQ3SConfig
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=ITQ3SConfig())
 
-Importing this room registers the quantization method ``itq3_s`` with Transformers, which the ``config.json`` of a
-saved model names too. ``config`` says what can be asked for, ``folding`` which norms are folded, ``quantizer`` is what
-Transformers calls while it loads, ``stacking`` lets it read experts one by one, ``gguf`` reads a file. Adapters are
-trained by PEFT as it is: to it the layers are linear layers.
+Importing this module registers the quantization method ``itq3_s`` with Transformers, which the ``config.json`` of a
+saved model names too. Adapters are trained by PEFT as it is: to it the layers are linear layers.
 """
 
 from transformers import __version__ as _version
@@ -16,9 +14,9 @@ _LEAST = (5, 23)  # those before leave packed weights that they have loaded at z
 try:
     if tuple(int(part) for part in _version.split(".")[:2]) < _LEAST:
         raise ImportError(f"this is {_version}")
-    from .config import ITQ3SConfig
-    from .gguf import load_gguf
-    from .quantizer import ITQ3SQuantizer
+    from .torch.config import ITQ3SConfig
+    from .torch.load_gguf import load_gguf
+    from .torch.quantizer import ITQ3SQuantizer
 except ImportError as error:
     raise ImportError(
         f"gguf_itq3s.transformers needs transformers 5.23 or later ({error}); pip install -U transformers"

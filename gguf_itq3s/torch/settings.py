@@ -16,8 +16,8 @@ from torch import nn
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from ..base.errors import UserError
+from ..checkpoint.gguf_file import GGUFFile, contents_of
 from ..checkpoint.reading import SCALED_BY_WIDTH
-from ..inspect.file import GGUFFile, contents_of
 
 #: ``general.architecture`` of the files that are read, each tried with unusual settings.
 ARCHITECTURES: Final = frozenset(

@@ -82,7 +82,7 @@ def cache_dir() -> Path:
 
 def checkout() -> Path | None:
     """The repository that this package is a part of; None where the package is installed without it."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     return root if (root / "ggml-patch" / "CMakeLists.txt").is_file() else None
 
 
@@ -93,7 +93,7 @@ def patch_folder() -> Path:
         FetchError: the package was installed without it.
     """
     root = checkout()
-    folder = root / "ggml-patch" if root else Path(__file__).resolve().parent / "ggml_patch"
+    folder = root / "ggml-patch" if root else Path(__file__).resolve().parents[1] / "ggml_patch"
     if not (folder / "CMakeLists.txt").is_file():
         raise FetchError(f"{folder}: not there; install gguf-itq3s anew")
     return folder
@@ -117,6 +117,11 @@ def build_folder() -> Path:
 @functools.lru_cache(maxsize=1)
 def _patch_hash() -> str:
     return tree_hash(patch_folder())
+
+
+def library_name() -> str:
+    """File name of the base library of ggml on this system."""
+    return {"win32": "ggml-base.dll", "darwin": "libggml-base.dylib"}.get(sys.platform, "libggml-base.so")
 
 
 def build_command() -> str:

@@ -25,14 +25,13 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..base.errors import UserError
 from ..checkpoint import experts
+from ..checkpoint.gguf_file import GGUFFile, contents_of, open_gguf, shape_of
 from ..checkpoint.patches import patched
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, is_id
 from ..checkpoint.validation import check_counts, check_counts_by_shapes
-from ..inspect.file import GGUFFile, contents_of, open_gguf, shape_of
-from ..torch import decode, stacked
-from ..torch.decode import QType
-from . import settings
+from . import decode, settings, stacked
 from .config import QTYPES, ITQ3SConfig
+from .decode import QType
 
 _NAMES: Final = {qtype: name for name, qtype in QTYPES.items()}
 _REMEDY: Final = "write or download it again"
