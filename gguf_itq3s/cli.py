@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from . import __version__, upstream
 from .base.errors import report_errors
-from .calibration import command as calibrate
+from .calibrate import command as calibrate
 from .convert import command as convert
 from .distill import command as distill
 from .evaluate import command as evaluate

@@ -24,8 +24,8 @@ import transformers
 import upstream_files
 from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, NOVEL, SIZES, save_model
-from gguf_itq3s.calibration import mixture
-from gguf_itq3s.calibration.pipeline import calibrate
+from gguf_itq3s.calibrate import mixture
+from gguf_itq3s.calibrate.pipeline import calibrate
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -11,15 +11,15 @@ from typing import Any, Final
 from .. import upstream
 from ..base import report
 from ..base.errors import positive
-from ..calibration.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
-from ..calibration.options import add_arguments as add_run_arguments
+from ..calibrate.joining import joined, own_processors
+from ..calibrate.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
+from ..calibrate.options import add_arguments as add_run_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
 from ..checkpoint.policy import FALLBACK_KINDS
 from ..codec.family import FAMILY
 from ..codec.formats import CODECS
 from ..codec.ternary import SCALES
-from ..distributed.joining import joined, own_processors
 from .options import (
     EFFORTS,
     OUTTYPES,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ..base.report import TensorRow
+from ..calibrate.ranks import ALONE, Ranks
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
-from ..distributed.ranks import ALONE, Ranks
 from ..rounding.factors import HessianFactors, Statistics
 from . import overrides, prune, statistics, types
 from .encoder import encoder_of
@@ -18,7 +18,7 @@ from .naming import output_path
 from .options import ConvertOptions
 
 if TYPE_CHECKING:
-    from ..layerwise.budget import Plan
+    from ..calibrate.budget import Plan
 
 
 class Job:

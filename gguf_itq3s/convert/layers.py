@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Final
 
 from ..base.errors import UserError
-from ..calibration.options import FULL_COLUMNS_AT_ONCE
+from ..calibrate import budget
+from ..calibrate.finished import Finished
+from ..calibrate.matrices import Source
+from ..calibrate.needs import FisherBlocks
+from ..calibrate.options import FULL_COLUMNS_AT_ONCE
+from ..calibrate.run import Sequential
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.source import padded
-from ..layerwise import budget
-from ..layerwise.finished import Finished
-from ..layerwise.matrices import Source
-from ..layerwise.needs import FisherBlocks
-from ..layerwise.run import Sequential
 from . import header, statistics, types
 from .header import Head
 from .job import Job

@@ -9,7 +9,7 @@ from typing import Any, Final
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from ..calibration.options import CalibrationOptions
+from ..calibrate.options import CalibrationOptions
 from ..checkpoint.policy import FALLBACK_KINDS, GIVEN_TYPES, Overrides
 from ..checkpoint.request import Request
 from ..checkpoint.stock import STOCK_TYPES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..base.errors import UserError
 from ..base.report import TensorRow
-from ..distributed.ranks import ALONE, Ranks, of_all
+from ..calibrate.ranks import ALONE, Ranks, of_all
 from . import checks, header, notes
 from .job import Job
 from .options import ConvertOptions
@@ -18,7 +18,7 @@ from .output import Output, Part, parts_of
 from .tensors import TensorWriter
 
 if TYPE_CHECKING:
-    from ..layerwise.budget import Plan
+    from ..calibrate.budget import Plan
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import TextIO
 import numpy as np
 
 from ..base.errors import UserError, output_error
-from ..calibration import energies, store
-from ..calibration.options import BUNDLED
+from ..calibrate import energies, store
+from ..calibrate.options import BUNDLED
 from ..checkpoint import rescaling
 from ..checkpoint.policy import Choice
 from ..checkpoint.rescaling import Rescaling

@@ -20,7 +20,7 @@ from .job import Job
 from .output import Output
 
 if TYPE_CHECKING:
-    from ..layerwise.finished import Finished
+    from ..calibrate.finished import Finished
 
 
 class TensorWriter:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..base import report
 from ..base.errors import positive
-from ..calibration.options import BUNDLED, add_arguments
+from ..calibrate.options import BUNDLED, add_arguments
 from ..checkpoint import trust
 from ..checkpoint.hub import download
 from ..codec.blocks import EFFORTS

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..base.errors import UserError
-from ..calibration.groups import Layout, Reader
-from ..calibration.layers import decoder_of
+from ..calibrate.groups import Layout, Reader
+from ..calibrate.layers import decoder_of
 from ..checkpoint import experts, policy, rescaling
 from ..checkpoint.gguf_file import GGUFFile, open_gguf, rescaling_of, shape_of
 from ..checkpoint.patches import patched

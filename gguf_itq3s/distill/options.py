@@ -8,7 +8,7 @@ from typing import Final
 
 from gguf import GGMLQuantizationType as Type
 
-from ..calibration.options import RunOptions
+from ..calibrate.options import RunOptions
 from ..codec.family import DEFAULT, FAMILY
 from ..codec.formats import EFFORTS
 

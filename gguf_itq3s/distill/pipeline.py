@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from ..base import report
 from ..base.errors import UserError, output_error
-from ..calibration.layers import torch_device
-from ..calibration.store import model_hash
-from ..calibration.text import windows
+from ..calibrate.layers import torch_device
+from ..calibrate.store import model_hash
+from ..calibrate.text import windows
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from ..base.errors import UserError
 from ..base.journal import sources, write_text
-from ..calibration.options import CalibrationOptions
-from ..calibration.pipeline import calibrate
+from ..calibrate.options import CalibrationOptions
+from ..calibrate.pipeline import calibrate
 from ..checkpoint import policy
 from ..codec import native
 from ..convert.options import ConvertOptions

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..distributed.ranks import ALONE, Ranks
+from ..calibrate.panels import Panels
+from ..calibrate.ranks import ALONE, Ranks
 from .hessian import Factor
-from .panels import Panels
 
 if TYPE_CHECKING:
     import torch

@@ -36,8 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import report_errors  # noqa: E402
-from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.text import windows  # noqa: E402
+from gguf_itq3s.calibrate.options import BUNDLED, CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibrate.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint.patches import replaced_in  # noqa: E402
 from gguf_itq3s.distill.codes import Coded, encoder  # noqa: E402
 from gguf_itq3s.distill.losses import confidence_of, divergence  # noqa: E402

@@ -29,15 +29,15 @@ import numpy as np
 
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, positive, report_errors
-from gguf_itq3s.calibration.activations import DTYPES
+from gguf_itq3s.calibrate.activations import DTYPES
+from gguf_itq3s.calibrate.finished import Finished
+from gguf_itq3s.calibrate.joining import joined
+from gguf_itq3s.calibrate.run import Sequential
 from gguf_itq3s.codec.native import processors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert_together
-from gguf_itq3s.distributed.joining import joined
 from gguf_itq3s.evaluate.ratio import paired
 from gguf_itq3s.evaluate.tools import Tools, base_chunks
-from gguf_itq3s.layerwise.finished import Finished
-from gguf_itq3s.layerwise.run import Sequential
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs" / "results"

@@ -29,8 +29,8 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration.options import BUNDLED
-from gguf_itq3s.calibration.text import read_text
+from gguf_itq3s.calibrate.options import BUNDLED
+from gguf_itq3s.calibrate.text import read_text
 from gguf_itq3s.checkpoint.patches import patched
 from gguf_itq3s.evaluate import wikitext
 from gguf_itq3s.evaluate.runner import write_json

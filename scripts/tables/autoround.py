@@ -7,7 +7,7 @@
 
 AutoRound (Intel, PyPI `auto-round`) tunes the rounding of every layer by signed gradient descent and writes GGUF. It is
 no dependency of this project and wants an environment of its own. Every tool gets the same windows of text: AutoRound
-as a JSON file, the others as the converter takes them (`gguf_itq3s.calibration.text.windows`). Files that are there
+as a JSON file, the others as the converter takes them (`gguf_itq3s.calibrate.text.windows`). Files that are there
 are not made again; what is measured is mean KL divergence from the F16 file, by llama-perplexity.
 """
 
@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
-from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.text import windows  # noqa: E402
+from gguf_itq3s.calibrate.options import CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibrate.text import windows  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402

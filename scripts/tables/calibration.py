@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import report_errors  # noqa: E402
-from gguf_itq3s.calibration.text import excerpts, read_text  # noqa: E402
+from gguf_itq3s.calibrate.text import excerpts, read_text  # noqa: E402
 from gguf_itq3s.codec.family import DEFAULT, TrellisType, trellis_type  # noqa: E402
 from gguf_itq3s.codec.native import processors  # noqa: E402
 from gguf_itq3s.evaluate import ratio, wikitext  # noqa: E402

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The text that --calibrate takes without a file: a mix of prose, dialogue, code, mark-up, lists and languages.
 
-    scripts/tables/calibration_text.py --novels novels.txt.xz --fortunes FOLDER gguf_itq3s/calibration/text.txt.xz
+    scripts/tables/calibration_text.py --novels novels.txt.xz --fortunes FOLDER gguf_itq3s/calibrate/text.txt.xz
 
 Prose and dialogue come from English novels of 1850 to 1930, other languages from Debian's packages fortunes-de
 (quotations of German authors who died before 1925), fortunes-es (proverbs), fortunes-eo (Zamenhof's Proverbaro) and

@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
-from gguf_itq3s.calibration.inputs import Seen, Watch  # noqa: E402
-from gguf_itq3s.calibration.layers import LayeredModel  # noqa: E402
-from gguf_itq3s.calibration.options import FULL_COLUMNS, CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.text import windows  # noqa: E402
+from gguf_itq3s.calibrate.inputs import Seen, Watch  # noqa: E402
+from gguf_itq3s.calibrate.layers import LayeredModel  # noqa: E402
+from gguf_itq3s.calibrate.options import FULL_COLUMNS, CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibrate.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.channels import Channels  # noqa: E402
 from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402

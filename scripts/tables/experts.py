@@ -34,13 +34,13 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import positive, report_errors  # noqa: E402
-from gguf_itq3s.calibration.groups import Reader  # noqa: E402
-from gguf_itq3s.calibration.options import BUNDLED  # noqa: E402
-from gguf_itq3s.calibration.text import read_text  # noqa: E402
+from gguf_itq3s.calibrate.backward import OutputFisher  # noqa: E402
+from gguf_itq3s.calibrate.groups import Reader  # noqa: E402
+from gguf_itq3s.calibrate.options import BUNDLED  # noqa: E402
+from gguf_itq3s.calibrate.text import read_text  # noqa: E402
 from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
-from gguf_itq3s.layerwise.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.transformers import load_gguf  # noqa: E402
 
 EXPERTS: Final = 8

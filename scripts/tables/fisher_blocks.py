@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import positive, report_errors  # noqa: E402
-from gguf_itq3s.calibration.layers import LayeredModel  # noqa: E402
-from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.text import windows  # noqa: E402
+from gguf_itq3s.calibrate.backward import OutputFisher  # noqa: E402
+from gguf_itq3s.calibrate.layers import LayeredModel  # noqa: E402
+from gguf_itq3s.calibrate.options import CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibrate.text import windows  # noqa: E402
 from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402
-from gguf_itq3s.layerwise.backward import OutputFisher  # noqa: E402
 from gguf_itq3s.rounding.fisher import factorize  # noqa: E402
 
 SIZES = (64, 128, 256)

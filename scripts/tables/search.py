@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, report_errors  # noqa: E402
-from gguf_itq3s.calibration.options import CalibrationOptions  # noqa: E402
-from gguf_itq3s.calibration.pipeline import calibrate  # noqa: E402
-from gguf_itq3s.calibration.store import open_calibration  # noqa: E402
+from gguf_itq3s.calibrate.options import CalibrationOptions  # noqa: E402
+from gguf_itq3s.calibrate.pipeline import calibrate  # noqa: E402
+from gguf_itq3s.calibrate.store import open_calibration  # noqa: E402
 from gguf_itq3s.checkpoint import rescaling  # noqa: E402
 from gguf_itq3s.checkpoint.reading import open_checkpoint  # noqa: E402
 from gguf_itq3s.codec import blocks, native  # noqa: E402

@@ -17,18 +17,17 @@ from gguf import LlamaFileType
 from calibrating import options as calibration_options
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration import ends
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import open_calibration
-from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.calibrate import budget, ends, scores
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.scores import Scores
+from gguf_itq3s.calibrate.store import open_calibration
+from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.source import SourceTensor
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
-from gguf_itq3s.layerwise import budget, scores
-from gguf_itq3s.layerwise.scores import Scores
 from gguf_itq3s.rounding import fisher, hessian
 from selection import some
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import llama
 from checkpoints import DATA
-from gguf_itq3s.calibration.store import Entry, Manifest, model_hash
+from gguf_itq3s.calibrate.store import Entry, Manifest, model_hash
 from gguf_itq3s.checkpoint import channels
 from gguf_itq3s.codec import native
 from gguf_itq3s.convert.options import ConvertOptions

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from gguf_itq3s.calibration import store
-from gguf_itq3s.calibration.store import read_manifest
+from gguf_itq3s.calibrate import store
+from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.codec import blocks, native
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.convert.options import ConvertOptions

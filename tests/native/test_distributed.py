@@ -19,24 +19,24 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_itq3s.rounding.panels import PANEL, Panels
 from safetensors.numpy import load_file
 
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration.moments import in_basis
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.pipeline import calibrate
+from gguf_itq3s.calibrate import watch
+from gguf_itq3s.calibrate.moments import in_basis
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.ranks import PIECE, Ranks
+from gguf_itq3s.calibrate.run import Sequential
+from gguf_itq3s.calibrate.shares import share, split
+from gguf_itq3s.calibrate.streams import Streams
 from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.codec.transform import rotation_block
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert, convert_together
-from gguf_itq3s.distributed import watch
-from gguf_itq3s.distributed.ranks import PIECE, Ranks
-from gguf_itq3s.layerwise.run import Sequential
-from gguf_itq3s.layerwise.shares import share, split
-from gguf_itq3s.layerwise.streams import Streams
 from gguf_itq3s.rounding import target
-from gguf_itq3s.rounding.panels import PANEL, Panels
 from gguf_itq3s.rounding.target import Decomposition
 from killing import content
 from together import BOUND, LOOPBACK, errors, together

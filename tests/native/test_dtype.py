@@ -17,20 +17,19 @@ import torch
 from calibrating import options
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration import layers, products, store
-from gguf_itq3s.calibration.activations import Activations, activation_path, activations
-from gguf_itq3s.calibration.collector import Collector
-from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import read_manifest
-from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.calibrate import backward, gradients, layers, products, store
+from gguf_itq3s.calibrate.activations import Activations, activation_path, activations
+from gguf_itq3s.calibrate.backward import OutputFisher
+from gguf_itq3s.calibrate.collector import Collector
+from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.run import Sequential
+from gguf_itq3s.calibrate.store import read_manifest
+from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.layerwise import backward, gradients
-from gguf_itq3s.layerwise.backward import OutputFisher
-from gguf_itq3s.layerwise.run import Sequential
 from selection import some
 
 Make = Callable[[str], Path]

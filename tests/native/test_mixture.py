@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 
 from calibrating import same_statistics, statistics
 from checkpoints import NOVEL
-from gguf_itq3s.calibration import mixture
-from gguf_itq3s.calibration.activations import activations
-from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.calibrate import mixture
+from gguf_itq3s.calibrate.activations import activations
+from gguf_itq3s.calibrate.expert_backward import GroupedFisher
+from gguf_itq3s.calibrate.expert_streams import ExpertStreams, streams_of
+from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.shares import split
+from gguf_itq3s.calibrate.streams import Streams
+from gguf_itq3s.calibrate.sums import Sums
+from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import fold
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.layerwise.expert_backward import GroupedFisher
-from gguf_itq3s.layerwise.expert_streams import ExpertStreams, streams_of
-from gguf_itq3s.layerwise.shares import split
-from gguf_itq3s.layerwise.streams import Streams
-from gguf_itq3s.layerwise.sums import Sums
 from selection import some
 
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}

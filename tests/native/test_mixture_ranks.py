@@ -15,20 +15,20 @@ import pytest
 from calibrating import same_statistics, statistics
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.mixture import Expert, Mixture
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import read_manifest
-from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.calibrate import gradients
+from gguf_itq3s.calibrate.backward import OutputFisher
+from gguf_itq3s.calibrate.expert_backward import GroupedFisher
+from gguf_itq3s.calibrate.finished import Finished
+from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.mixture import Expert, Mixture
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.ranks import ALONE, Ranks
+from gguf_itq3s.calibrate.store import read_manifest
+from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert, convert_together
-from gguf_itq3s.distributed.ranks import ALONE, Ranks
-from gguf_itq3s.layerwise import gradients
-from gguf_itq3s.layerwise.backward import OutputFisher
-from gguf_itq3s.layerwise.expert_backward import GroupedFisher
-from gguf_itq3s.layerwise.finished import Finished
 from killing import content
 from together import errors, together
 

@@ -16,7 +16,7 @@ import llama_server
 from checkpoints import FAMILIES
 from divergence import log_probabilities, mean_kld
 from gguf_files import arrays
-from gguf_itq3s.calibration.energies import MeasuredEnergies
+from gguf_itq3s.calibrate.energies import MeasuredEnergies
 from gguf_itq3s.checkpoint.channels import Plan
 from gguf_itq3s.checkpoint.rescaling import Equalization
 from gguf_itq3s.convert import equalize, statistics

@@ -18,11 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, NOVEL, SIZES, save_model
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration.activations import activations
-from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.options import BUNDLED, CalibrationOptions
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.text import read_text, windows
+from gguf_itq3s.calibrate import backward, gradients, run
+from gguf_itq3s.calibrate.activations import activations
+from gguf_itq3s.calibrate.backward import OutputFisher, sampled
+from gguf_itq3s.calibrate.finished import Finished
+from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.matrices import Matrix
+from gguf_itq3s.calibrate.options import BUNDLED, CalibrationOptions
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.run import Sequential
+from gguf_itq3s.calibrate.shares import Batches, Share, split
+from gguf_itq3s.calibrate.streams import Streams
+from gguf_itq3s.calibrate.text import read_text, windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.row_order import row_order
 from gguf_itq3s.cli import convert_main
@@ -30,13 +37,6 @@ from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.layerwise import backward, gradients, run
-from gguf_itq3s.layerwise.backward import OutputFisher, sampled
-from gguf_itq3s.layerwise.finished import Finished
-from gguf_itq3s.layerwise.matrices import Matrix
-from gguf_itq3s.layerwise.run import Sequential
-from gguf_itq3s.layerwise.shares import Batches, Share, split
-from gguf_itq3s.layerwise.streams import Streams
 from gguf_itq3s.rounding import hessian, target
 from quantized import quantized
 from selection import some

@@ -17,14 +17,14 @@ from gguf import GGMLQuantizationType as Type
 from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata, tensors, types, values
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import Calibration, read_manifest
+from gguf_itq3s.calibrate import budget
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.store import Calibration, read_manifest
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.transform import BLOCK, SHORT_BLOCK
 from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
-from gguf_itq3s.layerwise import budget
 from gguf_itq3s.rounding import hessian
 from importance import write
 

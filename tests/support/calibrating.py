@@ -8,8 +8,8 @@ import numpy as np
 from safetensors import safe_open
 
 from checkpoints import NOVEL
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.store import read_manifest
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.store import read_manifest
 
 
 def options(model: Path, **changes: object) -> CalibrationOptions:

@@ -24,12 +24,12 @@ from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration import pipeline, store, text
-from gguf_itq3s.calibration.collector import Collector
-from gguf_itq3s.calibration.layers import LayeredModel
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.pipeline import calibrate
-from gguf_itq3s.calibration.store import open_calibration, read_manifest
+from gguf_itq3s.calibrate import pipeline, store, text
+from gguf_itq3s.calibrate.collector import Collector
+from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.store import open_calibration, read_manifest
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec.transform import hadamard_matrix, rotation_block
 from gguf_itq3s.convert.options import ConvertOptions

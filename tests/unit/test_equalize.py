@@ -18,9 +18,9 @@ from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES,
 from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration.energies import MeasuredEnergies
-from gguf_itq3s.calibration.groups import Layout
-from gguf_itq3s.calibration.store import open_calibration
+from gguf_itq3s.calibrate.energies import MeasuredEnergies
+from gguf_itq3s.calibrate.groups import Layout
+from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
 from gguf_itq3s.checkpoint.gguf_file import open_gguf, rescaling_of

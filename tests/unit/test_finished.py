@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_itq3s.layerwise.finished import Finished
+from gguf_itq3s.calibrate.finished import Finished
 from gguf_itq3s.rounding.encode import SquaredError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gguf_itq3s.calibration.moments import in_basis
+from gguf_itq3s.calibrate.moments import in_basis
 from gguf_itq3s.codec.transform import fwht, hadamard_matrix
 from gguf_itq3s.rounding import hessian
 from hessians import blocks_of, second_moment

@@ -9,7 +9,7 @@ import pytest
 
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.base.journal import Journal, key_of, save_arrays, write_text
-from gguf_itq3s.layerwise.finished import Finished
+from gguf_itq3s.calibrate.finished import Finished
 
 
 def test_a_run_goes_on_behind_its_own_records_alone(tmp_path: Path) -> None:

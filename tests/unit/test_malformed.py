@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import TRACEBACK, UserError, report_errors
-from gguf_itq3s.calibration.store import read_manifest
+from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.cli import main
 
 Damage = Callable[[Path], object]

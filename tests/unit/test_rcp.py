@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from checkpoints import NOVEL
-from gguf_itq3s.calibration.options import CalibrationOptions
-from gguf_itq3s.calibration.text import windows
+from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.text import windows
 from scripts.ablation import rcp
 from scripts.ablation.qat import ROWS, Row, Settings, cache_bits, measure, quantized, table, train
 from scripts.ablation.torch_evaluator import Reference

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gguf_itq3s.calibration.groups import Reader
-from gguf_itq3s.layerwise.gradients import GradientSums
+from gguf_itq3s.calibrate.gradients import GradientSums
+from gguf_itq3s.calibrate.groups import Reader
 from gguf_itq3s.rounding import fisher, target
 from gguf_itq3s.rounding import hessian as hessians
 from gguf_itq3s.rounding.target import Decomposition

@@ -21,8 +21,8 @@ from calibrating import options, statistics
 from checkpoints import NOVEL
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibration import energies
-from gguf_itq3s.calibration.pipeline import calibrate
+from gguf_itq3s.calibrate import energies
+from gguf_itq3s.calibrate.pipeline import calibrate
 from gguf_itq3s.checkpoint import patches
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.convert.options import ConvertOptions

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 
 from ..base.errors import UserError
 from ..codec.transform import rotation_block
-from ..distributed.ranks import ALONE, Ranks
 from ..rounding import hessian
 from .activations import activations
 from .layers import LayeredModel, Stop
 from .moments import Moment, rotated
+from .ranks import ALONE, Ranks
 
 #: In a folder of statistics; folders of earlier versions have none.
 ENDS: Final = "ends.safetensors"

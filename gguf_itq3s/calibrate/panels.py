@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ..codec.transform import BLOCK
-from ..distributed.ranks import Ranks
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

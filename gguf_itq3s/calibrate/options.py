@@ -28,7 +28,7 @@ class RunOptions:
         model: a local Hugging Face folder with safetensors weights.
         text: files of text, plain or xz; windows are taken from all of them alike.
         tokens: about how many tokens are run.
-        context: length of a window; None for :func:`gguf_itq3s.calibration.text.usual_context`, at most the model's.
+        context: length of a window; None for :func:`gguf_itq3s.calibrate.text.usual_context`, at most the model's.
         device: torch device.
         batch: windows at a time.
         trust_remote_code: Python code of the model folder may run.
@@ -69,7 +69,7 @@ class CalibrationOptions(RunOptions):
     Attributes:
         hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         widest: input whose full Hessian is collected where ``hessian`` does not say.
-        dtype: what activations are kept in, one of :data:`gguf_itq3s.calibration.activations.DTYPES`.
+        dtype: what activations are kept in, one of :data:`gguf_itq3s.calibrate.activations.DTYPES`.
     """
 
     hessian: str | None = None

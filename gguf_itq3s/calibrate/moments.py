@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..codec.transform import hadamard_matrix, rotation_block
-from ..distributed.ranks import Ranks
-from ..rounding.panels import Panels
+from .panels import Panels
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from ..distributed.joining import joined
+from .joining import joined
 from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_dtype_argument, add_hessian_argument
 from .pipeline import calibrate
 

@@ -15,15 +15,15 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError, errors_of_weights
-from ..calibration.groups import Reader
-from ..calibration.moments import rotate
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..distributed.ranks import ALONE, PIECE, Ranks
 from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
+from .groups import Reader
+from .moments import rotate
+from .ranks import ALONE, PIECE, Ranks
 from .streams import Streams
 from .sums import Sums
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..base.memory import give_back
-from ..calibration.activations import activation_path, activations
-from ..calibration.layers import LayeredModel
-from ..distributed.ranks import ALONE, Ranks
+from .activations import activation_path, activations
 from .finished import STREAMS
+from .layers import LayeredModel
 from .matrices import Source
+from .ranks import ALONE, Ranks
 from .shares import Batches
 
 #: Tokens that the result is measured on at most: their logits are held twice.

@@ -1,6 +1,6 @@
 """Types for a size: bits go where they lower the error of the model most (``--target-bpw``, ``--target-size``).
 
-Each matrix gets a score in each type that it could have (:mod:`gguf_itq3s.layerwise.scores`), and
+Each matrix gets a score in each type that it could have (:mod:`gguf_itq3s.calibrate.scores`), and
 :mod:`gguf_itq3s.rounding.allocation` chooses. The matrices of the experts of a layer, nearly all of a large mixture,
 get one type together.
 """
@@ -23,9 +23,6 @@ from tqdm import tqdm
 from ..base import report
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal
-from ..calibration import ends, store
-from ..calibration.options import FULL_COLUMNS
-from ..calibration.pipeline import calibrate
 from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.source import Checkpoint, SourceTensor, padded
 from ..codec.family import FAMILY
@@ -35,7 +32,10 @@ from ..rounding import allocation
 from ..rounding.allocation import Candidates
 from ..rounding.encode import Encoder
 from ..rounding.factors import HessianFactors, Statistics
+from . import ends, store
 from .finished import SCORES, STATISTICS
+from .options import FULL_COLUMNS
+from .pipeline import calibrate
 from .run import Sequential
 from .scores import RowWeights, Score, Scores
 

@@ -150,7 +150,7 @@ class Expert:
 
 
 def inner_of(loaded: Mapping[int, Expert]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """As :attr:`gguf_itq3s.calibration.inputs.Seen.inner`, of experts that are in memory."""
+    """As :attr:`gguf_itq3s.calibrate.inputs.Seen.inner`, of experts that are in memory."""
     return lambda number, x: loaded[number].inner(x)
 
 

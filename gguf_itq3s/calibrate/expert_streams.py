@@ -2,7 +2,7 @@
 
 The layer runs up to its experts once, and what comes into them is kept. They are loaded, summed and rounded in groups,
 outside the layer, over all windows; what a group puts out is added to what the layer will be given in their place. The
-sums are those of :class:`gguf_itq3s.layerwise.streams.Streams`, to the bit where the inputs are.
+sums are those of :class:`gguf_itq3s.calibrate.streams.Streams`, to the bit where the inputs are.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibration import mixture
-from ..calibration.activations import Activations
-from ..calibration.groups import Group, Reader
-from ..calibration.inputs import Seen
-from ..calibration.layers import LayeredModel, Stop
-from ..calibration.mixture import Expert, Mixture, Routed, inner_of
-from ..calibration.options import CalibrationOptions
 from ..checkpoint import experts
 from ..codec.transform import rotation_block
-from ..distributed.ranks import ALONE, Ranks
 from ..torch.outside import Outside
+from . import mixture
+from .activations import Activations
+from .groups import Group, Reader
+from .inputs import Seen
+from .layers import LayeredModel, Stop
+from .mixture import Expert, Mixture, Routed, inner_of
+from .options import CalibrationOptions
+from .ranks import ALONE, Ranks
 from .shares import Batch, Batches
 from .streams import KEPT, Streams
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibration.moments import Moment
-from ..distributed.ranks import ALONE, Ranks
+from .moments import Moment
+from .ranks import ALONE, Ranks
 
 
 @dataclass

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..codec.transform import rotation_block
-from ..distributed.ranks import ALONE, Ranks
 from .activations import Activations
 from .collector import Collector, add_up
 from .inputs import Seen, Watch
@@ -23,6 +22,7 @@ from .mixture import Batch, Expert, Mixture, Routed, given, inner_of
 from .mixture import find as find_mixture
 from .moments import Moment, rotated
 from .options import CalibrationOptions
+from .ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch

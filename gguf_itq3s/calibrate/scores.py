@@ -28,16 +28,16 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError, errors_of_weights
-from ..calibration import mixture
-from ..calibration.ends import Ends
-from ..calibration.layers import LayeredModel
 from ..checkpoint import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.family import rotation
 from ..rounding import fisher, hessian
 from ..rounding.encode import Encoder, takes_hessian
 from ..rounding.factors import HessianFactors, tensor_entry
+from . import mixture
 from .backward import OutputFisher
+from .ends import Ends
+from .layers import LayeredModel
 from .matrices import EMBEDDING, OUTPUT, Source
 
 #: Weights of a tensor that are rounded for its scores.

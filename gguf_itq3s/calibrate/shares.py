@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..distributed.ranks import Ranks
+from .ranks import Ranks
 
 #: Windows that are held out at most. A text has parts that are unlike each other, so a few windows say too little.
 HELD_WINDOWS: Final = 32

@@ -1,9 +1,9 @@
 """Quantizing while calibrating: layer after layer, each on the inputs that the quantized layers before it give.
 
 Two streams of activations run through the model, the original's and the quantized one's
-(:mod:`gguf_itq3s.layerwise.streams`). Each matrix is rounded to its target (:mod:`gguf_itq3s.rounding.target`) with the
+(:mod:`gguf_itq3s.calibrate.streams`). Each matrix is rounded to its target (:mod:`gguf_itq3s.rounding.target`) with the
 Hessian of the inputs that it will have. The finished matrices are files in a folder of work
-(:mod:`gguf_itq3s.layerwise.finished`), from which the writer takes them.
+(:mod:`gguf_itq3s.calibrate.finished`), from which the writer takes them.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from tqdm import tqdm
 from ..base.errors import UserError, errors_of_weights, output_error
 from ..base.journal import key_of, sources
 from ..base.memory import give_back
-from ..calibration.activations import activation_path, activations
-from ..calibration.groups import Group, Reader
-from ..calibration.layers import LayeredModel
-from ..calibration.moments import in_basis
-from ..calibration.options import CalibrationOptions
-from ..calibration.products import quick_products
-from ..calibration.store import model_hash
-from ..calibration.text import windows
 from ..codec.family import rotation
 from ..codec.transform import rotation_block
-from ..distributed.folders import leave_own, own_folder
-from ..distributed.joining import own_batch
-from ..distributed.ranks import ALONE, Ranks, of_all
 from ..rounding import target
 from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
-from ..rounding.panels import Panels
 from ..rounding.target import Decomposition
 from . import needs, result
+from .activations import activation_path, activations
 from .backward import OutputFisher
 from .expert_backward import GroupedFisher
 from .expert_streams import streams_of
 from .finished import FISHER, STREAMS, Finished
+from .folders import leave_own, own_folder
+from .groups import Group, Reader
+from .joining import own_batch
+from .layers import LayeredModel
 from .matrices import Matrix, Source
+from .moments import in_basis
 from .needs import FisherBlocks
+from .options import CalibrationOptions
+from .panels import Panels
+from .products import quick_products
+from .ranks import ALONE, Ranks, of_all
 from .shares import Batches, Share, share
+from .store import model_hash
 from .streams import Streams
 from .sums import Drift, Sums
+from .text import windows
 
 #: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
 #: layer likes the next ones do.

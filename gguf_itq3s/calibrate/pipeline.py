@@ -19,16 +19,16 @@ from ..base.journal import key_of, save_arrays, sources
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
-from ..distributed.folders import keep_own, leave_own
-from ..distributed.joining import own_batch
-from ..distributed.ranks import ALONE, Ranks, of_all
 from ..rounding import hessian
 from . import ends, expert_collector
 from .activations import Activations, activation_path, activations
 from .collector import Collector
+from .folders import keep_own, leave_own
+from .joining import own_batch
 from .layers import LayeredModel
 from .options import CalibrationOptions
 from .products import quick_products
+from .ranks import ALONE, Ranks, of_all
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 

@@ -13,11 +13,11 @@ from ..base.errors import UserError
 from ..checkpoint import tokens
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
-from ..distributed.ranks import ALONE, Ranks
 from .activations import activation_path, activations
 from .groups import Layout
 from .options import CalibrationOptions, RunOptions
 from .products import quick_bfloat16
+from .ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch

@@ -12,18 +12,18 @@ from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError
-from ..calibration.activations import DTYPES
-from ..calibration.layers import LayeredModel
-from ..calibration.mixture import BOUND
-from ..calibration.options import CalibrationOptions
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import rotation_block
-from ..distributed.joining import own_batch, processes_here
-from ..distributed.ranks import ALONE, Ranks
 from ..rounding.target import WIDE
+from .activations import DTYPES
 from .backward import CHUNK
 from .expert_streams import large
+from .joining import own_batch, processes_here
+from .layers import LayeredModel
 from .matrices import EMBEDDING, Source
+from .mixture import BOUND
+from .options import CalibrationOptions
+from .ranks import ALONE, Ranks
 from .result import MEASURED
 from .shares import Batches
 from .streams import WRITERS

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal, save_arrays
-from ..distributed.folders import is_own, keep_own, own_folder
-from ..distributed.ranks import Ranks
 from ..rounding.encode import SquaredError
+from .folders import is_own, keep_own, own_folder
+from .ranks import Ranks
 
 #: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
 FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"

@@ -23,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibration.activations import Activations, activations, narrowed, widened
-from ..calibration.groups import Group, Reader
-from ..calibration.inputs import Seen, Watch
-from ..calibration.layers import LayeredModel, Stop
-from ..calibration.moments import Moment, rotated
-from ..calibration.options import CalibrationOptions
 from ..checkpoint import row_order
-from ..distributed.ranks import ALONE, Ranks
 from ..rounding import target
-from ..rounding.panels import Panels
+from .activations import Activations, activations, narrowed, widened
+from .groups import Group, Reader
+from .inputs import Seen, Watch
+from .layers import LayeredModel, Stop
+from .moments import Moment, rotated
+from .options import CalibrationOptions
+from .panels import Panels
+from .ranks import ALONE, Ranks
 from .shares import Batch, Batches
 from .sums import Held, Sums
 

@@ -1,6 +1,6 @@
 """Output Fisher matrices of layers whose experts are too large to be in memory together.
 
-The experts run in groups outside the layer (:mod:`gguf_itq3s.calibration.mixture`), forward and backward. What comes
+The experts run in groups outside the layer (:mod:`gguf_itq3s.calibrate.mixture`), forward and backward. What comes
 into them, what they put out and the gradient behind it are kept for all windows. The products of each group are
 computed anew with gradients: these go to the sums, and to the gradients of what came into the experts, with which the
 rest of the layer is differentiated. The matrices of a group are written before the next group comes; those of down,
@@ -20,15 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ..base.journal import save_arrays
-from ..calibration import mixture
-from ..calibration.activations import Activations, activations
-from ..calibration.groups import Reader
-from ..calibration.layers import LayeredModel
-from ..calibration.mixture import Batch, Expert, Mixture, Routed
 from ..checkpoint import experts
 from ..torch.outside import Outside
+from . import mixture
+from .activations import Activations, activations
 from .backward import _GRADIENTS, OutputFisher
 from .gradients import PRIOR, GradientSums, check_finite
+from .groups import Reader
+from .layers import LayeredModel
+from .mixture import Batch, Expert, Mixture, Routed
 from .shares import Batches
 
 #: Folder for what is kept of a layer's experts.

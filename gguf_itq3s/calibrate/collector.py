@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..distributed.ranks import Ranks
 from .inputs import Seen, Watch
 from .layers import LayeredModel
 from .moments import Moment, rotated
 from .options import CalibrationOptions
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

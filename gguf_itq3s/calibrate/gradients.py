@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..base.errors import UserError
-from ..calibration.groups import Reader
-from ..distributed.ranks import Ranks
 from ..rounding.target import DAMPING, decompose
+from .groups import Reader
+from .ranks import Ranks
 
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
 #: other tokens, 4 to 64 leave the least.

@@ -22,16 +22,16 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from ..base.journal import Journal, save_arrays
-from ..calibration.activations import Activations, activation_path, activations
-from ..calibration.groups import Reader
-from ..calibration.layers import LayeredModel
-from ..calibration.moments import Moment, rotated
 from ..codec.transform import rotation_block
-from ..distributed.folders import keep_own, own_folder
-from ..distributed.joining import own_batch
-from ..distributed.ranks import ALONE, Ranks
 from ..torch import PackedExperts, stacked
+from .activations import Activations, activation_path, activations
+from .folders import keep_own, own_folder
 from .gradients import PRIOR, GradientSums, check_finite
+from .groups import Reader
+from .joining import own_batch
+from .layers import LayeredModel
+from .moments import Moment, rotated
+from .ranks import ALONE, Ranks
 from .shares import Batches, Share, share, split
 
 _JOURNAL: Final = "journal.json"

@@ -1,1 +1,0 @@
-"""Several processes that do one piece of work, as torchrun starts them."""
