@@ -95,8 +95,8 @@ releases: $(INSTALLED) ## try the patches on the newest releases of llama-cpp-py
 mingw-check: $(INSTALLED) ## compile the patched CPU backend for Windows, without Windows
 	$(PY) scripts/check/mingw.py
 
-gpu-pack: build ## pack what scripts/check/gpu/gpu_check.sh needs on a machine with a GPU
-	$(PY) scripts/check/gpu/pack.py
+gpu-pack: build ## pack what scripts/check/gpu.py needs on a machine with a GPU
+	$(PY) scripts/check/gpu.py pack build/gpu-check
 
 fuzz: build ## try damaged data for SECONDS on kernels, encoders, loader and commands, under the sanitizers
 	$(PY) scripts/check/fuzz.py --seconds $(SECONDS)

@@ -198,5 +198,5 @@ struct itq_fused_args {
 };
 
 // The kernel with tiles of the width that suits the number of columns. It is there whether or not the build option is
-// set: scripts/check/gpu/fused_bench.cu times it.
+// set.
 void ggml_cuda_itq_fused(const void * x, const half * y, float * dst, const itq_fused_args & args, cudaStream_t stream);

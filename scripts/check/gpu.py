@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Test and measure the CUDA or Vulkan backend on a machine with a GPU, which may have no network.
+
+    gpu.py pack FOLDER                      where the project is built: the patched source, the bundled model, a text
+    gpu.py run FOLDER [--backend vulkan]    on the machine with the GPU: build, test, measure, write FOLDER/BACKEND.json
+
+``run`` needs CMake, a C++ compiler, and nvcc with cuBLAS (of the toolkit or of a Python package), or glslc with the
+headers of Vulkan and SPIR-V; of Python only the standard library. It runs test-backend-ops on all our types against the
+CPU, compares perplexities with the CPU's, times products with test-backend-ops and random models of 8B shapes with
+llama-bench. A program that ended well is not run again, so a check that was broken off goes on where it stopped; its
+output is FOLDER/logs/BACKEND-NAME.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench import random_model  # noqa: E402
+
+#: What of the source is built here.
+PARTS: Final = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "src", "tests", "tools", "vendor")
+BACKENDS: Final = ("blas", "cpu", "cuda", "vulkan")
+PROGRAMS: Final = ("test-backend-ops", "llama-perplexity", "llama-bench")
+TYPES: Final = ("itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq1_0", "tq2_0")
+MEASURED: Final = (*TYPES, "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
+#: Rows and length of the timed product, gate and up of a 70B Llama in one, past the L2 cache of any card; its columns.
+ROWS, LENGTH, COLUMNS = 57344, 8192, (1, 4, 8, 16, 64, 128, 512)
+#: Perplexities may differ from the CPU's by this share.
+TOLERANCE: Final = 0.002
+
+
+def pack(folder: Path) -> None:
+    """Write what ``run`` needs into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tree, script = ROOT / "build" / "gpu-source", ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
+    subprocess.run(["cmake", f"-DTREE={tree}", f"-DPython3_EXECUTABLE={sys.executable}", "-P", script], check=True)
+
+    def wanted(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        other = re.search(r"/ggml/src/ggml-(\w+)/", info.name)
+        left_out = ("/tools/ui", "/tools/server/", "/tools/mtmd/test")
+        return None if (other and other[1] not in BACKENDS) or any(part in info.name for part in left_out) else info
+
+    with tarfile.open(folder / "source.tar.xz", "w:xz") as archive:
+        for part in PARTS:
+            archive.add(tree / part, f"source/{part}", filter=wanted)
+    shutil.copy(ROOT / "tests" / "data" / "novel.txt", folder / "text.txt")
+    convert = [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py", ROOT / "models" / "demo-llama"]
+    (folder / "model.gguf").unlink(missing_ok=True)
+    subprocess.run([*convert, folder / "model.gguf"], check=True)
+    print(f"{sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 2**20:.1f} MiB in {folder}")
+
+
+class Run:
+    """The programs of a check and what came of them: FOLDER/BACKEND.json."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder, self.backend, self.path = folder, backend, folder / f"{backend}.json"
+        self.build, self.device = folder / f"build-{backend}", "CUDA0" if backend == "cuda" else "Vulkan0"
+        self.results: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        (folder / "logs").mkdir(exist_ok=True)
+
+    def program(self, name: str, command: list[str | Path], **environment: str) -> str:
+        """Run a program unless it has ended well before; its output."""
+        log = self.folder / "logs" / f"{self.backend}-{name}.log"
+        if self.results.get(name, {}).get("exit") != 0 or not log.exists():
+            start = time.monotonic()
+            with log.open("w") as out:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+            self.note(name, exit=done.returncode, seconds=round(time.monotonic() - start))
+            print(f"{name}: exit {done.returncode}, {self.results[name]['seconds']} s", flush=True)
+        return log.read_text(errors="replace")
+
+    def note(self, name: str, **found: Any) -> None:
+        """Keep what was found of a program."""
+        self.results[name] = self.results.get(name, {}) | found
+        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+
+    def tool(self, name: str) -> Path:
+        return self.build / "bin" / name
+
+    def compile(self) -> bool:
+        """Configure and build; whether that went well."""
+        if not (self.folder / "source").exists():
+            with tarfile.open(self.folder / "source.tar.xz") as archive:
+                archive.extractall(self.folder, filter="data")
+        options = ["-DLLAMA_BUILD_TESTS=ON", "-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF"]
+        options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("EXAMPLES", "SERVER", "APP", "UI")]
+        options += cuda_options(self.folder) if self.backend == "cuda" else ["-DGGML_VULKAN=ON"]
+        ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
+        self.program("configure", ["cmake", *ninja, "-S", self.folder / "source", "-B", self.build, *options])
+        jobs = str(os.cpu_count() or 1)
+        self.program("compile", ["cmake", "--build", self.build, "--parallel", jobs, "--target", *PROGRAMS])
+        return self.results["compile"]["exit"] == 0
+
+    def test(self) -> None:
+        """Operations against the CPU; perplexities of the bundled model, as it is and with batches of few columns."""
+        tests = [self.tool("test-backend-ops"), "test", "-b", self.device, "-p", f"type(_a)?=({'|'.join(TYPES)})"]
+        for operation in ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION", "GET_ROWS"):
+            text = self.program(operation, [*tests, "-o", operation])
+            found = re.search(r"(\d+)/(\d+) tests passed", text)
+            self.note(operation, passed=int(found[1]) if found else 0, tests=int(found[2]) if found else 0)
+        common = [self.tool("llama-perplexity"), "-m", self.folder / "model.gguf", "-f", self.folder / "text.txt"]
+        ways = {"cpu": ["-dev", "none"], "gpu": ["-ngl", "99"], "partial": ["-ngl", "2"]}
+        ways |= {f"batch{n}": ["-ngl", "99", "-b", "512", "-ub", str(n)] for n in (1, 4, 8, 16, 64)}
+        for name, options in ways.items():
+            text = self.program(f"ppl-{name}", [*common, "-c", "512", "--chunks", "16", *options])
+            found = re.search(r"Final estimate: PPL = ([\d.]+)", text)
+            self.note(f"ppl-{name}", perplexity=float(found[1]) if found else None)
+
+    def measure(self) -> None:
+        """Times of products and of whole models."""
+        ggml = random_model.Ggml(self.tool("libggml-base.so"))
+        operation, cases = ggml.operation_number("MUL_MAT"), self.folder / "cases"
+        lines = [
+            f"{operation} 0 {ROWS} {n} 1 1 0 2 {ggml.type_number(kind)} {LENGTH} {ROWS} 1 1 0 0 0 0 0 {LENGTH} {n} 1 1 "
+            f"0 0 0 0 {kind}.{n}"
+            for kind in MEASURED
+            for n in COLUMNS
+        ]
+        cases.write_text("\n".join(lines) + "\n")
+        perf = [self.tool("test-backend-ops"), "perf", "--test-file", cases, "-b", self.device, "--output", "csv"]
+        for kind in MEASURED:
+            # the same product many times over would quantize its activations once
+            text = self.program(f"perf-{kind}", [*perf, "-p", f"name={kind}[.]"], GGML_CUDA_ITQ3S_SHARE="0")
+            self.note(f"perf-{kind}", rows=[line for line in text.splitlines() if f"name={kind}." in line])
+        model = self.folder / "random.gguf"
+        for kind in (kind for kind in MEASURED if self.results.get(f"bench-{kind}", {}).get("exit") != 0):
+            random_model.write_model(model, ggml, random_model.Shape(), kind)
+            options = ["-p", "512", "-n", "128", "-r", "5", "-ngl", "99", "-fa", "1", "-o", "json"]
+            text = self.program(f"bench-{kind}", [self.tool("llama-bench"), "-m", model, *options])
+            speeds = re.findall(r'"avg_ts": ([\d.]+)', text)
+            self.note(f"bench-{kind}", pp512_tg128=[float(speed) for speed in speeds])
+            model.unlink()
+
+    def problems(self) -> list[str]:
+        """What failed: programs, tests, perplexities that are not the CPU's."""
+        found = [f"{name}: exit {one['exit']}" for name, one in self.results.items() if one["exit"]]
+        found += [f"{name}: {one['passed']} of {one['tests']}" for name, one in self.results.items()
+                  if "tests" in one and not 0 < one["tests"] == one["passed"]]  # fmt: skip
+        cpu = self.results.get("ppl-cpu", {}).get("perplexity")
+        found += [f"{name}: {one['perplexity']}, the CPU's is {cpu}" for name, one in self.results.items()
+                  if "perplexity" in one and not (cpu and one["perplexity"] and abs(one["perplexity"] / cpu - 1) < TOLERANCE)]  # fmt: skip  # noqa: E501
+        return found
+
+
+def cuda_options(folder: Path) -> list[str]:
+    """How CMake finds the GPU's architecture, a cuBLAS that is a Python package, and a driver without a stub."""
+    options = ["-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", "-DCMAKE_CUDA_ARCHITECTURES=native"]
+    toolkit = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve().parents[1]
+    if not any(toolkit.glob("**/stubs/libcuda.so")):
+        options.append("-DGGML_CUDA_NO_VMM=ON")
+    packages = [library for place in sys.path for library in sorted(Path(place).glob("nvidia/*/lib/libcublas.so.*"))]
+    if packages and not any(toolkit.glob("**/libcublas.so")):
+        library, links = packages[0], folder / "cublas"
+        links.mkdir(exist_ok=True)
+        for name in ("libcublas", "libcublasLt"):
+            link = links / f"{name}.so"
+            link.unlink(missing_ok=True)
+            link.symlink_to(next(library.parent.glob(f"{name}.so.*")))
+        includes = library.parents[1] / "include"
+        options += [f"-DCMAKE_LIBRARY_PATH={links}", f"-DCMAKE_CUDA_FLAGS=-isystem={includes}"]
+        options += [f"-DCMAKE_CXX_FLAGS=-isystem {includes}", "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined"]
+        options.append(f"-DCMAKE_BUILD_RPATH={library.parent}")
+    return options
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("pack", "run"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    if arguments.command == "pack":
+        pack(folder)
+        return 0
+    if not (folder / "source.tar.xz").exists():
+        print(f"error: {folder}: has no source.tar.xz; write it with gpu.py pack", file=sys.stderr)
+        return 1
+    check = Run(folder, arguments.backend)
+    if check.compile():
+        check.test()
+        check.measure()
+    problems = check.problems()
+    print("\n".join(problems) or "all tests passed")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
