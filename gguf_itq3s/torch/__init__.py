@@ -6,7 +6,7 @@
 
 Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a slice at a time), ``products`` (the
 products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
-``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks, the residual pass),
+``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks),
 ``kernels`` (Triton).
 
 This room and ``transformers`` above it import PyTorch at their heads: ``import gguf_itq3s`` alone does not load it.
@@ -14,14 +14,13 @@ This room and ``transformers`` above it import PyTorch at their heads: ``import 
 
 from .experts import PackedExperts
 from .linear import ITQ3SLinear, PackedLinear, TernaryLinear, replace_linears
-from .packing import Packed, quantize
+from .packing import quantize
 from .paths import PATHS, use_path
 from .products import dequantize, rotate
 
 __all__ = [
     "PATHS",
     "ITQ3SLinear",
-    "Packed",
     "PackedExperts",
     "PackedLinear",
     "TernaryLinear",

@@ -13,7 +13,6 @@ from ..checkpoint.rescaling import PACKED_METHOD, is_id
 from ..codec.blocks import EFFORTS
 from ..codec.family import DEFAULT, FAMILY
 from ..codec.ternary import TQ1_0, TQ2_0
-from .packing import RESIDUALS
 
 METHOD: Final = PACKED_METHOD
 #: Names of the types that linear layers can have.
@@ -27,12 +26,10 @@ class ITQ3SConfig(QuantizationConfigMixin):
     Attributes:
         qtype: ``itq3_s`` or ``itq2_s``, in whose place layers that their blocks of 256 do not fit have ``itq3_n`` or
             ``itq2_n``, which can be asked for too; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
-        residual: a second code of the error, ``itq3_s`` (6.25 bits a weight in all after ``itq3_s``),
-            ``itq2_s`` or ``tq2_0`` (5.1875); or None.
         modules_to_not_convert: linear layers and parameters of experts that stay as they are, by name or by a part of
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
             class calls it. Tied matrices, routers and matrices whose columns are no multiple of 64 (of 256 for the
-            ternary types, also as ``residual``) stay anyway. Once the model is loaded: the names of all that stayed.
+            ternary types) stay anyway. Once the model is loaded: the names of all that stayed.
         fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s
             --fold-norms`` does; see :mod:`.folding`.
         effort: of the trellis encoder, ``fast`` or ``default``.
@@ -46,10 +43,10 @@ class ITQ3SConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, qtype: str = DEFAULT.identifier, residual: str | None = None,
-        modules_to_not_convert: Sequence[str] | None = None, fold_norms: bool = False, effort: str = "default",
-        ternarize: bool = False, threads: int | None = None, other_types: Mapping[str, Sequence[str]] | None = None,
-        norms_folded: bool = False, rescaling: str | None = None, **_: Any,
+        self, qtype: str = DEFAULT.identifier, modules_to_not_convert: Sequence[str] | None = None,
+        fold_norms: bool = False, effort: str = "default", ternarize: bool = False, threads: int | None = None,
+        other_types: Mapping[str, Sequence[str]] | None = None,
+        norms_folded: bool = False, rescaling: str | None = None, residual: None = None, **_: Any,
     ) -> None:  # fmt: skip
         """As the attributes; what else a ``config.json`` may hold is passed over.
 
@@ -57,7 +54,9 @@ class ITQ3SConfig(QuantizationConfigMixin):
             ValueError: a value that is none of these.
         """
         self.quant_method = METHOD
-        self.qtype, self.residual = qtype, residual
+        if residual is not None:
+            raise ValueError("quantization_config: residual passes were taken out; quantize the model again")
+        self.qtype = qtype
         self.modules_to_not_convert = modules_to_not_convert
         self.fold_norms, self.effort, self.ternarize, self.threads = fold_norms, effort, ternarize, threads
         self.other_types = dict(other_types) if isinstance(other_types, Mapping) else other_types
@@ -77,11 +76,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
                 raise ValueError(f"quantization_config: {name} {value!r:.60} is not a list of names")
 
         one_of("qtype", self.qtype, tuple(QTYPES))
-        one_of("residual", self.residual, (None, *RESIDUALS))
         one_of("effort", self.effort, EFFORTS)
-        if self.residual is not None and QTYPES[self.qtype] not in FAMILY:
-            known = ", ".join(row.identifier for row in FAMILY.values())
-            raise ValueError(f"quantization_config: a residual pass follows one of {known}, not {self.qtype}")
         if self.modules_to_not_convert is not None:
             names("modules_to_not_convert", self.modules_to_not_convert)
         for name in ("fold_norms", "ternarize", "norms_folded"):
@@ -98,12 +93,11 @@ class ITQ3SConfig(QuantizationConfigMixin):
                 one_of("other_types", key, tuple(QTYPES))
                 names(f"other_types of {key}", value)
 
-    def types_of(self, name: str) -> tuple[gguf.GGMLQuantizationType, gguf.GGMLQuantizationType | None]:
-        """The type that a layer is to have and that of its residual pass; its columns may ask for shorter blocks."""
-        for key, layers in (self.other_types or {}).items():
-            if name in layers:
-                return QTYPES[key], None
-        return QTYPES[self.qtype], None if self.residual is None else QTYPES[self.residual]
+    def type_of(self, name: str) -> gguf.GGMLQuantizationType:
+        """The type that a layer is to have; its columns may ask for shorter blocks."""
+        return next(
+            (QTYPES[key] for key, names in (self.other_types or {}).items() if name in names), QTYPES[self.qtype]
+        )
 
     def keeps(self, name: str) -> bool:
         """Whether a layer stays as it is; names are compared as text, whatever a folder's ``config.json`` holds."""

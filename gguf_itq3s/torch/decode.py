@@ -8,7 +8,7 @@ trellis types are left in the rotated basis, where the products use them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -216,13 +216,13 @@ def layout_for(qtype: int, columns: int) -> Layout:
     return kind
 
 
-def all_fit(types: Iterable[int | None], columns: int) -> bool:
-    """Whether a matrix of so many columns can be packed in each of the types (:func:`layout_for`); None is no type.
+def fits(qtype: int, columns: int) -> bool:
+    """Whether a matrix of so many columns can be packed in a type (:func:`layout_for`).
 
     Raises:
         ValueError: a type without a layout.
     """
-    return all(layout_for(qtype, columns).fits(columns) for qtype in types if qtype is not None)
+    return layout_for(qtype, columns).fits(columns)
 
 
 def weights(blocks: torch.Tensor, kind: Layout) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from . import decode, grouped, packing, paths, products, transform
+from . import decode, grouped, packing, paths, products
 from .decode import QType
 from .packing import DEFAULT_TYPE
 
@@ -26,20 +26,17 @@ class Stack:
         columns: its inputs.
         qtype: the type of the blocks, or None for floats. It becomes that of the columns, as in
             :class:`.linear.PackedLinear`: ITQ3_N for ITQ3_S where blocks of 256 do not fit them.
-        residual_type: that of the residual pass, likewise, or None.
         transposed: whether floats are held as (experts, columns, rows); blocks never are.
     """
 
     rows: int
     columns: int
     qtype: QType | None = None
-    residual_type: QType | None = None
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("qtype", "residual_type"):
-            if (asked := getattr(self, name)) is not None:
-                object.__setattr__(self, name, decode.layout_for(asked, self.columns).qtype)
+        if self.qtype is not None:
+            object.__setattr__(self, "qtype", decode.layout_for(self.qtype, self.columns).qtype)
 
     def shape(self, experts: int) -> tuple[int, int, int]:
         """The shape of the parameter."""
@@ -56,8 +53,8 @@ class PackedExperts(nn.Module):
     """Feed-forward networks among which a router chooses for every token: ``sum_e r_e W2_e gate(W1_e x)``.
 
     The parameters are named as in Transformers: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, each with
-    ``*_residual`` beside it where there is a residual pass and ``*_bias`` where there is a bias. A stack that is packed
-    is uint8 (experts, rows, bytes of a row), a parameter without gradient; floats are as Transformers has them.
+    ``*_bias`` beside it where there is a bias. A stack that is packed is uint8 (experts, rows, bytes of a row), a
+    parameter without gradient; floats are as Transformers has them.
 
     The input is rotated once for all experts. Then one expert after the other is decoded, by slices within the
     product, as :class:`gguf_itq3s.torch.PackedLinear` does: the paths and their tolerances are the same. The path
@@ -95,24 +92,17 @@ class PackedExperts(nn.Module):
         self.path: str | None = None
         self.watch: Callable[[str, int, torch.Tensor], None] | None = None
         for name, stack in self.stacks.items():
-            packed, second = stack.qtype is not None, None
+            packed = stack.qtype is not None
             kind = torch.uint8 if packed else dtype
             zeros = torch.zeros(stack.shape(experts), dtype=kind, device=device)
             self.register_parameter(name, nn.Parameter(zeros, requires_grad=not packed))
-            if stack.qtype is not None:
-                packing.check_residual(stack.qtype, stack.residual_type)
-            if stack.residual_type is not None:
-                size = decode.layout(stack.residual_type).row_bytes(stack.columns)
-                second = torch.zeros(experts, stack.rows, size, dtype=torch.uint8, device=device)
-            self.register_parameter(f"{name}_residual", _fixed(second))
             zeros = torch.zeros(experts, stack.rows, device=device, dtype=dtype)
             self.register_parameter(f"{name}_bias", nn.Parameter(zeros) if bias else None)
 
     @classmethod
     def from_weights(
         cls, first: torch.Tensor, down: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor], *,
-        name: str = "gate_up_proj", qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None,
-        effort: str = "default", threads: int | None = None,
+        name: str = "gate_up_proj", qtype: QType = DEFAULT_TYPE, effort: str = "default", threads: int | None = None,
     ) -> PackedExperts:  # fmt: skip
         """Quantize two stacks of matrices (:func:`gguf_itq3s.torch.quantize`).
 
@@ -122,7 +112,6 @@ class PackedExperts(nn.Module):
             gate: what lies between the two.
             name: of the first.
             qtype: the type of the blocks.
-            residual_type: that of the residual pass, or None.
             effort: of the trellis encoder.
             threads: of the C library.
 
@@ -133,14 +122,13 @@ class PackedExperts(nn.Module):
         if any(weight.ndim != 3 for weight in weights.values()):
             shapes = " and ".join(str(tuple(weight.shape)) for weight in weights.values())
             raise ValueError(f"stacks of matrices are needed; the shapes are {shapes}")
-        stacks = {key: Stack(weight.shape[1], weight.shape[2], qtype, residual_type) for key, weight in weights.items()}
+        stacks = {key: Stack(weight.shape[1], weight.shape[2], qtype) for key, weight in weights.items()}
         made = cls(len(first), stacks, gate, device="meta")
         for key, weight in weights.items():
             kind = stacks[key].qtype
             assert kind is not None
-            found = quantize_stack(weight, kind, residual_type, effort=effort, threads=threads)
-            setattr(made, key, _fixed(found.weight))
-            setattr(made, f"{key}_residual", _fixed(found.residual))
+            blocks = quantize_stack(weight, kind, effort=effort, threads=threads)
+            setattr(made, key, nn.Parameter(blocks, requires_grad=False))
         return made
 
     def forward(
@@ -182,26 +170,18 @@ class PackedExperts(nn.Module):
         self, name: str, x: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, tokens: torch.Tensor | None
     ) -> torch.Tensor:
         """``W[e] x[tokens]`` of rows sorted by expert, with the bias."""
-        stack, weight, residual = self.stacks[name], getattr(self, name), getattr(self, f"{name}_residual")
+        stack, weight = self.stacks[name], getattr(self, name)
         bias = getattr(self, f"{name}_bias")
         path = paths.choose(x.device, self.path)
         if stack.qtype is None:
             out = self._floats(name, x, ends, tokens)
         elif path == "dense":
-            out = grouped.product(
-                x, weight, stack.qtype, ends, tokens=tokens, residual=residual, residual_type=stack.residual_type,
-                path=path,
-            )  # fmt: skip
+            out = grouped.product(x, weight, stack.qtype, ends, tokens=tokens, path=path)
         else:
             kind = decode.layout(stack.qtype)
             source = products.rotate(x, path, kind.block) if kind.rotated else x
-            # One product is rounded once, two are added before they are.
-            sums = x.dtype if residual is None else transform.accumulation_dtype(x.dtype)
-            out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, dtype=sums, path=path)
+            out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, dtype=x.dtype, path=path)
             del source
-            if residual is not None and stack.residual_type is not None:
-                second = grouped.product(x, residual, stack.residual_type, ends, tokens=tokens, dtype=sums, path=path)
-                out = (out + second).to(x.dtype)
         if bias is not None:
             out = out + bias[chosen.clamp(max=self.num_experts - 1)].to(out.dtype)
         return out
@@ -223,51 +203,39 @@ class PackedExperts(nn.Module):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All matrices of a stack, in the shape of its floats, in ``dtype``."""
-        stack, weight, residual = self.stacks[name], getattr(self, name), getattr(self, f"{name}_residual")
+        stack, weight = self.stacks[name], getattr(self, name)
         if stack.qtype is None:
             return weight.to(dtype)
         out = torch.empty(stack.float_shape(self.num_experts), dtype=dtype, device=weight.device)
         for number in range(self.num_experts):
-            second = None if residual is None else residual[number]
-            matrix = products.dequantize(weight[number], stack.qtype, second, stack.residual_type, dtype=dtype)
+            matrix = products.dequantize(weight[number], stack.qtype, dtype=dtype)
             out[number] = matrix.t() if stack.transposed else matrix
         return out
 
     def extra_repr(self) -> str:
-        def kind(stack: Stack) -> str:
-            if stack.qtype is None:
-                return "floats"
-            return stack.qtype.name + ("" if stack.residual_type is None else f" + {stack.residual_type.name}")
-
-        parts = [f"{name}={stack.rows}x{stack.columns} {kind(stack)}" for name, stack in self.stacks.items()]
+        parts = [
+            f"{name}={stack.rows}x{stack.columns} {'floats' if stack.qtype is None else stack.qtype.name}"
+            for name, stack in self.stacks.items()
+        ]
         return ", ".join([f"experts={self.num_experts}", *parts])
 
 
 def quantize_stack(
-    weights: torch.Tensor, qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None, *, effort: str = "default",
-    threads: int | None = None,
-) -> packing.Packed:  # fmt: skip
+    weights: torch.Tensor, qtype: QType = DEFAULT_TYPE, *, effort: str = "default", threads: int | None = None
+) -> torch.Tensor:
     """Packed blocks of a stack of matrices, some rows after the other.
 
     Args:
         weights: (experts, rows, columns) of a floating dtype.
         qtype: the type of the blocks.
-        residual_type: that of the residual pass, or None.
         effort: of the trellis encoder.
         threads: of the C library.
 
     Returns:
-        uint8 (experts, rows, bytes of a row), and those of the residual pass.
+        uint8 (experts, rows, bytes of a row).
 
     Raises:
         ValueError: as :func:`gguf_itq3s.torch.quantize`.
     """
-    found = packing.quantize(weights.flatten(0, 1), qtype, residual_type, effort=effort, threads=threads)
-    rows = weights.shape[:2]
-    return packing.Packed(
-        found.weight.unflatten(0, rows), None if found.residual is None else found.residual.unflatten(0, rows)
-    )
-
-
-def _fixed(blocks: torch.Tensor | None) -> nn.Parameter | None:
-    return None if blocks is None else nn.Parameter(blocks, requires_grad=False)
+    found = packing.quantize(weights.flatten(0, 1), qtype, effort=effort, threads=threads)
+    return found.unflatten(0, weights.shape[:2])

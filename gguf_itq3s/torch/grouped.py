@@ -28,18 +28,15 @@ def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
             start = end
 
 
-def _dense(
-    weight: torch.Tensor, residual: torch.Tensor | None, number: int, qtype: int, residual_type: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _dense(weight: torch.Tensor, number: int, qtype: int, dtype: torch.dtype) -> torch.Tensor:
     """One matrix of the stack, decoded."""
-    second = None if residual is None else residual[number]
-    return IMPLEMENTATIONS[_DEQUANTIZE](weight[number], qtype, second, residual_type, dtype)
+    return IMPLEMENTATIONS[_DEQUANTIZE](weight[number], qtype, dtype)
 
 
 @operator
 def _grouped(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
-    ends: torch.Tensor, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, qtype: int,
+    dtype: torch.dtype, path: str,
 ) -> torch.Tensor:  # fmt: skip
     count = x.shape[0] if tokens is None else tokens.shape[0]
     out = x.new_zeros((count, weight.shape[1]), dtype=dtype)
@@ -47,7 +44,7 @@ def _grouped(
         for number, rows in parts_of(ends):
             part = x[rows] if tokens is None else x[tokens[rows]]
             if path == "dense":
-                out[rows] = part @ _dense(weight, residual, number, qtype, residual_type, x.dtype).t()
+                out[rows] = part @ _dense(weight, number, qtype, x.dtype).t()
             else:
                 out[rows] = IMPLEMENTATIONS[_PRODUCT](part, weight[number], qtype, dtype, path == "triton")
     return out
@@ -55,8 +52,8 @@ def _grouped(
 
 @_grouped.register_fake  # type: ignore[untyped-decorator]
 def _(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
-    ends: torch.Tensor, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, qtype: int,
+    dtype: torch.dtype, path: str,
 ) -> torch.Tensor:  # fmt: skip
     count = x.shape[0] if tokens is None else tokens.shape[0]
     return x.new_empty((count, weight.shape[1]), dtype=dtype)
@@ -64,15 +61,15 @@ def _(
 
 @operator
 def _grouped_transposed(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
-    ends: torch.Tensor, count: int, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, count: int, qtype: int,
+    dtype: torch.dtype, path: str,
 ) -> torch.Tensor:  # fmt: skip
     accumulated = transform.accumulation_dtype(x.dtype)
     out = x.new_zeros((count, _columns(weight, qtype)), dtype=accumulated)
     with without_autocast(x):
         for number, rows in parts_of(ends):
             if path == "dense":
-                part = x[rows] @ _dense(weight, residual, number, qtype, residual_type, x.dtype)
+                part = x[rows] @ _dense(weight, number, qtype, x.dtype)
             else:
                 part = IMPLEMENTATIONS[_TRANSPOSED](x[rows], weight[number], qtype, accumulated, path == "triton")
             if tokens is None:
@@ -84,8 +81,8 @@ def _grouped_transposed(
 
 @_grouped_transposed.register_fake  # type: ignore[untyped-decorator]
 def _(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor | None,
-    ends: torch.Tensor, count: int, qtype: int, residual_type: int, dtype: torch.dtype, path: str,
+    x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, count: int, qtype: int,
+    dtype: torch.dtype, path: str,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((count, _columns(weight, qtype)), dtype=dtype)
 
@@ -95,32 +92,29 @@ def _columns(weight: torch.Tensor, qtype: int) -> int:
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, residual, tokens, ends, ctx.qtype, ctx.residual_type, _, ctx.path = inputs
-    ctx.save_for_backward(weight, residual, tokens, ends)
+    x, weight, tokens, ends, ctx.qtype, _, ctx.path = inputs
+    ctx.save_for_backward(weight, tokens, ends)
     ctx.count, ctx.dtype = x.shape[0], x.dtype
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, residual, tokens, ends = ctx.saved_tensors
+    weight, tokens, ends = ctx.saved_tensors
     found = _grouped_transposed(
-        gradient.contiguous(), weight, residual, tokens, ends, ctx.count, ctx.qtype, ctx.residual_type, ctx.dtype,
-        ctx.path,
+        gradient.contiguous(), weight, tokens, ends, ctx.count, ctx.qtype, ctx.dtype, ctx.path
     )  # fmt: skip
-    return found, *[None] * 8
+    return found, *[None] * 6
 
 
 def _transposed_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, residual, tokens, ends, _, ctx.qtype, ctx.residual_type, _, ctx.path = inputs
-    ctx.save_for_backward(weight, residual, tokens, ends)
+    x, weight, tokens, ends, _, ctx.qtype, _, ctx.path = inputs
+    ctx.save_for_backward(weight, tokens, ends)
     ctx.dtype = x.dtype
 
 
 def _transposed_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, residual, tokens, ends = ctx.saved_tensors
-    found = _grouped(
-        gradient.contiguous(), weight, residual, tokens, ends, ctx.qtype, ctx.residual_type, ctx.dtype, ctx.path
-    )
-    return found, *[None] * 9
+    weight, tokens, ends = ctx.saved_tensors
+    found = _grouped(gradient.contiguous(), weight, tokens, ends, ctx.qtype, ctx.dtype, ctx.path)
+    return found, *[None] * 7
 
 
 _grouped.register_autograd(_backward, setup_context=_context)
@@ -129,8 +123,7 @@ _grouped_transposed.register_autograd(_transposed_backward, setup_context=_trans
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, qtype: int, ends: torch.Tensor, *, tokens: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, residual_type: int | None = None, dtype: torch.dtype | None = None,
-    path: str | None = None,
+    dtype: torch.dtype | None = None, path: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``y[i] = W[e] x[tokens[i]]``, e the matrix in whose share of the rows i lies.
 
@@ -141,9 +134,6 @@ def product(
         qtype: its type.
         ends: int64 (experts,): where the rows of each matrix end; those of the next begin there.
         tokens: int64 (s,): which row of ``x`` each row of the result reads; None for the same one.
-        residual: uint8 (experts, rows, bytes of a row) of the residual pass: for ``dense`` only, elsewhere it is a
-            product of its own.
-        residual_type: its type.
         dtype: of the result, that of ``x`` by default.
         path: as :func:`.paths.choose` takes it.
 
@@ -162,5 +152,4 @@ def product(
     chosen = paths.choose(x.device, path)
     if chosen == "triton" and not products.uses_triton(x, path):
         chosen = "reference"
-    second = int(qtype if residual_type is None else residual_type)
-    return _grouped(x, weight, residual, tokens, ends, int(qtype), second, dtype or x.dtype, chosen)
+    return _grouped(x, weight, tokens, ends, int(qtype), dtype or x.dtype, chosen)

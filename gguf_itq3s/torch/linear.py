@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..codec.ternary import TQ2_0
-from . import decode, packing, paths, products, transform
+from . import decode, packing, paths, products
 from .decode import QType
 from .packing import DEFAULT_TYPE
 
@@ -24,20 +24,15 @@ class PackedLinear(nn.Linear):
 
     Attributes:
         weight: uint8 (out_features, bytes of a row), a parameter without gradient.
-        residual: uint8 (out_features, bytes of a row) of the residual pass, likewise, or None.
         bias: (out_features,) of a floating dtype, or None.
-        qtype: the type of the blocks: a trellis type, TQ1_0 or TQ2_0.
-        residual_type: that of the residual pass, a trellis type or TQ2_0, or None. Both are those of the width: where a
-            type is asked for whose blocks of 256 do not fit it, the same code in blocks of 64 (ITQ3_N for ITQ3_S).
+        qtype: the type of the blocks: a trellis type, TQ1_0 or TQ2_0. It is that of the width: where a type is asked
+            for whose blocks of 256 do not fit it, the same code in blocks of 64 (ITQ3_N for ITQ3_S).
         path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
     """
 
-    residual: nn.Parameter | None
-
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType = DEFAULT_TYPE,
-        residual_type: QType | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """A layer of zero blocks, to load a state into; ``device="meta"`` allocates nothing.
 
@@ -46,23 +41,18 @@ class PackedLinear(nn.Linear):
             out_features: its rows.
             bias: whether there is one; zeros.
             qtype: the type of the blocks.
-            residual_type: that of the residual pass, or None.
             device: where to.
             dtype: of the bias.
 
         Raises:
-            ValueError: a width that is not whole blocks, or types that do not fit.
+            ValueError: a width that is not whole blocks.
         """
         kind = decode.layout_for(qtype, in_features)
-        second = None if residual_type is None else decode.layout_for(residual_type, in_features)
-        packing.check_residual(kind.qtype, residual_type)
         nn.Module.__init__(self)  # nn.Linear's own would allocate the matrix
         self.in_features, self.out_features = in_features, out_features
-        self.qtype, self.residual_type = kind.qtype, None if second is None else second.qtype
+        self.qtype = kind.qtype
         self.path: str | None = None
         self.weight = _blocks(out_features, kind.row_bytes(in_features), device)
-        residual = None if second is None else _blocks(out_features, second.row_bytes(in_features), device)
-        self.register_parameter("residual", residual)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
         self._dense: tuple[torch.Tensor, ...] | None = None
@@ -70,7 +60,7 @@ class PackedLinear(nn.Linear):
     @classmethod
     def from_weight(
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE,
-        residual_type: QType | None = None, effort: str = "default", threads: int | None = None,
+        effort: str = "default", threads: int | None = None,
     ) -> PackedLinear:  # fmt: skip
         """Quantize a matrix (:func:`gguf_itq3s.torch.quantize`).
 
@@ -78,7 +68,6 @@ class PackedLinear(nn.Linear):
             weight: (out_features, in_features) of a floating dtype.
             bias: (out_features,), or None.
             qtype: the type of the blocks, or of the code in blocks of 256 that they may be too short for.
-            residual_type: that of the residual pass, or None.
             effort: of the trellis encoder.
             threads: of the C library.
 
@@ -86,39 +75,25 @@ class PackedLinear(nn.Linear):
             ValueError: as :func:`gguf_itq3s.torch.quantize`.
         """
         kind = decode.layout_for(qtype, weight.shape[-1]).qtype
-        packed = packing.quantize(weight, kind, residual_type, effort=effort, threads=threads)
-        return cls.from_blocks(packed.weight, bias, qtype=kind, residual=packed.residual, residual_type=residual_type)
+        return cls.from_blocks(packing.quantize(weight, kind, effort=effort, threads=threads), bias, qtype=kind)
 
     @classmethod
     def from_blocks(
-        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE,
-        residual: torch.Tensor | None = None, residual_type: QType | None = None,
-    ) -> PackedLinear:  # fmt: skip
+        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE
+    ) -> PackedLinear:
         """A layer around blocks that are there, which it does not copy.
 
         Args:
             blocks: uint8 (out_features, bytes of a row).
             bias: (out_features,), or None.
             qtype: the type of the blocks.
-            residual: uint8 (out_features, bytes of a row) of a residual pass, or None.
-            residual_type: its type; by default the one that its size tells (TQ2_0 of those of 66 bytes a block).
 
         Raises:
             ValueError: shapes or types that do not belong together.
         """
         columns = decode.layout(qtype).columns(blocks)
-        if residual is None:
-            residual_type = None
-        elif residual_type is None:
-            residual_type = _type_of_size(residual, columns)
-        layer = cls(columns, blocks.shape[0], False, qtype=qtype, residual_type=residual_type, device="meta")
+        layer = cls(columns, blocks.shape[0], False, qtype=qtype, device="meta")
         layer.weight = nn.Parameter(blocks, requires_grad=False)
-        if residual is not None and layer.residual_type is not None:
-            if decode.layout(layer.residual_type).columns(residual) != columns or len(residual) != len(blocks):
-                raise ValueError(
-                    f"a residual of shape {tuple(residual.shape)} is not one of {tuple(blocks.shape)} blocks"
-                )
-            layer.residual = nn.Parameter(residual, requires_grad=False)
         if bias is not None:
             if bias.shape != (blocks.shape[0],):
                 raise ValueError(f"a bias of shape {tuple(bias.shape)} is not one of {blocks.shape[0]} rows")
@@ -151,17 +126,11 @@ class PackedLinear(nn.Linear):
         source, kind = x, decode.layout(self.qtype)
         if kind.rotated:
             source = products.rotate(x, path, kind.block) if rotated is None else rotated
-        out = products.product(source, self.weight, self.qtype, dtype=self._sum_dtype(x.dtype), path=path)
+        out = products.product(source, self.weight, self.qtype, dtype=x.dtype, path=path)
         del source  # a rotated input made here is not needed any more
-        if self.residual is not None and self.residual_type is not None:
-            out.add_(products.product(x, self.residual, self.residual_type, dtype=out.dtype, path=path))
         if self.bias is not None:
             out.add_(self.bias.to(out.dtype))
         return out.to(x.dtype)
-
-    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What outputs are added in: one product is rounded once, two are added before they are."""
-        return dtype if self.residual is None else transform.accumulation_dtype(dtype)
 
     def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """The decoded matrix of the path ``dense``, made at its first use and when the blocks have changed."""
@@ -173,7 +142,7 @@ class PackedLinear(nn.Linear):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole matrix: (out_features, in_features) in ``dtype``."""
-        return products.dequantize(self.weight, self.qtype, self.residual, self.residual_type, dtype=dtype)
+        return products.dequantize(self.weight, self.qtype, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Nothing: blocks are not initialised at random, and what calls this for nn.Linear means the float matrix."""
@@ -190,15 +159,14 @@ class PackedLinear(nn.Linear):
         return {**self.__dict__, "_dense": None}
 
     def extra_repr(self) -> str:
-        second = "" if self.residual_type is None else f" + {self.residual_type.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"type={self.qtype.name}{second}"
+            f"type={self.qtype.name}"
         )
 
 
 class ITQ3SLinear(PackedLinear):
-    """A layer of ITQ3_S blocks: 3.125 bits a weight, 6.25 or 5.1875 with a residual pass."""
+    """A layer of ITQ3_S blocks: 3.125 bits a weight."""
 
 
 class TernaryLinear(PackedLinear):
@@ -224,26 +192,18 @@ def _blocks(rows: int, size: int, device: torch.device | str | None) -> nn.Param
     return nn.Parameter(torch.zeros(rows, size, dtype=torch.uint8, device=device), requires_grad=False)
 
 
-def _type_of_size(residual: torch.Tensor, columns: int) -> QType:
-    for kind in map(decode.layout, packing.RESIDUALS.values()):
-        if kind.fits(columns) and residual.ndim == 2 and residual.shape[1] == kind.row_bytes(columns):
-            return kind.qtype
-    raise ValueError(f"a residual of shape {tuple(residual.shape)} is of no type that a residual pass has")
-
-
 def replace_linears(
-    model: nn.Module, qtype: QType = DEFAULT_TYPE, residual_type: QType | None = None, *,
-    wanted: Callable[[str, nn.Linear], bool] | None = None, effort: str = "default", threads: int | None = None,
+    model: nn.Module, qtype: QType = DEFAULT_TYPE, *, wanted: Callable[[str, nn.Linear], bool] | None = None,
+    effort: str = "default", threads: int | None = None,
 ) -> list[str]:  # fmt: skip
     """Quantize the linear layers of a model, in place.
 
-    Layers that are packed already, whose width is not whole blocks (of 64; of 256 for TQ1_0 and TQ2_0, also as a
-    residual pass), and subclasses of nn.Linear, of which only their makers know what else they do, stay as they are.
+    Layers that are packed already, whose width is not whole blocks (of 64; of 256 for TQ1_0 and TQ2_0), and
+    subclasses of nn.Linear, of which only their makers know what else they do, stay as they are.
 
     Args:
         model: of any kind.
         qtype: the type of the blocks, of 64 weights in place of 256 where the width asks for it.
-        residual_type: that of the residual pass, or None.
         wanted: which of them, by name and layer; by default all but the output head (``lm_head``).
         effort: of the trellis encoder.
         threads: of the C library.
@@ -255,16 +215,13 @@ def replace_linears(
         ValueError: as :func:`gguf_itq3s.torch.quantize`.
     """
     chosen = wanted or (lambda name, _: name.rpartition(".")[2] != "lm_head")
-    types = (qtype, residual_type)
     found = [
         (name, layer)
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and decode.all_fit(types, layer.in_features) and chosen(name, layer)
+        if type(layer) is nn.Linear and decode.fits(qtype, layer.in_features) and chosen(name, layer)
     ]
     for name, layer in found:
-        packed = PackedLinear.from_weight(
-            layer.weight, layer.bias, qtype=qtype, residual_type=residual_type, effort=effort, threads=threads
-        )
+        packed = PackedLinear.from_weight(layer.weight, layer.bias, qtype=qtype, effort=effort, threads=threads)
         packed.train(layer.training)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, packed)

@@ -5,7 +5,6 @@
 the gradient is ``(g V) H`` (``gguf_itq3s::product_transposed``). Packed weights have no gradient. Source: the pipeline
 of the TurboQuant model page, with the Hadamard matrix as its rotation.
 
-The product of a residual pass (:mod:`.packing`) is one more, with the input as it is.
 """
 
 from __future__ import annotations
@@ -145,9 +144,7 @@ _product_transposed.register_autograd(_gradient(_product), setup_context=_produc
 
 
 @operator
-def _dequantize(
-    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _dequantize(weight: torch.Tensor, qtype: int, dtype: torch.dtype) -> torch.Tensor:
     kind = decode.layout(qtype)
     rows, columns = weight.shape[0], kind.columns(weight)
     out = weight.new_empty((rows, columns), dtype=dtype)
@@ -158,17 +155,12 @@ def _dequantize(
             values = kind.values(blocks)
             # Integers are rotated before they are scaled: that is exact.
             part = (transform.fwht(values, kind.block) if kind.rotated else values).mul_(kind.scales(blocks))
-            if residual is not None:
-                second = decode.layout(residual_type)
-                part += decode.weights(residual[start : start + step].unflatten(-1, (-1, second.block_bytes)), second)
             out[start : start + step] = part.flatten(-2)
     return out
 
 
 @_dequantize.register_fake  # type: ignore[untyped-decorator]
-def _(
-    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None, residual_type: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _(weight: torch.Tensor, qtype: int, dtype: torch.dtype) -> torch.Tensor:
     return weight.new_empty((weight.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
 
 
@@ -221,19 +213,14 @@ def product(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def dequantize(
-    weight: torch.Tensor, qtype: int, residual: torch.Tensor | None = None, residual_type: int | None = None, *,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:  # fmt: skip
+def dequantize(weight: torch.Tensor, qtype: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The matrix that packed blocks stand for.
 
-    Without a zero-point and a residual pass, the float32 bits of :func:`gguf_itq3s.dequantize`.
+    Without a zero-point, the float32 bits of :func:`gguf_itq3s.dequantize`.
 
     Args:
         weight: uint8 (rows, bytes of a row).
         qtype: its type.
-        residual: uint8 (rows, bytes of a row) of the residual pass, or None.
-        residual_type: its type; that of ``weight`` by default.
         dtype: of the result, to which a slice at a time is rounded from float32.
 
     Returns:
@@ -242,8 +229,5 @@ def dequantize(
     Raises:
         ValueError: shapes or types that do not belong together.
     """
-    second = qtype if residual_type is None else residual_type
-    shape = (weight.shape[0], decode.layout(qtype).columns(weight))
-    if residual is not None and (residual.shape[0], decode.layout(second).columns(residual)) != shape:
-        raise ValueError(f"a residual pass of shape {tuple(residual.shape)} does not belong to {shape} weights")
-    return _dequantize(weight, int(qtype), residual, int(second), dtype)
+    decode.layout(qtype).columns(weight)
+    return _dequantize(weight, int(qtype), dtype)

@@ -78,7 +78,7 @@ class Pack(ConversionOps):
         self.quantizer = quantizer
 
     def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str, **__: Any) -> dict[str, torch.Tensor]:
-        """What becomes of a parameter: itself and, with a residual pass, its residual, by name."""
+        """What becomes of a parameter, by name."""
         (tensor,) = input_dict.values()
         tensor = tensor[0] if isinstance(tensor, list) and not isinstance(tensor, Pieces) else tensor
         if self.quantizer.refused is None:
@@ -96,9 +96,7 @@ class Matrix:
 
     Attributes:
         parameter: name of the parameter with the blocks.
-        residual: of that with the blocks of the residual pass.
         qtype: the type of the blocks.
-        residual_type: that of the residual pass, or None.
         rows: of a matrix.
         columns: of a matrix.
         count: how many matrices a parameter of experts holds; None for a linear layer.
@@ -106,9 +104,7 @@ class Matrix:
     """
 
     parameter: str
-    residual: str
     qtype: QType
-    residual_type: QType | None
     rows: int
     columns: int
     count: int | None = None
@@ -120,15 +116,11 @@ class Matrix:
         shape = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
         return shape if self.count is None else (self.count, *shape)
 
-    def blocks(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its blocks, by parameter."""
-        parts = {self.parameter: self.qtype, self.residual: self.residual_type}
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The shape of its blocks."""
         before = (self.rows,) if self.count is None else (self.count, self.rows)
-        return {
-            name: (*before, decode.layout(qtype).row_bytes(self.columns))
-            for name, qtype in parts.items()
-            if qtype is not None
-        }
+        return *before, decode.layout(self.qtype).row_bytes(self.columns)
 
 
 @register_quantizer(METHOD)
@@ -196,9 +188,7 @@ class ITQ3SQuantizer(HfQuantizer):
         stacks = self._find_experts(every)
         widths = {name: layer.in_features for name, layer in chosen.items()}
         widths |= {name: found.stacks[name.rpartition(".")[2]].columns for name, found in stacks.items()}
-        narrow = {
-            name: columns for name, columns in widths.items() if not decode.all_fit(config.types_of(name), columns)
-        }
+        narrow = {name: columns for name, columns in widths.items() if not decode.fits(config.type_of(name), columns)}
         if narrow and self.pre_quantized:
             name = next(iter(narrow))
             raise ValueError(f"{name}: {narrow[name]} columns cannot be packed; the config is wrong")
@@ -243,24 +233,20 @@ class ITQ3SQuantizer(HfQuantizer):
         return found
 
     def _pack_linear(self, model: Any, name: str, layer: nn.Linear) -> None:
-        qtype, residual = self.quantization_config.types_of(name)
         packed = PackedLinear(
-            layer.in_features, layer.out_features, layer.bias is not None, qtype=qtype, residual_type=residual,
-            device="meta", dtype=self._dtype,
+            layer.in_features, layer.out_features, layer.bias is not None,
+            qtype=self.quantization_config.type_of(name), device="meta", dtype=self._dtype,
         )  # fmt: skip
         packed.train(layer.training)
         model.set_submodule(name, packed)
-        self._packed[name] = Matrix(
-            f"{name}.weight", f"{name}.residual", packed.qtype, packed.residual_type, layer.out_features,
-            layer.in_features,
-        )  # fmt: skip
+        self._packed[name] = Matrix(f"{name}.weight", packed.qtype, layer.out_features, layer.in_features)
 
     def _pack_experts(self, model: Any, stacks: Mapping[str, Experts]) -> None:
         config = self.quantization_config
         for path, found in {name.rpartition(".")[0]: found for name, found in stacks.items()}.items():
-            types = {part: config.types_of(f"{path}.{part}") for part in found.stacks if f"{path}.{part}" in stacks}
+            types = {part: config.type_of(f"{path}.{part}") for part in found.stacks if f"{path}.{part}" in stacks}
             kinds = {
-                part: replace(stack, qtype=types[part][0], residual_type=types[part][1]) if part in types else stack
+                part: replace(stack, qtype=types[part]) if part in types else stack
                 for part, stack in found.stacks.items()
             }
             layer = PackedExperts(
@@ -272,20 +258,13 @@ class ITQ3SQuantizer(HfQuantizer):
             for part in types:
                 name, stack = f"{path}.{part}", kinds[part]
                 assert stack.qtype is not None
-                self._packed[name] = Matrix(
-                    name, f"{name}_residual", stack.qtype, stack.residual_type, stack.rows, stack.columns,
-                    found.count, stack.transposed,
-                )  # fmt: skip
+                self._packed[name] = Matrix(name, stack.qtype, stack.rows, stack.columns, found.count, stack.transposed)
 
     def _keep_unrounded(self, model: Any) -> None:
         """Let weights be read in float32, not rounded to the model's dtype before gains and codes are made of them."""
         config = self.quantization_config
         tied = model.all_tied_weights_keys  # not tied yet, and none of a matrix's own
-        parameters = [
-            name
-            for name, _ in model.named_parameters()
-            if name not in tied and not name.endswith((".residual", "_residual"))
-        ]
+        parameters = [name for name, _ in model.named_parameters() if name not in tied]
         if config.fold_norms and is_trellis(QTYPES[config.qtype]):
             self._folding = folding.plan(model.config, parameters)
             if self._folding.note:
@@ -341,7 +320,7 @@ class ITQ3SQuantizer(HfQuantizer):
         if scale is not None and not self.pre_quantized:
             raise ValueError(f"{scale.file}: {scale.key}: is a scale of codes that would be read as weights; {REMEDY}")
         for matrix in self._packed.values():
-            expected = matrix.blocks() if self.pre_quantized else {matrix.parameter: matrix.floats}
+            expected = {matrix.parameter: matrix.blocks if self.pre_quantized else matrix.floats}
             for name, shape in expected.items():
                 there = stored.get(name)
                 if not there:
@@ -429,14 +408,13 @@ class ITQ3SQuantizer(HfQuantizer):
     def _pack(
         self, matrix: Matrix, gain: torch.Tensor | None, weight: torch.Tensor | Pieces
     ) -> dict[str, torch.Tensor]:
-        found = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in matrix.blocks().items()}
+        found = torch.empty(matrix.blocks, dtype=torch.uint8)
         device = torch.device("cpu")
         for number, rows in enumerate(self._matrices(matrix, weight)):
             device = rows.device
-            for name, blocks in zip(found, self._blocks(matrix, rows, gain), strict=True):
-                (found[name] if matrix.count is None else found[name][number]).copy_(blocks)
+            (found if matrix.count is None else found[number]).copy_(self._blocks(matrix, rows, gain))
             del rows
-        return {name: blocks.to(device) for name, blocks in found.items()}
+        return {matrix.parameter: found.to(device)}
 
     @staticmethod
     def _matrices(matrix: Matrix, weight: torch.Tensor | Pieces) -> Iterator[torch.Tensor]:
@@ -461,20 +439,15 @@ class ITQ3SQuantizer(HfQuantizer):
         else:
             yield from (rows.t() if matrix.transposed else rows for rows in weight)
 
-    def _blocks(self, matrix: Matrix, weight: torch.Tensor, gain: torch.Tensor | None) -> list[torch.Tensor]:
-        """The blocks of a matrix and, with a residual pass, those of its residual."""
+    def _blocks(self, matrix: Matrix, weight: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        """The blocks of a matrix."""
         config = self.quantization_config
         if not is_trellis(matrix.qtype):
             weight = self._ternary(matrix.parameter, weight.float())
         # In pieces, so that there is no second copy of the matrix in floats.
-        packed = [
-            quantize(piece, matrix.qtype, matrix.residual_type, effort=config.effort, threads=config.threads)
-            for piece in self._scaled(matrix.parameter, weight, gain)
-        ]
-        found = [torch.cat([part.weight for part in packed])]
-        if matrix.residual_type is not None:
-            found.append(torch.cat([part.residual for part in packed if part.residual is not None]))
-        return found
+        pieces = self._scaled(matrix.parameter, weight, gain)
+        options = {"effort": config.effort, "threads": config.threads}
+        return torch.cat([quantize(piece, matrix.qtype, **options) for piece in pieces])
 
     def _scaled(self, name: str, weight: torch.Tensor, gain: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Some rows of a matrix after the other, float32, times the gains of the norm that it reads."""

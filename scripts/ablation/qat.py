@@ -45,7 +45,7 @@ from gguf_itq3s.distill.optimizer import Adam, Group  # noqa: E402
 from gguf_itq3s.distill.pipeline import rate  # noqa: E402
 from gguf_itq3s.evaluate import wikitext  # noqa: E402
 from scripts.ablation import rcp, study  # noqa: E402
-from scripts.ablation.torch_evaluator import Reference  # noqa: E402
+from scripts.papers.reference import Reference  # noqa: E402
 
 #: Windows of the training text that say the second moments of the grid search, and the teacher's confidence.
 _SAMPLE: Final = 32

@@ -19,8 +19,8 @@ import gguf_itq3s.codec
 from gguf_itq3s.base import report
 from gguf_itq3s.codec.transform import BLOCK, FloatArray
 from scripts.ablation import variants
-from scripts.ablation.torch_evaluator import Reference
 from scripts.ablation.variants import TABLES, Variant
+from scripts.papers.reference import Reference
 
 #: Rows beyond the paper: the same code with the RMSNorm gains multiplied into the matrices first.
 FOLDED: Final = (

@@ -10,7 +10,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import collections
 import json
 import sys
 from pathlib import Path
@@ -26,12 +25,10 @@ import numpy as np
 import torch
 
 import triton_shapes
-from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.transform import fwht
 from gguf_itq3s.torch import PackedExperts, PackedLinear, decode, kernels, products, rotate
 from gguf_itq3s.torch.experts import Stack
 from packed import TYPES, deviation, matrix, packed_rows
-from scripts.tables.torch_memory import StorageTracker, additional
 
 
 def layer(qtype: int, outputs: int, columns: int) -> tuple[PackedLinear, torch.Tensor]:
@@ -111,29 +108,6 @@ def rotation() -> dict[str, Any]:
     }
 
 
-def memory() -> list[list[int]]:
-    """Measured and computed peak of the path, for one product and two, whole and split among three programs.
-
-    The kernels are left out: they hold nothing outside registers, but the interpreter copies what it is given.
-    """
-    found = []
-    nothing: dict[Any, Any] = collections.defaultdict(lambda: lambda *_, **__: None)
-    for name in ("_rotate_kernel", "_product_kernel", "_sum_kernel"):
-        setattr(kernels, name, nothing)
-    for split in (1, 3):
-        kernels._split = lambda *_, count=split: count  # type: ignore[misc]
-        for residual in (None, TQ2_0):
-            for dtype in (torch.float32, torch.float16):
-                built = PackedLinear.from_weight(matrix(9, 768), residual_type=residual)
-                x = matrix(5, 768, 1).to(dtype)
-                built(x, path="triton")  # makes the tables
-                with torch.no_grad(), StorageTracker() as tracker:
-                    built(x, path="triton")
-                computed = additional(5, 768, 9, path="triton", residual_type=residual, dtype=dtype, split=split)
-                found.append([tracker.peak, computed])
-    return found
-
-
 def tiles() -> dict[str, float]:
     """Deviation with tiles smaller than the matrix, and with as many shares of the columns as there are blocks."""
     found = {}
@@ -166,14 +140,12 @@ def others() -> dict[str, Any]:
     moved = bytes_before.flatten()[1:][: 5 * 200].view(5, 200)
     moved.copy_(built.weight)
     unaligned = PackedLinear.from_blocks(moved)
-    second = PackedLinear.from_weight(matrix(5, 512), residual_type=TQ2_0)
     return {
         "compiled": float((compiled - built(x)).abs().max()),
         "strided": deviation(built(strided), strided, decoded),
         "unaligned": deviation(unaligned(strided, path="triton"), strided, decoded),
         "shared rotation": float((built(x, rotated=rotate(x, "triton")) - built(x)).abs().max()),
         "rotation in float32": deviation(built(x, rotated=rotate(x, "reference")).detach(), x.detach(), decoded),
-        "residual": deviation(second(strided, path="triton"), strided, second.dequantize()),
         "float64": deviation(built(x.detach().double()), x.detach().double(), decoded),
         "empty": list(built(x[:0].view(2, 0, 512)).shape),
     }
@@ -181,5 +153,5 @@ def others() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = (forward, backward, halves, experts, rotation, others, tiles, memory)  # the last two change the kernels
+    parts = (forward, backward, halves, experts, rotation, others, tiles)  # the last changes the kernels
     print(json.dumps({part.__name__: part() for part in parts}))

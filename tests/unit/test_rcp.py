@@ -15,7 +15,7 @@ from gguf_itq3s.calibrate.options import CalibrationOptions
 from gguf_itq3s.calibrate.text import windows
 from scripts.ablation import rcp
 from scripts.ablation.qat import ROWS, Row, Settings, cache_bits, measure, quantized, table, train
-from scripts.ablation.torch_evaluator import Reference
+from scripts.papers.reference import Reference
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

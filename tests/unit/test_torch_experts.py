@@ -13,13 +13,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import PackedExperts, PackedLinear, products, use_path
 from gguf_itq3s.torch.experts import Stack
 from packed import TYPES, packed_rows
-from scripts.tables.torch_memory import StorageTracker
-from selection import some
+from storage import StorageTracker
 
 EXPERTS, HIDDEN, INNER, TOKENS = 5, 512, 256, 11
 PATHS = ["reference", "dense"]
@@ -34,20 +32,14 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def built(
-    qtype: Type = ITQ3_S, residual: Type | None = None, experts: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER
-) -> PackedExperts:
+def built(qtype: Type = ITQ3_S, experts: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> PackedExperts:
     """Of random blocks."""
-    stacks = {
-        "gate_up_proj": Stack(2 * inner, hidden, qtype, residual), "down_proj": Stack(hidden, inner, qtype, residual)
-    }  # fmt: skip
+    stacks = {"gate_up_proj": Stack(2 * inner, hidden, qtype), "down_proj": Stack(hidden, inner, qtype)}
     layer = PackedExperts(experts, stacks, gate)
     state = {}
     for seed, (name, stack) in enumerate(stacks.items()):
-        for part, kind in (("", qtype), ("_residual", residual)):
-            if kind is not None:
-                rows = packed_rows(kind, experts * stack.rows, stack.columns, seed)
-                state[name + part] = torch.from_numpy(rows).view(experts, stack.rows, -1)
+        rows = packed_rows(qtype, experts * stack.rows, stack.columns, seed)
+        state[name] = torch.from_numpy(rows).view(experts, stack.rows, -1)
     layer.load_state_dict(state)
     return layer
 
@@ -83,11 +75,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("qtype", "residual"), [*((qtype, None) for qtype in TYPES), (ITQ3_S, ITQ3_S), (ITQ3_S, TQ2_0)]
-)
-def test_what_the_experts_compute_and_its_gradient(qtype: Type, residual: Type | None, path: str) -> None:
-    layer = built(qtype, residual)
+@pytest.mark.parametrize("qtype", TYPES)
+def test_what_the_experts_compute_and_its_gradient(qtype: Type, path: str) -> None:
+    layer = built(qtype)
     x, index, routing = routed()
     x.requires_grad_()
     routing.requires_grad_()
@@ -142,9 +132,8 @@ def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None
             assert error(layer(x, index, routing), expected) < tolerance
 
 
-@pytest.mark.parametrize("residual", some([None, TQ2_0], lambda residual: residual is None, pytest.mark.slow))
-def test_gradients_of_gradients(residual: Type | None) -> None:
-    layer = built(residual=residual, experts=3, hidden=256)
+def test_gradients_of_gradients() -> None:
+    layer = built(experts=3, hidden=256)
     x, index, routing = (t.double() if t.is_floating_point() else t for t in routed(3, 256, 4))
     x.requires_grad_()
     run = functools.partial(_run, layer, index, routing)
@@ -195,15 +184,13 @@ def test_shapes_and_mistakes() -> None:
         layer(x[:, :256], index, routing)
     with pytest.raises(ValueError, match="ITQ3_N rows must be a multiple of 64 long, not 300"):
         PackedExperts(2, {"up_proj": Stack(256, 300, ITQ3_S), "down_proj": Stack(300, 256)}, torch.relu)
-    with pytest.raises(ValueError, match="a residual pass follows one of ITQ3_S"):
-        PackedExperts(2, {"up_proj": Stack(256, 256, TQ2_0, ITQ3_S), "down_proj": Stack(256, 256)}, torch.relu)
     with pytest.raises(ValueError, match="stacks of matrices are needed; the shapes are"):
         PackedExperts.from_weights(random(4, 256), random(4, 256), gate)
 
 
 @pytest.mark.slow
 def test_pytorchs_ways(tmp_path: Path) -> None:
-    layer = built(residual=TQ2_0)
+    layer = built()
     x, index, routing = routed()
     y = layer(x, index, routing)
     save_file(layer.state_dict(), tmp_path / "experts.safetensors")
@@ -213,7 +200,7 @@ def test_pytorchs_ways(tmp_path: Path) -> None:
     for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.half().float()):
         assert torch.equal(same(x, index, routing), y)
     assert {parameter.dtype for parameter in layer.half().parameters()} == {torch.uint8}
-    assert "ITQ3_S + TQ2_0" in repr(layer) and "experts=5" in repr(layer)
+    assert "ITQ3_S" in repr(layer) and "experts=5" in repr(layer)
     compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert error(compiled(x, index, routing), y) < 1e-6
 
@@ -222,11 +209,10 @@ def test_pytorchs_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residual", [None, ITQ3_S])
-def test_no_expert_is_made_whole(residual: Type | None) -> None:
+def test_no_expert_is_made_whole() -> None:
     """On the path reference slices of one expert; on dense one expert at a time, forward and backward."""
     experts, hidden, inner = 8, 1024, 1024
-    layer = built(ITQ3_S, residual, experts, hidden, inner)
+    layer = built(ITQ3_S, experts, hidden, inner)
     x, index, routing = routed(experts, hidden, 24)
     one = 2 * inner * hidden * 4
     layer(x[:1], index[:1], routing[:1])  # makes the tables

@@ -26,7 +26,6 @@ from gguf_itq3s.torch import (
     PackedLinear,
     TernaryLinear,
     decode,
-    packing,
     products,
     quantize,
     replace_linears,
@@ -165,9 +164,8 @@ def test_leading_dimensions() -> None:
         layer(x[:, :255])
 
 
-@pytest.mark.parametrize("residual", [None, ITQ3_S, TQ2_0])
-def test_gradient_to_the_input(residual: Type | None) -> None:
-    layer = PackedLinear.from_weight(matrix(5, 256), matrix(1, 5)[0].double(), residual_type=residual)
+def test_gradient_to_the_input() -> None:
+    layer = PackedLinear.from_weight(matrix(5, 256), matrix(1, 5)[0].double())
     x = matrix(3, 256, 1).double().requires_grad_()
     assert torch.autograd.gradcheck(layer, x, fast_mode=True)
     assert torch.autograd.gradgradcheck(layer, x, fast_mode=True)
@@ -224,44 +222,6 @@ def test_autocast_casts_the_input_and_nothing_inside() -> None:
     assert torch.equal(y, layer(x.bfloat16()))
 
 
-# ----------------------------------------------------------------------------------------------------- residual pass
-
-
-def test_residual_pass_codes_the_error() -> None:
-    weight = matrix(64, 1024)
-    errors = {}
-    for name, residual in (("none", False), ("itq3_s", True), ("tq2_0", "tq2_0"), ("itq2_s", "itq2_s")):
-        packed = quantize(weight, residual=residual)
-        layer = PackedLinear.from_blocks(
-            packed.weight, residual=packed.residual, residual_type=packing.residual_qtype(residual)
-        )
-        decoded = layer.dequantize()
-        errors[name] = float((decoded - weight).square().sum() / weight.square().sum())
-        x = matrix(5, 1024, 1)
-        assert_close(layer(x), x, decoded, 3e-6)
-    assert errors["none"] < 0.0223
-    assert errors["itq3_s"] < 0.00055
-    assert errors["tq2_0"] < 0.0045
-    assert errors["itq2_s"] < 0.0019
-    bits = {q: decode.LAYOUTS[q].block_bytes * 8 / 256 for q in (ITQ3_S, TQ2_0)}
-    assert (2 * bits[ITQ3_S], bits[ITQ3_S] + bits[TQ2_0]) == (6.25, 5.1875)
-
-
-def test_what_residuals_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown residual 'q8_0'"):
-        quantize(matrix(1, 256), residual="q8_0")
-    with pytest.raises(ValueError, match=r"follows one of ITQ3_S, .*, not TQ2_0"):
-        quantize(matrix(1, 256), TQ2_0, residual=True)
-    with pytest.raises(ValueError, match="follows one of ITQ3_S"):
-        PackedLinear(256, 1, qtype=TQ1_0, residual_type=TQ2_0)
-    packed = quantize(matrix(3, 512), residual=True)
-    assert packed.residual is not None
-    with pytest.raises(ValueError, match="of no type"):
-        PackedLinear.from_blocks(packed.weight, residual=packed.residual[:, :100])
-    with pytest.raises(ValueError, match="is not one of"):
-        PackedLinear.from_blocks(packed.weight, residual=packed.residual[:2])
-
-
 # --------------------------------------------------------------------------------------------------------- quantizing
 
 
@@ -269,27 +229,23 @@ def test_what_residuals_are_refused() -> None:
 def test_quantize_writes_the_codecs_bytes(convert) -> None:  # type: ignore[no-untyped-def]
     weight = matrix(5, 512)
     packed = quantize(convert(weight), effort="fast")
-    np.testing.assert_array_equal(packed.weight.numpy(), blocks.quantize(weight.numpy(), effort="fast"))
-    assert packed.residual is None
+    np.testing.assert_array_equal(packed.numpy(), blocks.quantize(weight.numpy(), effort="fast"))
 
 
 @pytest.mark.parametrize(("short", "asked"), SHORT.items(), ids=lambda t: t.name)
-@pytest.mark.parametrize("residual", [None, ITQ3_S])
-def test_a_width_asks_for_shorter_blocks(short: Type, asked: Type, residual: Type | None) -> None:
+def test_a_width_asks_for_shorter_blocks(short: Type, asked: Type) -> None:
     """As the converter writes it; where both fit, the type that is asked for."""
     weight = matrix(5, 320)
-    layer = PackedLinear.from_weight(weight, qtype=asked, residual_type=residual, effort="fast")
-    second = None if residual is None else Type["ITQ3_N"]
-    assert (layer.qtype, layer.residual_type) == (short, second)
+    layer = PackedLinear.from_weight(weight, qtype=asked, effort="fast")
+    assert layer.qtype == short
     np.testing.assert_array_equal(
         layer.weight.numpy(), blocks.quantize(weight.numpy(), effort="fast", fmt=FAMILY[short].format)
     )
-    assert float((layer.dequantize() - weight).norm() / weight.norm()) < (0.3 if residual is None else 0.1)
-    other = PackedLinear(320, 5, bias=False, qtype=asked, residual_type=residual)
+    assert float((layer.dequantize() - weight).norm() / weight.norm()) < 0.3
+    other = PackedLinear(320, 5, bias=False, qtype=asked)
     other.load_state_dict(layer.state_dict())
     assert other.qtype == short and torch.equal(other(weight), layer(weight))
-    again = PackedLinear.from_blocks(layer.weight, qtype=short, residual=layer.residual)
-    assert again.residual_type == second and torch.equal(again(weight), layer(weight))
+    assert torch.equal(PackedLinear.from_blocks(layer.weight, qtype=short)(weight), layer(weight))
     assert PackedLinear(512, 5, qtype=asked).qtype == asked and PackedLinear(512, 5, qtype=short).qtype == short
 
 
@@ -301,10 +257,9 @@ def test_ternary_matrices_keep_their_weights(qtype: Type) -> None:
 
 def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(7, 512)
-    whole = quantize(weight, residual="tq2_0")
+    whole = quantize(weight)
     monkeypatch.setattr("gguf_itq3s.torch.packing._PIECE", 1024)
-    for one, other in zip(whole, quantize(weight, residual="tq2_0"), strict=True):
-        assert torch.equal(one, other)
+    assert torch.equal(quantize(weight), whole)
 
 
 def test_clear_errors() -> None:
@@ -313,7 +268,7 @@ def test_clear_errors() -> None:
     with pytest.raises(ValueError, match="TQ2_0 rows must be a multiple of 256 long, not 320"):
         PackedLinear(320, 4, qtype=TQ2_0)
     with pytest.raises(ValueError, match="TQ2_0 rows must be a multiple of 256 long, not 320"):
-        PackedLinear.from_weight(matrix(4, 320), residual_type=TQ2_0)
+        PackedLinear.from_weight(matrix(4, 320), qtype=TQ2_0)
     with pytest.raises(ValueError, match="ITQ3_S rows must be a multiple of 256 long, not 320"):
         quantize(matrix(2, 320))
     with pytest.raises(ValueError, match="Q4_K weights cannot stay packed"):
@@ -331,14 +286,14 @@ def test_clear_errors() -> None:
 # ----------------------------------------------------------------------------------------------------- PyTorch's ways
 
 
-@pytest.fixture(params=[None, ITQ3_S, TQ2_0], ids=["plain", "itq3_s", "tq2_0"])
-def layer(request: pytest.FixtureRequest) -> PackedLinear:
-    return PackedLinear.from_weight(matrix(9, 512), matrix(1, 9)[0], residual_type=request.param)
+@pytest.fixture
+def layer() -> PackedLinear:
+    return PackedLinear.from_weight(matrix(9, 512), matrix(1, 9)[0])
 
 
 def test_state_goes_through_safetensors(layer: PackedLinear, tmp_path: Path) -> None:
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
-    other = PackedLinear(512, 9, residual_type=layer.residual_type)
+    other = PackedLinear(512, 9)
     x = matrix(3, 512, 1)
     other(x, path="dense")  # must not outlive the loading
     other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
@@ -346,7 +301,7 @@ def test_state_goes_through_safetensors(layer: PackedLinear, tmp_path: Path) -> 
 
 
 def test_meta_device_and_assigned_state(layer: PackedLinear) -> None:
-    other = PackedLinear(512, 9, residual_type=layer.residual_type, device="meta")
+    other = PackedLinear(512, 9, device="meta")
     assert other.weight.is_meta and other.weight.shape == layer.weight.shape
     other.load_state_dict(layer.state_dict(), assign=True)
     x = matrix(3, 512, 1)
@@ -377,7 +332,7 @@ def test_dense_matrix_follows_the_dtype_and_the_blocks(layer: PackedLinear) -> N
     x = matrix(2, 512)
     layer(x.half(), path="dense")
     assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
-    layer.weight = torch.nn.Parameter(quantize(matrix(9, 512, 5)).weight, requires_grad=False)
+    layer.weight = torch.nn.Parameter(quantize(matrix(9, 512, 5)), requires_grad=False)
     assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
 
 
@@ -414,20 +369,19 @@ def test_a_compiled_layer_takes_another_path() -> None:
 @pytest.mark.slow
 def test_operators_follow_pytorchs_rules() -> None:
     x = matrix(2, 256).requires_grad_()
-    packed = quantize(matrix(3, 256), residual=True)
+    packed = quantize(matrix(3, 256))
     torch.library.opcheck(products._rotate, (x, 256, False))
-    torch.library.opcheck(products._product, (x, packed.weight, int(ITQ3_S), torch.float32, False))
+    torch.library.opcheck(products._product, (x, packed, int(ITQ3_S), torch.float32, False))
     gradient = matrix(2, 3).requires_grad_()
-    torch.library.opcheck(products._product_transposed, (gradient, packed.weight, int(ITQ3_S), torch.float32, False))
-    arguments = (packed.weight, int(ITQ3_S), packed.residual, int(ITQ3_S), torch.float16)
-    torch.library.opcheck(products._dequantize, arguments)
+    torch.library.opcheck(products._product_transposed, (gradient, packed, int(ITQ3_S), torch.float32, False))
+    torch.library.opcheck(products._dequantize, (packed, int(ITQ3_S), torch.float16))
 
 
 def test_a_linear_layer_to_what_looks_for_one() -> None:
     assert isinstance(PackedLinear(256, 1), torch.nn.Linear)
     assert isinstance(ITQ3SLinear.from_weight(matrix(2, 256)), ITQ3SLinear)
     assert isinstance(TernaryLinear(256, 2), PackedLinear) and TernaryLinear(256, 2).qtype == TQ2_0
-    assert "type=ITQ3_S + TQ2_0" in repr(PackedLinear(256, 1, residual_type=TQ2_0))
+    assert "type=ITQ3_S" in repr(PackedLinear(256, 1))
 
 
 def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +409,7 @@ def test_linears_of_a_model_are_replaced() -> None:
         "lm_head": torch.nn.Linear(256, 8),
     })  # fmt: skip
     bias = model["body"][0].bias  # type: ignore[index]
-    assert replace_linears(model.eval(), residual_type=TQ2_0) == ["body.0", "body.2"]  # TQ2_0 fits no other
+    assert replace_linears(model.eval(), TQ2_0) == ["body.0", "body.2"]  # TQ2_0 fits no other
     assert replace_linears(model) == ["narrow"]
     assert model["narrow"].qtype.name == "ITQ3_N"
     assert type(model["lm_head"]) is torch.nn.Linear and type(model["odd"]) is torch.nn.Linear

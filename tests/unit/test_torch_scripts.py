@@ -1,4 +1,4 @@
-"""The table of the residual pass and the benchmark of the PyTorch layers."""
+"""The benchmark of the PyTorch layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from gguf_itq3s.base.errors import UserError
 from scripts.bench import torch_layers
-from scripts.tables import residual, torch_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,24 +65,3 @@ def test_the_pages_first_lines_run() -> None:
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "torch.md").read_text(), re.MULTILINE | re.DOTALL)[0]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "torch.Size([2, 7, 512])"
-
-
-def test_table_of_the_residual_pass() -> None:
-    record = json.loads(residual.RESULTS.read_text())
-    page = (ROOT / "docs" / "torch.md").read_text()
-    assert residual.table(record).strip() in page
-    bits = [row["bits"] for row in record.values()]
-    assert bits == sorted(bits) and {3.125, 5.1875, 6.25} <= set(bits)
-    error = {name: row["error"] for name, row in record.items()}
-    assert error["ITQ3_S + ITQ3_S"] < 0.00055 < error["ITQ3_S + TQ2_0"] < 0.0045 < error["ITQ3_S"]
-
-
-def test_table_of_memory_stands_in_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller matrix is measured; its computed peaks are the measured ones."""
-    monkeypatch.setattr(torch_memory, "OUTPUTS", 512)
-    monkeypatch.setattr(torch_memory, "COLUMNS", 1024)
-    rows = re.findall(r"^\| reference .*\|\s+(\S+ \w+) \|\s+(\S+ \w+) \|$", torch_memory.table(), re.MULTILINE)
-    assert len(rows) == 3
-    for computed, measured in rows:
-        assert computed.split()[1] == measured.split()[1]
-        assert float(measured.split()[0]) == pytest.approx(float(computed.split()[0]), rel=0.01)

@@ -205,26 +205,22 @@ def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_
     assert len(packed(load(tmp_path, ITQ3SConfig(**{**FAST, "fold_norms": False})))) == 14
 
 
-@pytest.mark.parametrize(("qtype", "residual"), [("itq3_s", None), ("itq2_s", None), ("itq3_s", "itq2_s")])
+@pytest.mark.parametrize("qtype", ["itq3_s", "itq2_s"])
 def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
-    qtype: str, residual: str | None, checkpoint: Callable[[str], Path], tmp_path: Path
+    qtype: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """By the config and out of the converter's file; saved, they are what they were."""
     folder, out = checkpoint("llama-odd"), tmp_path / "model.gguf"
-    models = [load(folder, ITQ3SConfig(qtype, residual, **FAST), dtype=torch.float32)]
-    if residual is None:
-        options = ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast", fold_norms=True)
-        convert(options, io.StringIO())
-        models.append(load_gguf(out, dtype=torch.float32))
-    short = {"itq3_s": "ITQ3_N", "itq2_s": "ITQ2_N", None: None}
+    convert(ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast", fold_norms=True), io.StringIO())
+    models = [load(folder, ITQ3SConfig(qtype, **FAST), dtype=torch.float32), load_gguf(out, dtype=torch.float32)]
+    short = {"itq3_s": "ITQ3_N", "itq2_s": "ITQ2_N"}
     for number, model in enumerate(models):
         layers = packed(model)
         assert layers.keys() - {"lm_head"} == packed(models[0]).keys()
         for name, layer in layers.items():
             assert name == "lm_head" or torch.equal(layer.weight, packed(models[0])[name].weight)
             if name.endswith("down_proj"):
-                second = layer.residual_type and layer.residual_type.name
-                assert layer.in_features == 320 and (layer.qtype.name, second) == (short[qtype], short[residual])
+                assert layer.in_features == 320 and layer.qtype.name == short[qtype]
             else:
                 assert layer.in_features == 256 and layer.qtype.name.lower() == qtype
         model.save_pretrained(tmp_path / str(number))
@@ -270,19 +266,6 @@ def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest
     model = load(uneven("llama"), ITQ3SConfig(**FAST))
     assert len(seen) == 14 and alive == [0] * 14
     assert all(layer.weight.dtype == torch.uint8 for layer in packed(model).values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", ["itq3_s", "tq2_0"])
-def test_residual_pass(residual: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    plain = logits(load(uneven("llama"), dtype=torch.float32))
-    one = load(uneven("llama"), ITQ3SConfig(**FAST), dtype=torch.float32)
-    two = load(uneven("llama"), ITQ3SConfig(residual=residual, **FAST), dtype=torch.float32)
-    assert difference(logits(two), plain) < 0.5 * difference(logits(one), plain)
-    two.save_pretrained(tmp_path)
-    again = load(tmp_path, dtype=torch.float32)
-    assert all(layer.residual is not None for layer in packed(again).values())
-    assert torch.equal(logits(again), logits(two))
 
 
 @pytest.fixture(scope="module")
@@ -441,8 +424,8 @@ def test_codes_are_no_weights(
     ("fields", "message"),
     [
         ({"qtype": "q4_k"}, f"qtype 'q4_k' is not one of {', '.join(QTYPES)}"),
-        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "residual"),
-        ({"qtype": "tq2_0", "residual": "itq3_s"}, "a residual pass follows one of itq3_s, .*, not tq2_0"),
+        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"),
+        ({"residual": "itq3_s"}, "residual passes were taken out; quantize the model again"),
         ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": "no"}, "fold_norms 'no' is not true"),
         ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
         ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),

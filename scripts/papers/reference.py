@@ -1,47 +1,41 @@
 """Perplexity and KL divergence of a Hugging Face model with changed weights, in torch (float32).
 
 The figures are those of ``llama-perplexity --kl-divergence``: the text is cut into windows of ``context`` tokens, the
-first token of each is replaced by BOS, and the second half of each window is scored. Used by the ablations, whose
-variants have no file format.
+first token of each is replaced by BOS, and the second half of each window is scored. For what has no file format.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gguf_itq3s.base.journal import key_of, sources, write_text
 from gguf_itq3s.checkpoint import channels
+from gguf_itq3s.codec.transform import FloatArray
+from gguf_itq3s.evaluate import wikitext
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """What changed weights cost; each mean with its standard error over scored tokens.
+def test_text() -> str:
+    """WikiText-2's test split."""
+    return wikitext.read(wikitext.test_path())
 
-    Attributes:
-        perplexity: of the changed model.
-        mean_kld: mean KL divergence of the original's next-token distribution from the changed one's, in nats.
-        kld_99: its 99th percentile.
-        same_top: share of tokens whose most likely successor is the original's.
-        tokens: scored tokens.
-    """
 
-    perplexity: float
-    perplexity_error: float
-    mean_kld: float
-    mean_kld_error: float
-    kld_99: float
-    same_top: float
-    same_top_error: float
-    tokens: int
+test_text.__test__ = False  # type: ignore[attr-defined]  # pytest
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
+
+def remembered(folder: Path, make: Callable[[], Any], *parts: object) -> Any:
+    """What ``make`` gives, as JSON, kept under the hash of ``parts``, of the package and of these scripts."""
+    scripts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    path = folder / f"{key_of(sources(), *scripts, *parts)[:24]}.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(make()))
+    return json.loads(path.read_text())
 
 
 class Reference:
@@ -63,12 +57,10 @@ class Reference:
         self.windows = torch.tensor(ids[: count * context], dtype=torch.int64).reshape(count, context)
         if tokenizer.bos_token_id is not None:
             self.windows[:, 0] = tokenizer.bos_token_id
-        self.vocabulary: int = self.model.config.vocab_size
         self.batch = batch
         self._log_probs: list[torch.Tensor] = [self._forward(part) for part in self.windows.split(batch)]
-        self.original = self.divergence()
 
-    def matrices(self) -> dict[str, npt.NDArray[np.float32]]:
+    def matrices(self) -> dict[str, FloatArray]:
         """The weights of the linear layers within the blocks (not embedding and output head), by module name."""
         return {
             name: module.weight.detach().numpy().copy()
@@ -76,22 +68,21 @@ class Reference:
             if isinstance(module, torch.nn.Linear) and module is not self.model.get_output_embeddings()
         }
 
-    def set_matrices(self, matrices: dict[str, npt.NDArray[np.float32]]) -> None:
+    def set_matrices(self, matrices: dict[str, FloatArray]) -> None:
         """Replace weights by module name; shapes as :meth:`matrices` returns them."""
         with torch.no_grad():
             for name, weight in matrices.items():
                 self.model.get_submodule(name).weight.copy_(torch.from_numpy(weight))
 
-    def norm_gains(self) -> dict[str, npt.NDArray[np.float32]]:
+    def norm_gains(self) -> dict[str, FloatArray]:
         """The RMSNorm gain in front of each matrix that reads a norm, by module name (models with Llama's names)."""
         weights = dict(self.model.named_parameters())
         readers = channels.readers_in_checkpoint(weights, self.model.config.num_hidden_layers)
-        head = "lm_head.weight"  # not a matrix of the blocks
         return {
             matrix.removesuffix(".weight"): weights[norm].detach().numpy().copy()
             for norm, matrices in readers.items()
             for matrix in matrices
-            if matrix != head
+            if matrix != "lm_head.weight"  # not a matrix of the blocks
         }
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -102,8 +93,12 @@ class Reference:
         return torch.log_softmax(self.model.get_output_embeddings()(hidden).float(), dim=-1)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def divergence(self, other: Reference | None = None) -> Divergence:
-        """Score the weights that are set now, or those of ``other``, against this model's original ones."""
+    def divergence(self, other: Reference | None = None) -> dict[str, float]:
+        """Score the weights that are set now, or those of ``other``, against this model's original ones.
+
+        Returns:
+            ``perplexity``; ``mean_kld`` in nats and ``same_top``, a share, each with ``_error``; ``tokens``.
+        """
         nll, kld, same = [], [], []
         for windows, base in zip(self.windows.split(self.batch), self._log_probs, strict=True):
             now = (other or self)._forward(windows)
@@ -111,12 +106,9 @@ class Reference:
             nll.append(-now.gather(-1, targets[..., None]).flatten())
             kld.append((base.exp() * (base - now)).sum(-1).flatten())
             same.append((base.argmax(-1) == now.argmax(-1)).flatten())
-        losses, divergences = torch.cat(nll).double().numpy(), torch.cat(kld).double().numpy()
-        agreement = torch.cat(same).double().numpy()
-        root = np.sqrt(losses.size - 1)
-        perplexity = float(np.exp(losses.mean()))
-        return Divergence(
-            perplexity, perplexity * float(losses.std() / root), float(divergences.mean()),
-            float(divergences.std() / root), float(np.percentile(divergences, 99)), float(agreement.mean()),
-            float(agreement.std() / root), losses.size,
-        )  # fmt: skip
+        figures: dict[str, float] = {"perplexity": float(torch.cat(nll).double().mean().exp()), "tokens": 0}
+        for name, parts in (("mean_kld", kld), ("same_top", same)):
+            values = torch.cat(parts).double()
+            figures |= {name: float(values.mean()), "tokens": len(values)}
+            figures[f"{name}_error"] = float(values.std() / len(values) ** 0.5)
+        return figures
