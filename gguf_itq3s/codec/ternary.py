@@ -15,15 +15,14 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from . import packing
-from .packing import Trits
 from .transform import BLOCK, FloatArray
 
+Trits = npt.NDArray[np.int8]
 Granularity = Literal["tensor", "row", "block"]
 
 TQ1_0: Final = gguf.GGMLQuantizationType.TQ1_0
 TQ2_0: Final = gguf.GGMLQuantizationType.TQ2_0
-TERNARY_TYPES: Final = {TQ1_0: packing.tq1_0_blocks, TQ2_0: packing.tq2_0_blocks}
+TERNARY_TYPES: Final = (TQ1_0, TQ2_0)
 
 #: epsilon of gamma = eps + mean|W| in BitNet b1.58 and TriTera; it only keeps the division finite.
 GAMMA_EPSILON: Final = 1e-5
@@ -79,7 +78,24 @@ class Ternary:
             raise ValueError(f"{qtype.name} rows must be a multiple of {BLOCK} long, not {columns}")
         if qtype not in TERNARY_TYPES:
             raise ValueError(f"{qtype.name} is not a ternary type; use TQ1_0 or TQ2_0")
-        return TERNARY_TYPES[qtype](self.trits.reshape(-1, BLOCK), self.scales.ravel()).reshape(rows, -1)
+        # gguf-py's scale of a block of zeros is 0; here every block has its own.
+        blocks = gguf.quants.quantize(self.trits.reshape(-1, BLOCK).astype(np.float32), qtype)
+        blocks[:, -2:] = self.scales.reshape(-1, 1).astype("<f2").view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+
+def trits_of(blocks: npt.NDArray[np.uint8], qtype: gguf.GGMLQuantizationType) -> Trits:
+    """The trits of TQ1_0 or TQ2_0 blocks: uint8 (m, bytes of a block) -> int8 (m, 256).
+
+    Raises:
+        ValueError: a digit is none of a trit, as damaged blocks of TQ2_0 have.
+    """
+    plain = blocks.copy()
+    plain[:, -2:] = np.array([1], dtype="<f2").view(np.uint8)
+    trits = gguf.quants.dequantize(plain, qtype).astype(np.int8)
+    if trits.max(initial=0) > 1:
+        raise ValueError("a 2-bit digit is 3; these are not packed trits")
+    return trits
 
 
 def _groups(weights: npt.ArrayLike) -> FloatArray:

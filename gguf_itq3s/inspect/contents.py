@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from ..base import report
 from ..base.errors import UserError
 from ..checkpoint.gguf_file import open_gguf
-from ..codec import packing
+from ..codec import ternary
 from ..codec.blocks import unpack
 from ..codec.family import FAMILY
 from ..codec.formats import Format
@@ -43,15 +43,14 @@ def _level_counts(fmt: Format) -> Callable[[Blocks], np.ndarray]:
     return lambda blocks: np.bincount(unpack(blocks, fmt)[0].ravel(), minlength=fmt.levels.size)
 
 
-def _trit_counts(parts: Callable[[Blocks], tuple[np.ndarray, Any]]) -> Callable[[Blocks], np.ndarray]:
-    return lambda blocks: np.bincount(parts(blocks)[0].ravel() + 1, minlength=3)
+def _trit_counts(qtype: Type) -> Callable[[Blocks], np.ndarray]:
+    return lambda blocks: np.bincount(ternary.trits_of(blocks, qtype).ravel() + 1, minlength=3)
 
 
 #: Types whose weights are a scale times one of a few levels: the levels, and a count of each over blocks.
 _LEVELS: Final[dict[Type, tuple[tuple[int, ...], Callable[[Blocks], np.ndarray]]]] = {
     **{qtype: (tuple(row.format.levels.tolist()), _level_counts(row.format)) for qtype, row in FAMILY.items()},
-    Type.TQ1_0: (_TRITS, _trit_counts(packing.tq1_0_parts)),
-    Type.TQ2_0: (_TRITS, _trit_counts(packing.tq2_0_parts)),
+    **{qtype: (_TRITS, _trit_counts(qtype)) for qtype in ternary.TERNARY_TYPES},
 }
 
 

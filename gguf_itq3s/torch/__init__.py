@@ -6,10 +6,10 @@
 
 Order of reading: ``transform`` (the rotation), ``decode`` (blocks to numbers, a slice at a time), ``products`` (the
 products as PyTorch operators, with their gradients), ``paths`` (which implementation runs), ``linear`` (the layers),
-``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks),
-``kernels`` (Triton).
+``grouped``, ``experts`` and ``stacked`` (the experts of a layer), ``packing`` (weights to blocks), ``kernels``
+(Triton); then models of Transformers: ``config``, ``quantizer``, ``stacking``, ``settings``, ``load_gguf``.
 
-This room and ``transformers`` above it import PyTorch at their heads: ``import gguf_itq3s`` alone does not load it.
+This room imports PyTorch at its head: ``import gguf_itq3s`` alone does not load it.
 """
 
 from .experts import PackedExperts

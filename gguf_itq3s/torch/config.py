@@ -30,38 +30,37 @@ class ITQ3SConfig(QuantizationConfigMixin):
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
             class calls it. Tied matrices, routers and matrices whose columns are no multiple of 64 (of 256 for the
             ternary types) stay anyway. Once the model is loaded: the names of all that stayed.
-        fold_norms: RMSNorm gains are multiplied into the matrices that read the norm, as ``convert-hf-to-itq3s
-            --fold-norms`` does; see :mod:`.folding`.
         effort: of the trellis encoder, ``fast`` or ``default``.
         ternarize: matrices that are not ternary are made so, with the mean of their absolute values as scale; without
             it they are an error for ``tq2_0`` and ``tq1_0``.
         threads: of the C library, None for one a processor; not saved.
         other_types: of a loaded model, layers and parameters of experts of another type than ``qtype``: type -> names;
             those in blocks of 64 because of their columns need not be among them.
-        norms_folded: of a loaded model, whether its norms are folded.
+        norms_folded: of a model loaded from a GGUF file, whether its norms are folded.
         rescaling: of a model loaded from a GGUF file that is equalized, the id of that; None for another.
     """
 
     def __init__(
         self, qtype: str = DEFAULT.identifier, modules_to_not_convert: Sequence[str] | None = None,
-        fold_norms: bool = False, effort: str = "default", ternarize: bool = False, threads: int | None = None,
-        other_types: Mapping[str, Sequence[str]] | None = None,
-        norms_folded: bool = False, rescaling: str | None = None, residual: None = None, **_: Any,
+        effort: str = "default", ternarize: bool = False, threads: int | None = None,
+        other_types: Mapping[str, Sequence[str]] | None = None, norms_folded: bool = False,
+        rescaling: str | None = None, **others: Any,
     ) -> None:  # fmt: skip
         """As the attributes; what else a ``config.json`` may hold is passed over.
 
         Raises:
-            ValueError: a value that is none of these.
+            ValueError: a value that is none of these, or an option of earlier versions that changed the weights.
         """
         self.quant_method = METHOD
-        if residual is not None:
-            raise ValueError("quantization_config: residual passes were taken out; quantize the model again")
-        self.qtype = qtype
-        self.modules_to_not_convert = modules_to_not_convert
-        self.fold_norms, self.effort, self.ternarize, self.threads = fold_norms, effort, ternarize, threads
+        self.qtype, self.modules_to_not_convert = qtype, modules_to_not_convert
+        self.effort, self.ternarize, self.threads = effort, ternarize, threads
         self.other_types = dict(other_types) if isinstance(other_types, Mapping) else other_types
         self.norms_folded, self.rescaling = norms_folded, rescaling
         self.check()
+        if others.get("residual") is not None:
+            raise ValueError("quantization_config: there is no residual pass any more; take a GGUF file of more bits")
+        if others.get("fold_norms") and not norms_folded:
+            raise ValueError("quantization_config: fold_norms is convert-hf-to-itq3s --fold-norms, then load_gguf")
 
     def check(self) -> None:
         """Raise ValueError for a value that cannot be; ``config.json`` may hold any."""
@@ -79,7 +78,7 @@ class ITQ3SConfig(QuantizationConfigMixin):
         one_of("effort", self.effort, EFFORTS)
         if self.modules_to_not_convert is not None:
             names("modules_to_not_convert", self.modules_to_not_convert)
-        for name in ("fold_norms", "ternarize", "norms_folded"):
+        for name in ("ternarize", "norms_folded"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"quantization_config: {name} {getattr(self, name)!r:.60} is not true or false")
         if self.rescaling is not None and not is_id(self.rescaling):
@@ -95,9 +94,8 @@ class ITQ3SConfig(QuantizationConfigMixin):
 
     def type_of(self, name: str) -> gguf.GGMLQuantizationType:
         """The type that a layer is to have; its columns may ask for shorter blocks."""
-        return next(
-            (QTYPES[key] for key, names in (self.other_types or {}).items() if name in names), QTYPES[self.qtype]
-        )
+        others = (self.other_types or {}).items()
+        return QTYPES[next((key for key, layers in others if name in layers), self.qtype)]
 
     def keeps(self, name: str) -> bool:
         """Whether a layer stays as it is; names are compared as text, whatever a folder's ``config.json`` holds."""

@@ -1,6 +1,6 @@
 """Blocks of the trellis types, of TQ1_0 and of TQ2_0 to numbers, in plain PyTorch.
 
-The bytes are those of :mod:`gguf_itq3s.codec.blocks` and :mod:`gguf_itq3s.codec.packing`; level table, parity checks
+The bytes are those of :mod:`gguf_itq3s.codec.blocks` and of gguf-py; level table, parity checks
 and offsets are taken from there. A decoded block is integers, the zero-point taken off, and a scale; blocks of the
 trellis types are left in the rotated basis, where the products use them.
 """
@@ -214,15 +214,6 @@ def layout_for(qtype: int, columns: int) -> Layout:
     while not kind.fits(columns) and kind.qtype in FAMILY and FAMILY[kind.qtype].fallback in LAYOUTS:
         kind = LAYOUTS[FAMILY[kind.qtype].fallback]
     return kind
-
-
-def fits(qtype: int, columns: int) -> bool:
-    """Whether a matrix of so many columns can be packed in a type (:func:`layout_for`).
-
-    Raises:
-        ValueError: a type without a layout.
-    """
-    return layout_for(qtype, columns).fits(columns)
 
 
 def weights(blocks: torch.Tensor, kind: Layout) -> torch.Tensor:

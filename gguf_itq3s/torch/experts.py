@@ -127,8 +127,8 @@ class PackedExperts(nn.Module):
         for key, weight in weights.items():
             kind = stacks[key].qtype
             assert kind is not None
-            blocks = quantize_stack(weight, kind, effort=effort, threads=threads)
-            setattr(made, key, nn.Parameter(blocks, requires_grad=False))
+            rows = packing.quantize(weight.flatten(0, 1), kind, effort=effort, threads=threads)
+            setattr(made, key, nn.Parameter(rows.unflatten(0, weight.shape[:2]), requires_grad=False))
         return made
 
     def forward(
@@ -180,8 +180,7 @@ class PackedExperts(nn.Module):
         else:
             kind = decode.layout(stack.qtype)
             source = products.rotate(x, path, kind.block) if kind.rotated else x
-            out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, dtype=x.dtype, path=path)
-            del source
+            out = grouped.product(source, weight, stack.qtype, ends, tokens=tokens, path=path)
         if bias is not None:
             out = out + bias[chosen.clamp(max=self.num_experts - 1)].to(out.dtype)
         return out
@@ -213,29 +212,6 @@ class PackedExperts(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        parts = [
-            f"{name}={stack.rows}x{stack.columns} {'floats' if stack.qtype is None else stack.qtype.name}"
-            for name, stack in self.stacks.items()
-        ]
+        kinds = {name: "floats" if stack.qtype is None else stack.qtype.name for name, stack in self.stacks.items()}
+        parts = [f"{name}={stack.rows}x{stack.columns} {kinds[name]}" for name, stack in self.stacks.items()]
         return ", ".join([f"experts={self.num_experts}", *parts])
-
-
-def quantize_stack(
-    weights: torch.Tensor, qtype: QType = DEFAULT_TYPE, *, effort: str = "default", threads: int | None = None
-) -> torch.Tensor:
-    """Packed blocks of a stack of matrices, some rows after the other.
-
-    Args:
-        weights: (experts, rows, columns) of a floating dtype.
-        qtype: the type of the blocks.
-        effort: of the trellis encoder.
-        threads: of the C library.
-
-    Returns:
-        uint8 (experts, rows, bytes of a row).
-
-    Raises:
-        ValueError: as :func:`gguf_itq3s.torch.quantize`.
-    """
-    found = packing.quantize(weights.flatten(0, 1), qtype, effort=effort, threads=threads)
-    return found.unflatten(0, weights.shape[:2])

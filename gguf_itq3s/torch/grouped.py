@@ -14,9 +14,9 @@ import torch
 from . import decode, paths, products, transform
 from .products import IMPLEMENTATIONS, operator, without_autocast
 
-_PRODUCT: Final = "gguf_itq3s::product"
-_TRANSPOSED: Final = "gguf_itq3s::product_transposed"
-_DEQUANTIZE: Final = "gguf_itq3s::dequantize"
+_PRODUCT: Final = IMPLEMENTATIONS["gguf_itq3s::product"]
+_TRANSPOSED: Final = IMPLEMENTATIONS["gguf_itq3s::product_transposed"]
+_DEQUANTIZE: Final = IMPLEMENTATIONS["gguf_itq3s::dequantize"]
 
 
 def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -26,11 +26,6 @@ def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
         if end > start:
             yield number, slice(start, end)
             start = end
-
-
-def _dense(weight: torch.Tensor, number: int, qtype: int, dtype: torch.dtype) -> torch.Tensor:
-    """One matrix of the stack, decoded."""
-    return IMPLEMENTATIONS[_DEQUANTIZE](weight[number], qtype, dtype)
 
 
 @operator
@@ -44,9 +39,9 @@ def _grouped(
         for number, rows in parts_of(ends):
             part = x[rows] if tokens is None else x[tokens[rows]]
             if path == "dense":
-                out[rows] = part @ _dense(weight, number, qtype, x.dtype).t()
+                out[rows] = part @ _DEQUANTIZE(weight[number], qtype, x.dtype).t()
             else:
-                out[rows] = IMPLEMENTATIONS[_PRODUCT](part, weight[number], qtype, dtype, path == "triton")
+                out[rows] = _PRODUCT(part, weight[number], qtype, dtype, path == "triton")
     return out
 
 
@@ -69,9 +64,9 @@ def _grouped_transposed(
     with without_autocast(x):
         for number, rows in parts_of(ends):
             if path == "dense":
-                part = x[rows] @ _dense(weight, number, qtype, x.dtype)
+                part = x[rows] @ _DEQUANTIZE(weight[number], qtype, x.dtype)
             else:
-                part = IMPLEMENTATIONS[_TRANSPOSED](x[rows], weight[number], qtype, accumulated, path == "triton")
+                part = _TRANSPOSED(x[rows], weight[number], qtype, accumulated, path == "triton")
             if tokens is None:
                 out[rows] = part.to(accumulated)
             else:
@@ -99,9 +94,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     weight, tokens, ends = ctx.saved_tensors
-    found = _grouped_transposed(
-        gradient.contiguous(), weight, tokens, ends, ctx.count, ctx.qtype, ctx.dtype, ctx.path
-    )  # fmt: skip
+    found = _grouped_transposed(gradient.contiguous(), weight, tokens, ends, ctx.count, ctx.qtype, ctx.dtype, ctx.path)
     return found, *[None] * 6
 
 

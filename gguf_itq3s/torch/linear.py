@@ -30,8 +30,11 @@ class PackedLinear(nn.Linear):
         path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
     """
 
+    #: The type where none is asked for.
+    default_type: QType = DEFAULT_TYPE
+
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType = DEFAULT_TYPE,
+        self, in_features: int, out_features: int, bias: bool = True, *, qtype: QType | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """A layer of zero blocks, to load a state into; ``device="meta"`` allocates nothing.
@@ -45,21 +48,21 @@ class PackedLinear(nn.Linear):
             dtype: of the bias.
 
         Raises:
-            ValueError: a width that is not whole blocks.
+            ValueError: a width that is not whole blocks, or a type that does not fit.
         """
-        kind = decode.layout_for(qtype, in_features)
+        kind = decode.layout_for(self.default_type if qtype is None else qtype, in_features)
         nn.Module.__init__(self)  # nn.Linear's own would allocate the matrix
-        self.in_features, self.out_features = in_features, out_features
-        self.qtype = kind.qtype
+        self.in_features, self.out_features, self.qtype = in_features, out_features, kind.qtype
         self.path: str | None = None
-        self.weight = _blocks(out_features, kind.row_bytes(in_features), device)
+        blocks = torch.zeros(out_features, kind.row_bytes(in_features), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(blocks, requires_grad=False)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
         self._dense: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
     def from_weight(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE,
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType | None = None,
         effort: str = "default", threads: int | None = None,
     ) -> PackedLinear:  # fmt: skip
         """Quantize a matrix (:func:`gguf_itq3s.torch.quantize`).
@@ -74,12 +77,12 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: as :func:`gguf_itq3s.torch.quantize`.
         """
-        kind = decode.layout_for(qtype, weight.shape[-1]).qtype
+        kind = decode.layout_for(cls.default_type if qtype is None else qtype, weight.shape[-1]).qtype
         return cls.from_blocks(packing.quantize(weight, kind, effort=effort, threads=threads), bias, qtype=kind)
 
     @classmethod
     def from_blocks(
-        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = DEFAULT_TYPE
+        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType | None = None
     ) -> PackedLinear:
         """A layer around blocks that are there, which it does not copy.
 
@@ -91,8 +94,8 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: shapes or types that do not belong together.
         """
-        columns = decode.layout(qtype).columns(blocks)
-        layer = cls(columns, blocks.shape[0], False, qtype=qtype, device="meta")
+        kind = decode.layout(cls.default_type if qtype is None else qtype)
+        layer = cls(kind.columns(blocks), blocks.shape[0], False, qtype=kind.qtype, device="meta")
         layer.weight = nn.Parameter(blocks, requires_grad=False)
         if bias is not None:
             if bias.shape != (blocks.shape[0],):
@@ -127,10 +130,9 @@ class PackedLinear(nn.Linear):
         if kind.rotated:
             source = products.rotate(x, path, kind.block) if rotated is None else rotated
         out = products.product(source, self.weight, self.qtype, dtype=x.dtype, path=path)
-        del source  # a rotated input made here is not needed any more
         if self.bias is not None:
             out.add_(self.bias.to(out.dtype))
-        return out.to(x.dtype)
+        return out
 
     def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """The decoded matrix of the path ``dense``, made at its first use and when the blocks have changed."""
@@ -172,24 +174,7 @@ class ITQ3SLinear(PackedLinear):
 class TernaryLinear(PackedLinear):
     """A layer of TQ2_0 (2.0625 bits a weight) or TQ1_0 (1.6875) blocks, for ternary matrices."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
-        super().__init__(in_features, out_features, bias, **{"qtype": TQ2_0, **options})
-
-    @classmethod
-    def from_weight(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = TQ2_0, **options: Any
-    ) -> PackedLinear:
-        return super().from_weight(weight, bias, qtype=qtype, **options)
-
-    @classmethod
-    def from_blocks(
-        cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType = TQ2_0, **options: Any
-    ) -> PackedLinear:
-        return super().from_blocks(blocks, bias, qtype=qtype, **options)
-
-
-def _blocks(rows: int, size: int, device: torch.device | str | None) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(rows, size, dtype=torch.uint8, device=device), requires_grad=False)
+    default_type = TQ2_0
 
 
 def replace_linears(
@@ -198,8 +183,8 @@ def replace_linears(
 ) -> list[str]:  # fmt: skip
     """Quantize the linear layers of a model, in place.
 
-    Layers that are packed already, whose width is not whole blocks (of 64; of 256 for TQ1_0 and TQ2_0), and
-    subclasses of nn.Linear, of which only their makers know what else they do, stay as they are.
+    Layers that are packed already, whose width is not whole blocks (of 64; of 256 for TQ1_0 and TQ2_0), and subclasses
+    of nn.Linear, of which only their makers know what else they do, stay as they are.
 
     Args:
         model: of any kind.
@@ -215,14 +200,14 @@ def replace_linears(
         ValueError: as :func:`gguf_itq3s.torch.quantize`.
     """
     chosen = wanted or (lambda name, _: name.rpartition(".")[2] != "lm_head")
-    found = [
-        (name, layer)
+    found = {
+        name: layer
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and decode.fits(qtype, layer.in_features) and chosen(name, layer)
-    ]
-    for name, layer in found:
+        if type(layer) is nn.Linear and decode.layout_for(qtype, layer.in_features).fits(layer.in_features)
+    }
+    found = {name: layer for name, layer in found.items() if chosen(name, layer)}
+    for name, layer in found.items():
         packed = PackedLinear.from_weight(layer.weight, layer.bias, qtype=qtype, effort=effort, threads=threads)
         packed.train(layer.training)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, packed)
-    return [name for name, _ in found]
+        model.set_submodule(name, packed)
+    return list(found)

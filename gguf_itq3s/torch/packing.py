@@ -36,7 +36,7 @@ def quantize(
         threads: of the C library; None for one a processor.
 
     Returns:
-        uint8 (rows, bytes of a row), on the device of ``weight``.
+        uint8 (rows, bytes of a row) on the device of ``weight``.
 
     Raises:
         ValueError: a shape, type or effort that does not fit, or a weight that is not finite.
@@ -52,8 +52,8 @@ def quantize(
     packed = torch.empty(rows, kind.row_bytes(columns), dtype=torch.uint8)
     step = max(1, _PIECE // columns)
     for start in range(0, rows, step):
-        part = slice(start, start + step)
-        packed[part] = _encode(matrix[part].to("cpu", torch.float32).numpy(), kind.qtype, effort, threads)
+        piece = matrix[start : start + step].to("cpu", torch.float32).numpy()
+        packed[start : start + step] = _encode(piece, kind.qtype, effort, threads)
     return packed.to(device)
 
 

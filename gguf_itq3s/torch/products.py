@@ -4,7 +4,6 @@
 (``gguf_itq3s::rotate``) and multiplied with V (``gguf_itq3s::product``), whose slices are decoded as they are needed;
 the gradient is ``(g V) H`` (``gguf_itq3s::product_transposed``). Packed weights have no gradient. Source: the pipeline
 of the TurboQuant model page, with the Hadamard matrix as its rotation.
-
 """
 
 from __future__ import annotations
@@ -229,5 +228,4 @@ def dequantize(weight: torch.Tensor, qtype: int, *, dtype: torch.dtype = torch.f
     Raises:
         ValueError: shapes or types that do not belong together.
     """
-    decode.layout(qtype).columns(weight)
     return _dequantize(weight, int(qtype), dtype)

@@ -29,22 +29,19 @@ from ..checkpoint.quantization import REMEDY, is_scale
 from ..checkpoint.rescaling import EQUALIZED_TAG, FOLDED_TAG
 from ..codec import ternary
 from ..codec.family import DEFAULT, is_trellis
-from . import decode, folding, stacked
-from .config import METHOD, QTYPES, ITQ3SConfig
+from . import decode, stacked
+from .config import METHOD, ITQ3SConfig
 from .decode import QType
 from .experts import PackedExperts
-from .folding import Folding
 from .linear import PackedLinear
 from .packing import quantize
 from .stacked import Experts
 from .stacking import Pieces, Stacked, read
 
-#: Weights that are scaled and coded at a time.
+#: Weights that are coded at a time.
 _PIECE: Final = 1 << 22
 #: Last parts of the names of routers, which stay floats as in a GGUF file.
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
-#: What is said of a checkpoint that holds no weights to look at.
-_UNREAD: Final = "norms are folded as a model is read from safetensors files: save it so, or give fold_norms=False"
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,6 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     whole: bool
-
-    def read(self) -> torch.Tensor:
-        """The tensor."""
-        with safe_open(self.file, framework="pt") as source:
-            return source.get_tensor(self.key)
 
 
 class Pack(ConversionOps):
@@ -119,8 +111,8 @@ class Matrix:
     @property
     def blocks(self) -> tuple[int, ...]:
         """The shape of its blocks."""
-        before = (self.rows,) if self.count is None else (self.count, self.rows)
-        return *before, decode.layout(self.qtype).row_bytes(self.columns)
+        shape = (self.rows, decode.layout(self.qtype).row_bytes(self.columns))
+        return shape if self.count is None else (self.count, *shape)
 
 
 @register_quantizer(METHOD)
@@ -142,9 +134,6 @@ class ITQ3SQuantizer(HfQuantizer):
         self._packed: dict[str, Matrix] = {}
         #: Experts that have packed matrices, by name of their module.
         self._experts: dict[str, Experts] = {}
-        self._folding = Folding()
-        #: Matrices that stay floats, read in float32 all the same.
-        self._unrounded: set[str] = set()
         self._kept: Any = None
         self._files: Sequence[str] = ()
         self._dtype = torch.get_default_dtype()
@@ -188,7 +177,11 @@ class ITQ3SQuantizer(HfQuantizer):
         stacks = self._find_experts(every)
         widths = {name: layer.in_features for name, layer in chosen.items()}
         widths |= {name: found.stacks[name.rpartition(".")[2]].columns for name, found in stacks.items()}
-        narrow = {name: columns for name, columns in widths.items() if not decode.fits(config.type_of(name), columns)}
+        narrow = {
+            name: columns
+            for name, columns in widths.items()
+            if not decode.layout_for(config.type_of(name), columns).fits(columns)
+        }
         if narrow and self.pre_quantized:
             name = next(iter(narrow))
             raise ValueError(f"{name}: {narrow[name]} columns cannot be packed; the config is wrong")
@@ -205,7 +198,10 @@ class ITQ3SQuantizer(HfQuantizer):
             warnings.warn("no linear layer can be packed: the model stays as it is", stacklevel=2)
         config.modules_to_not_convert = sorted(name for name in (*linear, *every) if name not in self._packed)
         if not self.pre_quantized:
-            self._keep_unrounded(model)
+            # Read in float32, not rounded to the model's dtype before codes are made of them.
+            self._kept = model._keep_in_fp32_modules_strict
+            packed = {matrix.parameter for matrix in self._packed.values()}
+            model._keep_in_fp32_modules_strict = {*(self._kept or ()), *packed}
         return model
 
     def _find_experts(self, stacks: Mapping[str, nn.Module]) -> dict[str, Experts]:
@@ -244,9 +240,8 @@ class ITQ3SQuantizer(HfQuantizer):
     def _pack_experts(self, model: Any, stacks: Mapping[str, Experts]) -> None:
         config = self.quantization_config
         for path, found in {name.rpartition(".")[0]: found for name, found in stacks.items()}.items():
-            types = {part: config.type_of(f"{path}.{part}") for part in found.stacks if f"{path}.{part}" in stacks}
             kinds = {
-                part: replace(stack, qtype=types[part]) if part in types else stack
+                part: replace(stack, qtype=config.type_of(name)) if (name := f"{path}.{part}") in stacks else stack
                 for part, stack in found.stacks.items()
             }
             layer = PackedExperts(
@@ -255,33 +250,20 @@ class ITQ3SQuantizer(HfQuantizer):
             layer.train(found.module.training)
             model.set_submodule(path, layer)
             self._experts[path] = found
-            for part in types:
-                name, stack = f"{path}.{part}", kinds[part]
-                assert stack.qtype is not None
-                self._packed[name] = Matrix(name, stack.qtype, stack.rows, stack.columns, found.count, stack.transposed)
-
-    def _keep_unrounded(self, model: Any) -> None:
-        """Let weights be read in float32, not rounded to the model's dtype before gains and codes are made of them."""
-        config = self.quantization_config
-        tied = model.all_tied_weights_keys  # not tied yet, and none of a matrix's own
-        parameters = [name for name, _ in model.named_parameters() if name not in tied]
-        if config.fold_norms and is_trellis(QTYPES[config.qtype]):
-            self._folding = folding.plan(model.config, parameters)
-            if self._folding.note:
-                warnings.warn(self._folding.note, stacklevel=2)
-        packed = {matrix.parameter for matrix in self._packed.values()}
-        readers = {name for readers in self._folding.norms.values() for name in readers}
-        self._unrounded = readers - packed
-        self._kept = model._keep_in_fp32_modules_strict
-        model._keep_in_fp32_modules_strict = {*(self._kept or ()), *packed, *readers}
+            for part, stack in kinds.items():
+                if stack.qtype is not None:
+                    name = f"{path}.{part}"
+                    self._packed[name] = Matrix(
+                        name, stack.qtype, stack.rows, stack.columns, found.count, stack.transposed
+                    )
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The last call before tensors are read: the names are known now, so the plan is made here."""
+        """The last call before tensors are read: the names are known now."""
         stored = self._stored(model, weight_conversions)
         if any(stored.values()):
             self._check(stored, model.state_dict().keys())
         if not self.pre_quantized:
-            self._plan(stored)
+            self.actions |= {matrix.parameter: partial(self._pack, matrix) for matrix in self._packed.values()}
         conversions = list(super().update_weight_conversions(weight_conversions, model))
         names = {matrix.parameter for matrix in self._packed.values() if matrix.count is not None}
         if self.pre_quantized or not names:
@@ -320,23 +302,21 @@ class ITQ3SQuantizer(HfQuantizer):
         if scale is not None and not self.pre_quantized:
             raise ValueError(f"{scale.file}: {scale.key}: is a scale of codes that would be read as weights; {REMEDY}")
         for matrix in self._packed.values():
-            expected = {matrix.parameter: matrix.blocks if self.pre_quantized else matrix.floats}
-            for name, shape in expected.items():
-                there = stored.get(name)
-                if not there:
-                    folder = Path(self._files[0]).parent
-                    raise ValueError(f"{folder}: has no {name}; download the model again")
-                if not there[0].whole and not self.pre_quantized:
-                    self._check_pieces(matrix, there)
-                    continue
-                kind = there[0].dtype
-                fits = kind == "U8" if self.pre_quantized else "F" in kind  # F32, BF16, F8_E4M3
-                if there[0].shape != shape or not fits:
-                    wanted = f"{matrix.qtype.name} blocks, U8" if self.pre_quantized else "floats"
-                    raise ValueError(
-                        f"{there[0].file}: {there[0].key}: is {kind} of shape {list(there[0].shape)} where "
-                        f"{wanted} of shape {list(shape)} are expected; download the model again"
-                    )
+            there = stored.get(matrix.parameter)
+            if not there:
+                folder = Path(self._files[0]).parent
+                raise ValueError(f"{folder}: has no {matrix.parameter}; download the model again")
+            if not there[0].whole and not self.pre_quantized:
+                self._check_pieces(matrix, there)
+                continue
+            kind, shape = there[0].dtype, matrix.blocks if self.pre_quantized else matrix.floats
+            fits = kind == "U8" if self.pre_quantized else "F" in kind  # F32, BF16, F8_E4M3
+            if there[0].shape != shape or not fits:
+                wanted = f"{matrix.qtype.name} blocks, U8" if self.pre_quantized else "floats"
+                raise ValueError(
+                    f"{there[0].file}: {there[0].key}: is {kind} of shape {list(there[0].shape)} where "
+                    f"{wanted} of shape {list(shape)} are expected; download the model again"
+                )
 
     @staticmethod
     def _check_pieces(matrix: Matrix, pieces: Sequence[Stored]) -> None:
@@ -351,29 +331,6 @@ class ITQ3SQuantizer(HfQuantizer):
                 f"{at.file}: {at.key}: is not one of {matrix.count} experts' {matrix.rows} x {matrix.columns} floats "
                 f"of {matrix.parameter}; download the model again"
             )
-
-    def _plan(self, stored: Mapping[str, list[Stored]]) -> None:
-        """Decide what becomes of each parameter.
-
-        Raises:
-            ValueError: norms are to be folded and cannot be read.
-        """
-        norms = self._folding.norms
-        if norms and not stored:
-            raise ValueError(_UNREAD)
-        if merged := [name for name in norms if name not in stored or not stored[name][0].whole]:
-            warnings.warn(f"norms are not folded: the checkpoint does not hold {merged[0]} as it is", stacklevel=2)
-            norms = {}
-        self.quantization_config.norms_folded = bool(norms)
-        gains = {norm: self._gain(stored[norm][0]) for norm in norms}
-        reads = {reader: gains[norm] for norm, readers in norms.items() for reader in readers}
-        self.actions |= {norm: partial(self._neutral, norm) for norm in norms}
-        self.actions |= {name: partial(self._float, name, reads.get(name)) for name in self._unrounded}
-        for matrix in self._packed.values():
-            self.actions[matrix.parameter] = partial(self._pack, matrix, reads.get(matrix.parameter))
-
-    def _gain(self, norm: Stored) -> torch.Tensor:
-        return _finite(self._folding.gain(norm.read()), f"{norm.file}: {norm.key}")
 
     # ----------------------------------------------------------------------------------------------- with a weight
 
@@ -397,22 +354,12 @@ class ITQ3SQuantizer(HfQuantizer):
             raise ValueError(f"a tensor of {kind} cannot be a parameter of {dtype}; download the model again")
         return super().get_new_dtype(converter, param, dtype)
 
-    def _neutral(self, norm: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {norm: self._folding.neutral(weight)}
-
-    def _float(self, name: str, gain: torch.Tensor | None, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A matrix that reads a folded norm and is not packed."""
-        scaled = weight if gain is None else weight.float() * gain.to(weight.device)
-        return {name: scaled.to(self._dtype)}
-
-    def _pack(
-        self, matrix: Matrix, gain: torch.Tensor | None, weight: torch.Tensor | Pieces
-    ) -> dict[str, torch.Tensor]:
+    def _pack(self, matrix: Matrix, weight: torch.Tensor | Pieces) -> dict[str, torch.Tensor]:
         found = torch.empty(matrix.blocks, dtype=torch.uint8)
         device = torch.device("cpu")
         for number, rows in enumerate(self._matrices(matrix, weight)):
             device = rows.device
-            (found if matrix.count is None else found[number]).copy_(self._blocks(matrix, rows, gain))
+            (found if matrix.count is None else found[number]).copy_(self._blocks(matrix, rows))
             del rows
         return {matrix.parameter: found.to(device)}
 
@@ -439,23 +386,17 @@ class ITQ3SQuantizer(HfQuantizer):
         else:
             yield from (rows.t() if matrix.transposed else rows for rows in weight)
 
-    def _blocks(self, matrix: Matrix, weight: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
-        """The blocks of a matrix."""
-        config = self.quantization_config
+    def _blocks(self, matrix: Matrix, weight: torch.Tensor) -> torch.Tensor:
+        """The blocks of a matrix; in pieces, so that there is no second copy of it in floats."""
+        config, name = self.quantization_config, matrix.parameter
         if not is_trellis(matrix.qtype):
-            weight = self._ternary(matrix.parameter, weight.float())
-        # In pieces, so that there is no second copy of the matrix in floats.
-        pieces = self._scaled(matrix.parameter, weight, gain)
-        options = {"effort": config.effort, "threads": config.threads}
-        return torch.cat([quantize(piece, matrix.qtype, **options) for piece in pieces])
-
-    def _scaled(self, name: str, weight: torch.Tensor, gain: torch.Tensor | None) -> Iterator[torch.Tensor]:
-        """Some rows of a matrix after the other, float32, times the gains of the norm that it reads."""
-        for rows in weight.split(max(1, _PIECE // weight.shape[1])):
-            piece = rows.float()
-            if gain is not None:
-                piece = piece * gain.to(piece.device)
-            yield _finite(piece, name)
+            weight = self._ternary(name, weight.float())
+        return torch.cat(
+            [
+                quantize(_finite(rows.float(), name), matrix.qtype, effort=config.effort, threads=config.threads)
+                for rows in weight.split(max(1, _PIECE // weight.shape[1]))
+            ]
+        )
 
     def _ternary(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         values = _finite(matrix, name).cpu().numpy()

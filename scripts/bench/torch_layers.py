@@ -51,7 +51,7 @@ def shape(text: str) -> tuple[int, int]:
         found = int(outputs), int(columns)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not OUTPUTSxCOLUMNS") from None
-    if found[0] <= 0 or not decode.fits(ITQ3_S, found[1]):
+    if found[0] <= 0 or not decode.layout_for(ITQ3_S, found[1]).fits(found[1]):
         least = decode.layout_for(ITQ3_S, 1).block
         raise argparse.ArgumentTypeError(f"{text!r}: columns are a multiple of {least}")
     return found
@@ -66,7 +66,7 @@ def contenders(weight: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[Laye
     found: dict[str, tuple[Layer, torch.Tensor, int]] = {FLOAT: (plain, plain.weight, plain.weight.nbytes)}
     default = paths.choose(device)
     for qtype, path in ((ITQ3_S, default), (ITQ3_S, "reference"), (ITQ3_S, "dense"), (TQ2_0, default)):
-        if not decode.fits(qtype, columns):
+        if not decode.layout_for(qtype, columns).fits(columns):
             continue
         layer = PackedLinear.from_weight(weight, qtype=qtype, effort="fast").to(device)
         layer.path = path

@@ -7,9 +7,6 @@
 
 #include "itq3s/itq-gemm.h"
 #include "itq3s/itq-quants.h"
-#if defined(__x86_64__) || defined(__i386__)
-#    include "itq3s/arch/x86/tq-quants.h"
-#endif
 
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
@@ -294,8 +291,7 @@ struct type {
     gemm_t *     gemm;
     gemm_t *     gemm_generic;
     gemv_t *     gemv;
-    vec_dot_t *  vec_dot_generic;
-    vec_dot_t *  vec_dot;
+    vec_dot_t *  vec_dot;  // portable
     decode_t *   decode;
     size_t       sel;
     size_t       d;
@@ -303,31 +299,23 @@ struct type {
 };
 
 #define KERNELS(name) itq_repack_##name, itq_repack_##name##_generic, itq_gemm_##name, itq_gemm_##name##_generic
-#define TRELLIS_TYPE(name, length, gemv, generic, vec_dot, has_z) \
-    { #name,                                                      \
-      sizeof(block_##name),                                       \
-      length,                                                     \
-      1,                                                          \
-      KERNELS(name),                                              \
-      gemv,                                                       \
-      generic,                                                    \
-      vec_dot,                                                    \
-      name##_decode_levels,                                       \
-      offsetof(block_##name, sel),                                \
-      offsetof(block_##name, d),                                  \
+#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    { #name,                                                            \
+      sizeof(block_##name),                                             \
+      length,                                                           \
+      1,                                                                \
+      KERNELS(name),                                                    \
+      GEMV_OF(name),                                                    \
+      ITQ_VEC_DOT(name, length),                                        \
+      name##_decode_levels,                                             \
+      offsetof(block_##name, sel),                                      \
+      offsetof(block_##name, d),                                        \
       has_z },
-#define TYPE_OF_256(NAME, name, bits, n_levels, length, has_z, number) \
-    TRELLIS_TYPE(name, length, GEMV_OF(name), ggml_vec_dot_##name##_q8_K_h_generic, ggml_vec_dot_##name##_q8_K_h, has_z)
-// the dot product of rows is portable code alone
-#define TYPE_OF_64(NAME, name, bits, n_levels, length, has_z, number) \
-    TRELLIS_TYPE(name, length, GEMV_OF(name), ggml_vec_dot_##name##_q8_n_h, ggml_vec_dot_##name##_q8_n_h, has_z)
 
 static const struct type types[] = {
-    ITQ_TYPES_256(TYPE_OF_256)
-        ITQ_TYPES_64(TYPE_OF_64){ "tq2_0", sizeof(block_tq2_0), QK_K, 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
-                                  ggml_vec_dot_tq2_0_q8_K_generic, NULL, NULL, 0, 0, 0 },
-    { "tq1_0", sizeof(block_tq1_0), QK_K, 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, NULL, 0, 0,
-      0 },
+    ITQ_TYPES(TRELLIS_TYPE){ "tq2_0", sizeof(block_tq2_0), QK_K, 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
+                             ggml_vec_dot_tq2_0_q8_K_generic, NULL, 0, 0, 0 },
+    { "tq1_0", sizeof(block_tq1_0), QK_K, 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, 0, 0, 0 },
 };
 
 #define EACH_TYPE(t)    for (const struct type * t = types; t < types + sizeof(types) / sizeof(*types); ++t)
@@ -447,42 +435,6 @@ static const void * packed(const struct type * t, const struct activations * y, 
     return &blocks;
 }
 
-static void test_dot(const struct type * t) {
-    static const char *       activations[] = { "random", "127", "-127", "+-127" };
-    static char               x[MAX_BLOCKS * MAX_BLOCK_BYTES];
-    static struct activations y[MAX_BLOCKS];
-    for (int kind = 0; kind < TRELLIS_CASES; ++kind) {
-        for (int act = 0; act < 4; ++act) {
-            double worst = 0.0;
-            for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
-                trellis_case(t, x, nb, kind);
-                random_activations(y, nb, t->length, act);
-                float portable, simd;
-                t->vec_dot_generic(nb * t->length, &portable, 0, x, 0, packed(t, y, nb), 0, 1);
-                t->vec_dot(nb * t->length, &simd, 0, x, 0, packed(t, y, nb), 0, 1);
-
-                double scale = FLT_MIN;  // what the terms amount to
-                for (int i = 0; i < nb; ++i) {
-                    const char * block = x + i * t->block_size;
-                    const double d     = fabs((double) ggml_fp16_to_fp32(scale_of(t, block)) * y[i].d / 32);
-                    const double z     = ggml_fp16_to_fp32(zero_point_of(t, block));
-                    int8_t       levels[QK_K];
-                    t->decode((const uint8_t *) block, (const uint8_t *) block + t->sel, levels);
-                    for (int j = 0; j < t->length; ++j) {
-                        scale +=
-                            d * (fabs((double) levels[j] * y[i].qs[j]) + 64.0 * abs(y[i].qs[j]) + fabs(z * y[i].qs[j]));
-                    }
-                }
-                worst = fmax(worst, isfinite(simd) ? fabs((double) simd - portable) / scale : INFINITY);
-            }
-            char line[80];
-            snprintf(line, sizeof(line), "%s dot: %s, activations %s: %.1e", t->name, case_names[kind],
-                     activations[act], worst);
-            report(line, worst < 1e-6);
-        }
-    }
-}
-
 // Activations with a NaN give NaN, whatever they meet.
 static void test_nan(const struct type * t) {
     static char       x[MAX_BLOCKS * MAX_BLOCK_BYTES];
@@ -495,10 +447,9 @@ static void test_nan(const struct type * t) {
             activation_case(0, act, nb * t->length, t->length);
             act[random_u32() % (uint32_t) (nb * t->length)] = NAN;
             (t->length == QK_K ? quantize_row_q8_K_h : quantize_row_q8_n_h)(act, y, nb * t->length);
-            float portable, simd;
-            t->vec_dot_generic(nb * t->length, &portable, 0, x, 0, y, 0, 1);
-            t->vec_dot(nb * t->length, &simd, 0, x, 0, y, 0, 1);
-            ok &= isnan(portable) && isnan(simd);
+            float dot;
+            t->vec_dot(nb * t->length, &dot, 0, x, 0, y, 0, 1);
+            ok &= isnan(dot);
         }
     }
     char line[80];
@@ -671,8 +622,8 @@ static void test_gemm(const struct type * t, const char * name, int kind, int ac
                 double error = fabs((double) got[c][r] - want[c][r]);
                 if (c < 4) {
                     float dot;
-                    t->vec_dot_generic(nb * t->length, &dot, 0, rows + (size_t) r * nb * t->block_size, 0,
-                                       packed(t, y + c * nb, nb), 0, 1);
+                    t->vec_dot(nb * t->length, &dot, 0, rows + (size_t) r * nb * t->block_size, 0,
+                               packed(t, y + c * nb, nb), 0, 1);
                     error = fmax(error, fabs((double) got[c][r] - dot));
                 }
                 worst = fmax(worst, isfinite(got[c][r]) ? error / scale : INFINITY);
@@ -802,13 +753,8 @@ static void test_panels(const struct type * t) {
     }
 }
 
-// The product of a row of two blocks and activations: of the dot product, or of a panel, in row r of it.
+// The product of a row of two blocks and activations, by row r of a panel.
 static float product_of_2(const struct type * t, const char * x, const struct activations * y, int r) {
-    if (t->vec_dot != t->vec_dot_generic) {
-        float got;
-        t->vec_dot(2 * t->length, &got, 0, x, 0, packed(t, y, 2), 0, 1);
-        return got;
-    }
     static _Alignas(64) char   panel[2 * ITQ_PANEL_ROWS * MAX_BLOCK_BYTES];
     static _Alignas(64) int8_t q[2 * QK_K];
     float                      d[2];
@@ -855,43 +801,6 @@ static void test_vectors(const struct type * t, const char * path) {
     report(line, blocks > 0 && worst < 1e-6);
 }
 
-#if defined(GGML_TQ_AVX512)
-static void test_ternary(void) {
-    static block_tq1_0        x1[MAX_BLOCKS];
-    static block_tq2_0        x2[MAX_BLOCKS];
-    static struct activations y[MAX_BLOCKS];
-    for (int act = 0; act < 4; ++act) {
-        double worst1 = 0.0;
-        double worst2 = 0.0;
-        for (int nb = 1; nb <= MAX_BLOCKS; ++nb) {
-            random_bytes(x1, nb * sizeof(*x1));
-            random_bytes(x2, nb * sizeof(*x2));
-            random_activations(y, nb, QK_K, act);
-            double scale = FLT_MIN;
-            for (int i = 0; i < nb; ++i) {
-                x1[i].d = x2[i].d = half(random_uniform());
-                for (int j = 0; j < QK_K; ++j) {
-                    scale += fabs((double) ggml_fp16_to_fp32(x1[i].d) * y[i].d * y[i].qs[j]) * 4;
-                }
-            }
-            float              portable, simd;
-            const block_q8_K * q8 = packed(&types[sizeof(types) / sizeof(*types) - 1], y, nb);
-            ggml_vec_dot_tq1_0_q8_K_generic(nb * QK_K, &portable, 0, x1, 0, q8, 0, 1);
-            ggml_vec_dot_tq1_0_q8_K_avx512(nb * QK_K, &simd, x1, q8);
-            worst1 = fmax(worst1, fabs((double) simd - portable) / scale);
-            ggml_vec_dot_tq2_0_q8_K_generic(nb * QK_K, &portable, 0, x2, 0, q8, 0, 1);
-            ggml_vec_dot_tq2_0_q8_K_avx512(nb * QK_K, &simd, x2, q8);
-            worst2 = fmax(worst2, fabs((double) simd - portable) / scale);
-        }
-        char line[80];
-        snprintf(line, sizeof(line), "tq1_0 dot, any bytes, activations %d: %.1e", act, worst1);
-        report(line, worst1 < 1e-6);
-        snprintf(line, sizeof(line), "tq2_0 dot, any bytes, activations %d: %.1e", act, worst2);
-        report(line, worst2 < 1e-6);
-    }
-}
-#endif
-
 int main(int argc, char ** argv) {
     for (int i = 0; i < 1 << 16; ++i) {
         ggml_table_f32_f16[i] = GGML_COMPUTE_FP16_TO_FP32((ggml_fp16_t) i);
@@ -901,17 +810,11 @@ int main(int argc, char ** argv) {
     }
     test_reorder();
     EACH_TRELLIS(t) {
-        if (t->vec_dot != t->vec_dot_generic) {
-            test_dot(t);
-        }
         test_nan(t);
     }
     EACH_TYPE(t) {
         test_panels(t);
     }
-#if defined(GGML_TQ_AVX512)
-    test_ternary();
-#endif
     // a file of records for each trellis type, in the order of the registry
     int file = 1;
     EACH_TRELLIS(t) {

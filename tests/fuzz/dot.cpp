@@ -1,5 +1,5 @@
-// Dot products of the trellis types, TQ1_0 and TQ2_0 by this processor's kernels, against the portable C, which is held against
-// integers and float64. Rows of any length, blocks of any bytes, activations that a quantizer made and others.
+// Dot products of the trellis types, held against integers and float64, and activations by this processor's kernels against
+// the portable C. Rows of any length, blocks of any bytes, activations that a quantizer made and others.
 //
 // A case is one block of a row.
 
@@ -75,31 +75,19 @@ static std::unique_ptr<Block[]> activations(Input & in, Quantizer * quantize, Qu
     return y;
 }
 
-// A type: its dot product in portable C, where a block has its scale, and of a trellis type its selectors and whether a
-// zero-point follows the scale.
+// A type: where a block has its scale, its selectors, and whether a zero-point follows the scale.
 struct Kind {
-    ggml_type      type;
-    ggml_vec_dot_t portable;
-    size_t         scale;
+    ggml_type type;
+    size_t    scale;
     void (*decode)(const uint8_t *, const uint8_t *, int8_t *);
     size_t sel;
     bool   has_z;
 };
 
-#define TRELLIS_TYPE(NAME, name, portable, has_z)                                                               \
-    { GGML_TYPE_##NAME, portable, offsetof(block_##name, d), name##_decode_levels, offsetof(block_##name, sel), \
-      has_z != 0 },
-#define TYPE_OF_256(NAME, name, bits, n_levels, length, has_z, number) \
-    TRELLIS_TYPE(NAME, name, ggml_vec_dot_##name##_q8_K_h_generic, has_z)
-// portable code is all that there is
-#define TYPE_OF_64(NAME, name, bits, n_levels, length, has_z, number) \
-    TRELLIS_TYPE(NAME, name, ggml_vec_dot_##name##_q8_n_h, has_z)
+#define TRELLIS_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    { GGML_TYPE_##NAME, offsetof(block_##name, d), name##_decode_levels, offsetof(block_##name, sel), has_z != 0 },
 
-static const Kind kinds[] = {
-    ITQ_TYPES_256(TYPE_OF_256)
-        ITQ_TYPES_64(TYPE_OF_64){ GGML_TYPE_TQ1_0, ggml_vec_dot_tq1_0_q8_K_generic, 52, nullptr, 0, false },
-    { GGML_TYPE_TQ2_0, ggml_vec_dot_tq2_0_q8_K_generic, 64, nullptr, 0, false },
-};
+static const Kind kinds[] = { ITQ_TYPES(TRELLIS_TYPE) };
 
 // A row of blocks of any bytes, and activations.
 template <typename Block> static void row(Input & in, const Kind & kind, int blocks, const Block * y) {
@@ -109,8 +97,7 @@ template <typename Block> static void row(Input & in, const Kind & kind, int blo
     const bool   any_scale = in.below(4) == 0;
     in.fill(x.get(), (size_t) blocks * bytes);
 
-    // How far the order of the additions may move the result: kernels add up every lane of a register on its own, with
-    // the offset that makes levels unsigned.
+    // How far the order of the additions may move the result.
     double sum    = 0.0;
     double within = 0.0;
     double tiny   = 0.0;  // what a product of scales that is denormal may be multiplied by
@@ -129,53 +116,30 @@ template <typename Block> static void row(Input & in, const Kind & kind, int blo
         double dot   = 0.0;
         double total = 0.0;
         double lanes = 0.0;
-        if (kind.decode) {
-            int8_t levels[length];
-            kind.decode(block, block + kind.sel, levels);
-            for (int t = 0; t < length; ++t) {
-                dot += levels[t] * y[b].qs[t];
-                lanes += 128.0 * std::abs(y[b].qs[t]);
-                total += y[b].qs[t];
-            }
-            const double unit = (double) ggml_fp16_to_fp32(d[0]) / 32 * y[b].d;
-            const double z    = ggml_fp16_to_fp32(d[1]);
-            sum += unit * (dot - z * total);
-            within += std::fabs(unit) * (lanes + std::fabs(z * total));
-            tiny += lanes + std::fabs(z * total);
-        } else {
-            // the trits, by a scale of one
-            const auto        copy = exactly<uint8_t>(bytes);
-            const ggml_fp16_t one  = ggml_fp32_to_fp16(1.0f);
-            memcpy(copy.get(), block, bytes);
-            memcpy(copy.get() + kind.scale, &one, sizeof(one));
-            float weights[length];
-            ggml_get_type_traits(kind.type)->to_float(copy.get(), weights, length);
-            for (int t = 0; t < length; ++t) {
-                dot += weights[t] * y[b].qs[t];
-                lanes += 3.0 * std::abs(y[b].qs[t]);
-            }
-            const double unit = (double) ggml_fp16_to_fp32(d[0]) * y[b].d;
-            sum += unit * dot;
-            within += std::fabs(unit) * lanes;
-            tiny += lanes;
+        int8_t levels[length];
+        kind.decode(block, block + kind.sel, levels);
+        for (int t = 0; t < length; ++t) {
+            dot += levels[t] * y[b].qs[t];
+            lanes += 128.0 * std::abs(y[b].qs[t]);
+            total += y[b].qs[t];
         }
+        const double unit = (double) ggml_fp16_to_fp32(d[0]) / 32 * y[b].d;
+        const double z    = ggml_fp16_to_fp32(d[1]);
+        sum += unit * (dot - z * total);
+        within += std::fabs(unit) * (lanes + std::fabs(z * total));
+        tiny += lanes + std::fabs(z * total);
     }
 
-    const auto   dot      = ggml_get_type_traits_cpu(kind.type)->vec_dot;
-    const auto   got      = exactly<float>(1);
-    const auto   portable = exactly<float>(1);
-    const double n        = blocks;
+    const auto   dot = ggml_get_type_traits_cpu(kind.type)->vec_dot;
+    const auto   got = exactly<float>(1);
+    const double n   = blocks;
     dot(blocks * length, got.get(), 0, x.get(), 0, y, 0, 1);
-    kind.portable(blocks * length, portable.get(), 0, x.get(), 0, y, 0, 1);
     // what float32 holds with room to add; past that all that is asked is that nothing breaks
     if (within < 0x1p100) {
         // a rounding a block and a few for its scale; a denormal product of scales may lose all its digits
         const double may = within * (n + 4) * 0x1p-23 + tiny * 0x1p-148;
-        if (!(std::fabs((double) portable[0] - sum) <= may)) {
-            wrong("the portable product", ggml_type_name(kind.type), blocks, portable[0], sum);
-        }
-        if (!(std::fabs((double) got[0] - portable[0]) <= may)) {
-            wrong("the product", ggml_type_name(kind.type), blocks, got[0], portable[0]);
+        if (!(std::fabs((double) got[0] - sum) <= may)) {
+            wrong("the product", ggml_type_name(kind.type), blocks, got[0], sum);
         }
     }
     cases += (uint64_t) blocks;
@@ -188,11 +152,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     if (ggml_blck_size(kind.type) == 64) {
         row(in, kind, blocks,
             activations<block_q8_n_h>(in, quantize_row_q8_n_h, quantize_row_q8_n_h_generic, blocks).get());
-    } else if (kind.decode) {
+    } else {
         row(in, kind, blocks,
             activations<block_q8_K>(in, quantize_row_q8_K_h, quantize_row_q8_K_h_generic, blocks).get());
-    } else {
-        row(in, kind, blocks, activations<block_q8_K>(in, nullptr, nullptr, blocks).get());
     }
     return 0;
 }

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from gguf_itq3s.transformers import ITQ3SConfig
 
 #: Fast: what the encoder finds is not the subject there.
-FAST: Final[dict[str, Any]] = {"effort": "fast", "threads": 1, "fold_norms": True}
+FAST: Final[dict[str, Any]] = {"effort": "fast", "threads": 1}
 TOKENS: Final = torch.arange(3, 43).reshape(2, 20)
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from gguf_itq3s.codec import packing
 from gguf_itq3s.codec.family import FAMILY
-from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
+from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0, Ternary
 
 TYPES = (*FAMILY, TQ1_0, TQ2_0)
 
@@ -29,8 +28,8 @@ def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarr
         scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
         data[:, fmt.scale_offset :] = scales[:, : 1 + fmt.zero_point].astype("<f2").view(np.uint8)
     else:
-        pack = packing.tq1_0_blocks if qtype == TQ1_0 else packing.tq2_0_blocks
-        data = pack(rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, count))
+        trits, scales = rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, (count, 1))
+        data = Ternary(trits.astype(np.int8), scales, "block").encode(qtype)
     return data.reshape(rows, -1)
 
 

@@ -57,7 +57,7 @@ def converted(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         if key not in made:
             out = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
             convert(
-                ConvertOptions.of(uneven(name), out, effort="fast", **{"pure": True, "fold_norms": True, **options}),
+                ConvertOptions.of(uneven(name), out, effort="fast", **{"pure": True, **options}),
                 io.StringIO(),
             )
             made[key] = out

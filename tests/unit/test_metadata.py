@@ -21,7 +21,7 @@ from gguf_itq3s import ITQ3_S, cli
 
 @pytest.fixture
 def model(converted: Callable[..., Path], tmp_path: Path) -> Path:
-    out = Path(shutil.copyfile(converted("llama", fold_norms=False), tmp_path / "model.gguf"))
+    out = Path(shutil.copyfile(converted("llama"), tmp_path / "model.gguf"))
     assert sum(kind == ITQ3_S for kind in types(out).values()) == 16
     return out
 

@@ -75,7 +75,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_what_the_experts_compute_and_its_gradient(qtype: Type, path: str) -> None:
     layer = built(qtype)
     x, index, routing = routed()

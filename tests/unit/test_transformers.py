@@ -13,22 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     dynamic_module_utils,
     modeling_gguf_pytorch_utils,
 )
 
-from checkpoints import SIZES, save_model
 from gguf_files import rewritten
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import ternary
@@ -39,7 +33,6 @@ from gguf_itq3s.torch.config import QTYPES
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from loading import FAST, TOKENS, difference, load, logits
 from quantized import quantized
-from selection import some
 
 
 def packed(model: nn.Module) -> dict[str, PackedLinear]:
@@ -61,109 +54,19 @@ def saved(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", "auto"), ("llama", torch.bfloat16), ("llama-tied", "auto"), ("mistral", "auto"), ("qwen3", "auto")],
+    [("llama", torch.bfloat16), ("llama-tied", "auto"), ("qwen3", "auto")],
 )
 def test_the_bytes_are_those_of_the_converter(
     name: str, dtype: Any, uneven: Callable[[str], Path], converted: Callable[..., Path]
 ) -> None:
-    """Whatever the model's dtype: rounding to it comes after the gains and the code."""
+    """Whatever the model's dtype: rounding to it comes after the code."""
     model = load(uneven(name), ITQ3SConfig(**FAST), dtype=dtype)
     file = load_gguf(converted(name), dtype=model.dtype)
-    assert model.config.quantization_config.norms_folded and file.config.quantization_config.norms_folded
     ours, theirs = model.state_dict(), file.state_dict()
     layers = packed(model)
     assert len(layers) == 14
-    norms = [key for key in ours if "layernorm" in key]
-    assert len(norms) >= 4
-    for key in (*(f"{layer}.weight" for layer in layers), *norms):
+    for key in (f"{layer}.weight" for layer in layers):
         assert ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
-def test_the_rows_are_those_of_the_file(
-    name: str, uneven: Callable[[str], Path], converted: Callable[..., Path]
-) -> None:
-    """Without Transformers' reading of the file: the bytes themselves, and for Llama llama.cpp's order of rows."""
-    model = load(uneven(name), ITQ3SConfig(**FAST))
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(converted(name)).tensors}
-    heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
-    for part in "qkv":
-        rows = model.model.layers[1].self_attn.get_submodule(f"{part}_proj").weight.numpy()
-        if name == "llama" and part in heads:
-            # Halves of a head, which rotate against each other, become neighbours.
-            rows = rows.reshape(heads[part], 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-        assert np.array_equal(rows, tensors[f"blk.1.attn_{part}.weight"])
-    for part in ("down", "gate", "up"):
-        blocks = model.model.layers[0].mlp.get_submodule(f"{part}_proj").weight.numpy()
-        assert np.array_equal(blocks, tensors[f"blk.0.ffn_{part}.weight"])
-
-
-#: More architectures whose norms are folded: configuration class, what differs from the usual sizes.
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("Phi3Config", {"num_key_value_heads": 4, "pad_token_id": 0}),
-    "granite": ("GraniteConfig", {}),
-    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
-    "gemma2": ("Gemma2Config", {"head_dim": 64, "tie_word_embeddings": True}),
-    "gemma3": ("Gemma3TextConfig", {"head_dim": 64, "tie_word_embeddings": True}),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_other_architectures(name: str, tokenizer: Path, tmp_path: Path) -> None:
-    """The same rows of blocks in the file, and folding that changes nothing but them."""
-    kind, changes = MORE[name]
-    torch.manual_seed(0)
-    built = AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**{**SIZES, **changes}, initializer_range=0.05)
-    )
-    with torch.no_grad():
-        for parameter_name, parameter in built.named_parameters():
-            if "norm" in parameter_name and parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.4)
-    folder = save_model(built, tmp_path / "model", tokenizer)
-    convert(
-        ConvertOptions.of(folder, tmp_path / "model.gguf", pure=True, effort="fast", fold_norms=True), io.StringIO()
-    )
-    file = gguf.GGUFReader(tmp_path / "model.gguf")
-    model = load(folder, ITQ3SConfig(**FAST))
-    assert model.config.quantization_config.norms_folded
-    arch = str(file.fields["general.architecture"].contents())
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
-    names = gguf.get_tensor_name_map(number, 2)
-    tensors = {tensor.name: tensor for tensor in file.tensors}
-    layers = packed(model)
-    assert len(layers) == (8 if name == "phi3" else 14)
-    for layer_name, layer in layers.items():
-        tensor = tensors[f"{names.get_name(layer_name)}.weight"]
-        rows = [np.sort(blocks.view(f"V{blocks.shape[1]}").ravel()) for blocks in (tensor.data, layer.weight.numpy())]
-        assert rows[0].tobytes() == rows[1].tobytes(), layer_name
-    if arch in modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES:
-        read = packed(load_gguf(tmp_path / "model.gguf"))
-        assert all(torch.equal(read[layer_name].weight, layer.weight) for layer_name, layer in layers.items())
-    with pytest.warns(UserWarning, match="no linear layer can be packed"):
-        folded = load(
-            folder, ITQ3SConfig(modules_to_not_convert=["layers", "lm_head"], fold_norms=True), dtype=torch.float32
-        )
-    assert difference(logits(folded), logits(load(folder, dtype=torch.float32))) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_folding_changes_nothing_that_is_computed(name: str, uneven: Callable[[str], Path]) -> None:
-    """With layers that stay floats, which are scaled too, only the codes differ; unfolded norms are as they were."""
-    plain = load(uneven(name), dtype=torch.float32)
-    kept = ["q_proj", "k_proj", "v_proj", "o_proj", "mlp", "lm_head"]
-    with pytest.warns(UserWarning, match="no linear layer can be packed"):
-        folded = load(uneven(name), ITQ3SConfig(modules_to_not_convert=kept, **FAST), dtype=torch.float32)
-    assert folded.config.quantization_config.norms_folded
-    before, after = (model.model.layers[0].input_layernorm.weight for model in (plain, folded))
-    assert not torch.equal(before, after) and after.unique().tolist() == [0.0 if name == "gemma" else 1.0]
-    # The converter adds the one of Gemma's gains in the checkpoint's float16.
-    assert difference(logits(folded), logits(plain)) < (1e-3 if name == "gemma" else 1e-5)
-    unfolded = load(uneven(name), ITQ3SConfig(**{**FAST, "fold_norms": False}), dtype=torch.float32)
-    assert torch.equal(unfolded.model.layers[0].input_layernorm.weight, before)
-    assert not unfolded.config.quantization_config.norms_folded
 
 
 def test_what_stays(uneven: Callable[[str], Path]) -> None:
@@ -181,28 +84,10 @@ def test_what_stays(uneven: Callable[[str], Path]) -> None:
     assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
 
 
-@pytest.mark.slow
-def test_other_classes(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """A model without a head, and one with a head that the checkpoint does not have, folded all the same."""
-    config = ITQ3SConfig(**FAST)
-    causal = load(uneven("llama"), config, dtype=torch.float32)
-    bare = AutoModel.from_pretrained(uneven("llama"), quantization_config=config, dtype=torch.float32)
-    head = AutoModelForSequenceClassification.from_pretrained(uneven("llama"), quantization_config=config)
-    assert type(head.score) is nn.Linear and torch.isfinite(head.score.weight).all()
-    for model in (bare, head.model):
-        assert model.config.quantization_config.norms_folded and len(packed(model)) == 14
-        theirs = model.state_dict()
-        assert all(
-            torch.equal(theirs[key], tensor) for key, tensor in causal.model.state_dict().items() if "proj" in key
-        )
-
-
 def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     torch.save(load_file(uneven("llama") / "model.safetensors"), tmp_path / "pytorch_model.bin")
     shutil.copyfile(uneven("llama") / "config.json", tmp_path / "config.json")
-    with pytest.raises(ValueError, match="read from safetensors files: save it so, or give fold_norms=False"):
-        load(tmp_path, ITQ3SConfig(**FAST))
-    assert len(packed(load(tmp_path, ITQ3SConfig(**{**FAST, "fold_norms": False})))) == 14
+    assert len(packed(load(tmp_path, ITQ3SConfig(**FAST)))) == 14
 
 
 @pytest.mark.parametrize("qtype", ["itq3_s", "itq2_s"])
@@ -211,7 +96,7 @@ def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
 ) -> None:
     """By the config and out of the converter's file; saved, they are what they were."""
     folder, out = checkpoint("llama-odd"), tmp_path / "model.gguf"
-    convert(ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast", fold_norms=True), io.StringIO())
+    convert(ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast"), io.StringIO())
     models = [load(folder, ITQ3SConfig(qtype, **FAST), dtype=torch.float32), load_gguf(out, dtype=torch.float32)]
     short = {"itq3_s": "ITQ3_N", "itq2_s": "ITQ2_N"}
     for number, model in enumerate(models):
@@ -256,11 +141,11 @@ def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest
     alive: list[int] = []
     own = quantizer.ITQ3SQuantizer._pack
 
-    def watched(self: Any, matrix: Any, gain: Any, weight: torch.Tensor) -> Any:
+    def watched(self: Any, matrix: Any, weight: torch.Tensor) -> Any:
         gc.collect()
         alive.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(weight))
-        return own(self, matrix, gain, weight)
+        return own(self, matrix, weight)
 
     monkeypatch.setattr(quantizer.ITQ3SQuantizer, "_pack", watched)
     model = load(uneven("llama"), ITQ3SConfig(**FAST))
@@ -301,8 +186,8 @@ def test_what_is_not_ternary(uneven: Callable[[str], Path]) -> None:
     assert np.allclose(model.model.layers[0].mlp.up_proj.dequantize().numpy(), expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["mlp.up_proj", "input_layernorm"])
-def test_weights_that_are_no_numbers(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+    name = "mlp.up_proj"
     shutil.copytree(uneven("llama"), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors[f"model.layers.1.{name}.weight"].view(-1)[3] = float("nan")
@@ -317,7 +202,7 @@ def test_weights_that_are_no_numbers(name: str, uneven: Callable[[str], Path], t
 def test_saved_and_loaded_again(saved: tuple[Any, Path]) -> None:
     model, folder = saved
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "itq3_s" and config["norms_folded"] and "threads" not in config
+    assert config["quant_method"] == "itq3_s" and "threads" not in config
     again = load(folder)
     before, after = model.state_dict(), again.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
@@ -424,9 +309,8 @@ def test_codes_are_no_weights(
     ("fields", "message"),
     [
         ({"qtype": "q4_k"}, f"qtype 'q4_k' is not one of {', '.join(QTYPES)}"),
-        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"),
-        ({"residual": "itq3_s"}, "residual passes were taken out; quantize the model again"),
-        ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": "no"}, "fold_norms 'no' is not true"),
+        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "no residual pass any more"),
+        ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": True}, "fold_norms is convert-hf-to-itq3s"),
         ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
         ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),
         ({"modules_to_not_convert": [""]}, "is not a list of names"),
@@ -457,13 +341,13 @@ def test_names_are_no_patterns(saved: tuple[Any, Path], tmp_path: Path) -> None:
 def test_a_config_is_not_written_to(uneven: Callable[[str], Path]) -> None:
     config = ITQ3SConfig(**FAST)
     load(uneven("llama"), config)
-    assert config.modules_to_not_convert is None and not config.norms_folded
+    assert config.modules_to_not_convert is None
 
 
 # ---------------------------------------------------------------------------------------------------------- GGUF files
 
 
-@pytest.mark.parametrize("name", some(["llama", "llama-tied", "qwen2"], lambda name: name == "llama", pytest.mark.slow))
+@pytest.mark.parametrize("name", ["llama"])
 def test_a_file_computes_what_its_decoded_form_computes(name: str, converted: Callable[..., Path]) -> None:
     """Plain from_pretrained decodes every tensor; the packed layers give the same to rounding."""
     path = converted(name)
@@ -495,19 +379,6 @@ def test_a_file_of_several_types(trits: Path, tmp_path: Path) -> None:
         name: layer.qtype for name, layer in packed(model).items()
     }
     assert torch.equal(logits(again), logits(model))
-
-
-@pytest.mark.slow
-def test_a_split_file(uneven: Callable[[str], Path], converted: Callable[..., Path], tmp_path: Path) -> None:
-    out = tmp_path / "split.gguf"
-    convert(
-        ConvertOptions.of(uneven("llama"), out, pure=True, effort="fast", fold_norms=True, split_max_tensors=8),
-        io.StringIO(),
-    )
-    first = sorted(tmp_path.glob("*.gguf"))[0]
-    assert first.name.endswith("-00001-of-00003.gguf")
-    whole = load_gguf(converted("llama")).state_dict()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_gguf(first).state_dict().items())
 
 
 def drop(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:

@@ -22,7 +22,7 @@ from gguf_itq3s.codec.family import (
     rotation,
     trellis_type,
 )
-from gguf_itq3s.codec.members import add_member
+from gguf_itq3s.codec.family import add_member
 from gguf_itq3s.codec.types import NUMPY_TYPES, bits_per_weight
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)

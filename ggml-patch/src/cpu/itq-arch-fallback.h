@@ -8,22 +8,20 @@
      defined(__arm__) || defined(_M_ARM) || defined(_M_ARM64) || defined(_M_ARM64EC))
 // arch/x86 and arch/arm have them all
 #else
-#    define quantize_row_q8_K_h_generic        quantize_row_q8_K_h
-#    define quantize_row_q8_n_h_generic        quantize_row_q8_n_h
-#    define ggml_vec_dot_itq3_s_q8_K_h_generic ggml_vec_dot_itq3_s_q8_K_h
-#    define ggml_vec_dot_itq2_s_q8_K_h_generic ggml_vec_dot_itq2_s_q8_K_h
-#    define itq_repack_itq3_s_generic          itq_repack_itq3_s
-#    define itq_repack_itq2_s_generic          itq_repack_itq2_s
-#    define itq_repack_itq3_n_generic          itq_repack_itq3_n
-#    define itq_repack_itq2_n_generic          itq_repack_itq2_n
-#    define itq_repack_tq2_0_generic           itq_repack_tq2_0
-#    define itq_repack_tq1_0_generic           itq_repack_tq1_0
-#    define itq_gemm_itq3_s_generic            itq_gemm_itq3_s
-#    define itq_gemm_itq2_s_generic            itq_gemm_itq2_s
-#    define itq_gemm_itq3_n_generic            itq_gemm_itq3_n
-#    define itq_gemm_itq2_n_generic            itq_gemm_itq2_n
-#    define itq_gemm_tq2_0_generic             itq_gemm_tq2_0
-#    define itq_gemm_tq1_0_generic             itq_gemm_tq1_0
-#    define itq_reorder_q8_K_h_generic         itq_reorder_q8_K_h
-#    define itq_reorder_q8_n_h_generic         itq_reorder_q8_n_h
+#    define quantize_row_q8_K_h_generic quantize_row_q8_K_h
+#    define quantize_row_q8_n_h_generic quantize_row_q8_n_h
+#    define itq_repack_itq3_s_generic   itq_repack_itq3_s
+#    define itq_repack_itq2_s_generic   itq_repack_itq2_s
+#    define itq_repack_itq3_n_generic   itq_repack_itq3_n
+#    define itq_repack_itq2_n_generic   itq_repack_itq2_n
+#    define itq_repack_tq2_0_generic    itq_repack_tq2_0
+#    define itq_repack_tq1_0_generic    itq_repack_tq1_0
+#    define itq_gemm_itq3_s_generic     itq_gemm_itq3_s
+#    define itq_gemm_itq2_s_generic     itq_gemm_itq2_s
+#    define itq_gemm_itq3_n_generic     itq_gemm_itq3_n
+#    define itq_gemm_itq2_n_generic     itq_gemm_itq2_n
+#    define itq_gemm_tq2_0_generic      itq_gemm_tq2_0
+#    define itq_gemm_tq1_0_generic      itq_gemm_tq1_0
+#    define itq_reorder_q8_K_h_generic  itq_reorder_q8_K_h
+#    define itq_reorder_q8_n_h_generic  itq_reorder_q8_n_h
 #endif

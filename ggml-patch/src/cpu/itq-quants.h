@@ -30,29 +30,18 @@ void quantize_row_q8_n_h_generic(const float * GGML_RESTRICT x, void * GGML_REST
 #define ITQ_VEC_DOT(name, length) ITQ_VEC_DOT_OF_##length(name)
 #define ITQ_VEC_DOT_TYPE(length)  ((length) == QK_K ? GGML_TYPE_Q8_K_H : GGML_TYPE_Q8_N_H)
 
-// What every type has:
+// What every type has, for code that takes any type of ggml; portable alone, for products with its rows and panels are
+// those of itq-mul-mat.cpp:
 //
 //   quantize_row_name          quantize_row_name_ref
 //   ggml_vec_dot_name_q8_K_h   dot product of a row of its blocks and a row of Q8_K_H, n weights each; the arguments are
-//                              ggml_vec_dot_t's. There is a generic implementation beside it.
-//   ggml_vec_dot_name_q8_n_h   the same of a type whose blocks have 64, with a row of Q8_N_H; portable code alone: panels and
-//                              rows are multiplied by itq-gemm.h, this is what their results are compared with
-#define ITQ_DECLARE_QUANTIZE_ROW(NAME, name, ...) \
-    void quantize_row_##name(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);
-ITQ_TYPES(ITQ_DECLARE_QUANTIZE_ROW)
-
-#define ITQ_DECLARE_PRODUCTS(NAME, name, ...)                                                                          \
-    void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx,        \
-                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);                   \
-    void ggml_vec_dot_##name##_q8_K_h_generic(int n, float * GGML_RESTRICT s, size_t bs,                               \
-                                              const void * GGML_RESTRICT vx, size_t bx, const void * GGML_RESTRICT vy, \
-                                              size_t by, int nrc);
-ITQ_TYPES_256(ITQ_DECLARE_PRODUCTS)
-
-#define ITQ_DECLARE_PRODUCTS_64(NAME, name, ...)                                                                \
-    void ggml_vec_dot_##name##_q8_n_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
-                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);
-ITQ_TYPES_64(ITQ_DECLARE_PRODUCTS_64)
+//                              ggml_vec_dot_t's
+//   ggml_vec_dot_name_q8_n_h   the same of a type whose blocks have 64, with a row of Q8_N_H
+#define ITQ_DECLARE(NAME, name, bits, n_levels, length, ...)                                                 \
+    void quantize_row_##name(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k);              \
+    void ITQ_VEC_DOT(name, length)(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
+                                   size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc);
+ITQ_TYPES(ITQ_DECLARE)
 
 #ifdef __cplusplus
 }

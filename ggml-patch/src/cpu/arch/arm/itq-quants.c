@@ -169,40 +169,6 @@ void quantize_row_q8_n_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT vy,
     }
 }
 
-// d times what the zero-point of a block takes from the dot product.
-#    define ZERO_POINT_TERM_1(x, y, d) \
-        ((((x)->z & 0x7FFF) == 0) ? 0.0f : (d) * GGML_CPU_FP16_TO_FP32((x)->z) * total_of(y))
-#    define ZERO_POINT_TERM_0(x, y, d) 0.0f
-
-static inline float total_of(const block_q8_K * y) {
-    const int16x8_t sums = vaddq_s16(vld1q_s16(y->bsums), vld1q_s16(y->bsums + 8));
-    return (float) vaddlvq_s16(sums);
-}
-
-#    define VEC_DOT(NAME, name, bits, n_levels, length, has_z, number)                                              \
-        void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
-                                          size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
-            assert(n % QK_K == 0);                                                                                  \
-            assert(nrc == 1);                                                                                       \
-            GGML_UNUSED(bs);                                                                                        \
-            GGML_UNUSED(bx);                                                                                        \
-            GGML_UNUSED(by);                                                                                        \
-            GGML_UNUSED(nrc);                                                                                       \
-                                                                                                                    \
-            const block_##name * GGML_RESTRICT x    = vx;                                                           \
-            const block_q8_K * GGML_RESTRICT   y    = vy;                                                           \
-            float32x4_t                        sum  = vdupq_n_f32(0.0f);                                            \
-            float                              zsum = 0.0f;                                                         \
-            for (int i = 0; i < n / QK_K; ++i) {                                                                    \
-                const int32x4_t dot = multiply_block_##name(&x[i], y[i].qs);                                        \
-                const float     d   = GGML_CPU_FP16_TO_FP32(x[i].d) * y[i].d;                                       \
-                sum                 = vmlaq_n_f32(sum, vcvtq_f32_s32(dot), d);                                      \
-                zsum += ZERO_POINT_TERM_##has_z(&x[i], &y[i], d);                                                   \
-            }                                                                                                       \
-            *s = 0.03125f * (vaddvq_f32(sum) - zsum);                                                               \
-        }
-ITQ_TYPES_256(VEC_DOT)
-
 #else
 
 void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
@@ -212,12 +178,5 @@ void quantize_row_q8_K_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, 
 void quantize_row_q8_n_h(const float * GGML_RESTRICT x, void * GGML_RESTRICT y, int64_t k) {
     quantize_row_q8_n_h_generic(x, y, k);
 }
-
-#    define VEC_DOT_GENERIC(NAME, name, ...)                                                                        \
-        void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
-                                          size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
-            ggml_vec_dot_##name##_q8_K_h_generic(n, s, bs, vx, bx, vy, by, nrc);                                    \
-        }
-ITQ_TYPES_256(VEC_DOT_GENERIC)
 
 #endif
