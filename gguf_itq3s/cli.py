@@ -14,7 +14,7 @@ from .convert import command as convert
 from .distill import command as distill
 from .evaluate import command as evaluate
 from .inspect import contents, find_ternary, plan, verify
-from .programs import lora_command, metadata
+from .programs import lora, metadata
 from .publish import command as publish
 from .upstream import build
 
@@ -29,7 +29,7 @@ SUBCOMMANDS = (
     evaluate,
     plan,
     find_ternary,
-    lora_command,
+    lora,
     metadata,
     build,
     publish,

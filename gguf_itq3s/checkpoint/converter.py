@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from .. import upstream
 from ..base.errors import UserError, failed_line
 from . import bitnet, lazy, patches, quantization, tokens
 from .source import SourceTensor
@@ -25,6 +26,19 @@ _TOKENIZER_FILES: Final = (
     "tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken",
     "sentencepiece*.model", "tokenizer.jsonl", "tokenization_*.py", "rwkv_vocab*.txt",
 )  # fmt: skip
+
+
+def upstreams(script: str) -> tuple[Any, Path]:
+    """The ``conversion`` package and the path of a script beside it, the source fetched if need be."""
+    return upstream.load_conversion(), upstream.fetch_source() / script
+
+
+def supported_models() -> str:
+    """The architectures that upstream's converter reads, a list for text models and one for projectors."""
+    conversion: Any = upstream.load_conversion()
+    lists = {"TEXT models:": conversion.TEXT_MODEL_MAP, "MMPROJ models:": conversion.MMPROJ_MODEL_MAP}
+    lines = [line for title, names in lists.items() for line in (title, *(f"  - {name}" for name in sorted(names)))]
+    return "\n".join(lines)
 
 
 def model_class(conversion: Any, folder: Path, *, mmproj: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,15 @@ class GGUFFile:
     def size(self) -> int:
         """Bytes of all parts."""
         return sum(path.stat().st_size for path in self.paths)
+
+    @property
+    def content(self) -> str:
+        """Hash of names, types and bytes of the tensors, whatever their order."""
+        digest = hashlib.sha256()
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.name):
+            digest.update(f"{tensor.name} {tensor.tensor_type}".encode())
+            digest.update(tensor.data.tobytes())
+        return digest.hexdigest()
 
 
 def open_gguf(path: Path) -> GGUFFile:

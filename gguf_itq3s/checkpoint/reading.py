@@ -20,10 +20,10 @@ import numpy as np
 
 from .. import upstream
 from ..base.errors import UserError
-from . import converter, lazy, patches, shards, tokens
+from . import converter, lazy, patches, quantization, shards, tokens
 from .request import Request
 from .source import Checkpoint, SourceTensor, model_facts
-from .validation import check_counts_by_shapes, check_folder
+from .validation import check_counts_by_shapes, check_folder, read_json
 from .weights import Weights
 
 #: The output matrix in checkpoints of any model.
@@ -148,6 +148,61 @@ def _check_head(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, S
         if rows.shape != there.shape or not np.allclose(rows, there, rtol=2**-7, atol=1e-6):
             what = "is another matrix than the embedding, which is the output in llama.cpp's files of this architecture"
             raise UserError(folder, what, "tie them, and train that, or take a model that does", name)
+
+
+def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by name, no weights read.
+
+    Raises:
+        UserError: neither safetensors files nor an index with a config that transformers knows.
+    """
+    found = _weights(folder)
+    if files := _there(found):
+        return {name: shape for name, (_, shape) in shards.stored_tensors(files).items()}
+    return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code)
+
+
+def open_without_weights(folder: Path, *, trust_remote_code: bool = False) -> Checkpoint:
+    """The model of a folder by headers or by its config.
+
+    Raises:
+        UserError: as :func:`read_shapes`.
+    """
+    shapes, files = read_shapes(folder, trust_remote_code=trust_remote_code), _there(_weights(folder))
+    return open_shapes(folder, shapes, files, trust_remote_code=trust_remote_code)
+
+
+def _weights(folder: Path) -> shards.Shards:
+    config = folder / "config.json"
+    return shards.find(folder, read_json(config) if config.is_file() else {})
+
+
+def _there(found: shards.Shards) -> tuple[Path, ...]:
+    """The safetensors files, if all of them are there."""
+    return found.files if all(file.is_file() and file.suffix == ".safetensors" for file in found.files) else ()
+
+
+def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> dict[str, tuple[int, ...]]:
+    import torch
+
+    try:
+        with patches.patched(folder, trusted) as transformers, torch.device("meta"):
+            transformers.logging.set_verbosity_error()
+            config = transformers.AutoConfig.from_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except UserError:
+        raise
+    except Exception as error:  # a config can be wrong in many ways
+        remedy = "download the safetensors files, or use a transformers that knows the architecture"
+        raise UserError(folder / "config.json", f"gives no shapes ({error})", remedy) from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    if names is None:
+        tied = model.get_output_embeddings() is not None and getattr(config, "tie_word_embeddings", False)
+        return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
+    names = [name for name in map(quantization.plain_name, names) if name]
+    if unknown := sorted(set(names) - set(shapes) - {n for n in names if n.endswith(".inv_freq")}):
+        raise UserError(folder, "is in the index but not in the model of config.json", "download its files", unknown[0])
+    return {name: shapes[name] for name in names if name in shapes}
 
 
 def open_shapes(

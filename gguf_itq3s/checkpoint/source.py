@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from gguf import Keys
 from gguf.gguf_writer import WriterState
 from safetensors import safe_open
 
@@ -21,9 +19,6 @@ from ..base.errors import UserError
 from .policy import Model, first_downs
 from .shards import stored_tensors
 from .weights import Weights
-
-# The number of a part, and of all of them, is a uint16.
-_MOST_PARTS: Final = (1 << 16) - 1
 
 
 def padded(size: int) -> int:
@@ -108,25 +103,22 @@ class Checkpoint:
     described: gguf.Metadata
     weights: Weights
 
-    def heads(self, types: Sequence[Type]) -> list[bytes]:
-        """GGUF header, metadata and tensor infos, of each part that the writer is set to split the file into.
+    def head(self, types: Sequence[Type]) -> bytes:
+        """GGUF header, metadata and tensor infos.
 
         Args:
             types: of each tensor.
 
         Raises:
-            UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
+            UserError: the model's metadata do not fit GGUF's types.
         """
         writer = self.writer
-        writer.state = WriterState.NO_FILE
+        writer.tensors, writer.state = [{}], WriterState.NO_FILE
         for tensor, qtype in zip(self.tensors, types, strict=True):
             size = tensor.bytes_in(qtype)
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=qtype)
-        if len(writer.tensors) > _MOST_PARTS:
-            what = f"would be written in {len(writer.tensors)} parts, more than {_MOST_PARTS}"
-            raise UserError(self.folder, what, "raise --split-max-size or --split-max-tensors")
-        buffers = [io.BytesIO() for _ in writer.tensors]
-        writer.fout, writer.state = buffers, WriterState.EMPTY
+        buffer = io.BytesIO()
+        writer.fout, writer.state = [buffer], WriterState.EMPTY
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -135,10 +127,7 @@ class Checkpoint:
             what = f"gives metadata that no GGUF file can hold: {error}"
             remedy = "take the config.json and the model card of the model"
             raise UserError(self.folder / "config.json", what, remedy) from error
-        del writer.kv_data[1:]
-        for key in (Keys.Split.LLM_KV_SPLIT_NO, Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT):
-            writer.remove_key(key)
-        return [buffer.getvalue() for buffer in buffers]
+        return buffer.getvalue()
 
     def first_rows(self, tensor: SourceTensor) -> list[np.ndarray] | None:
         """The first row of each matrix that a tensor may be made from, read alone.

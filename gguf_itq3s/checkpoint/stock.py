@@ -23,7 +23,7 @@ from ..base.errors import UserError
 from ..codec import native
 from .loadable import hole
 from .policy import Choice
-from .source import Checkpoint
+from .source import Checkpoint, padded
 
 #: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
 STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {
@@ -70,30 +70,27 @@ class F16File:
     size: int
 
     def mixed_types(
-        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = (),
-        pruned: Sequence[int] = (),
-    ) -> dict[str, Type]:  # fmt: skip
+        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = ()
+    ) -> dict[str, Type]:
         """The types that llama-quantize mixes, before any fallback for the row length.
 
         Args:
             file_type: of the file.
             statistics: whether there are statistics of the matrices' inputs, which changes a few rules.
             given: tensors whose type is given by ``--tensor-type``; they have no place in the order.
-            pruned: layers that are left out.
 
         Returns:
-            Name -> type, the names those of after pruning; of tensors whose type is given any.
+            Name -> type; of tensors whose type is given any.
 
         Raises:
             UserError: there is no built library, it cannot read the metadata, or there is a limit on the size of files.
         """
-        choices = self.choices(file_type, statistics=statistics, given=given, pruned=pruned)
+        choices = self.choices(file_type, statistics=statistics, given=given)
         return {name: choice.wanted for name, choice in choices.items()}
 
     def choices(
-        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = (),
-        pruned: Sequence[int] = (),
-    ) -> dict[str, Choice]:  # fmt: skip
+        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = ()
+    ) -> dict[str, Choice]:
         """The types that llama-quantize mixes, and those that it writes in rows that are not whole blocks of them.
 
         Arguments and errors are those of :meth:`mixed_types`; a few types are not written without statistics.
@@ -104,8 +101,6 @@ class F16File:
         if tool is None or not tool.exists():
             raise UserError(self.folder, f"{kind} needs the built library", f"run {native.build_command()}")
         words = [word for name in given for word in ("--tensor-type", f"^{re.escape(name)}$=q8_0")]
-        if pruned:
-            words += ["--prune-layers", ",".join(map(str, pruned))]
         with tempfile.NamedTemporaryFile() as matrix:
             if statistics:
                 matrix.write(_IMPORTANCE)
@@ -142,9 +137,6 @@ def f16_file(checkpoint: Checkpoint) -> F16File:
     Raises:
         UserError: the model's metadata do not fit GGUF's types.
     """
-    writer = checkpoint.writer
-    writer.tensors = [{}]
-    stored = [tensor.stored for tensor in checkpoint.tensors]
-    head = checkpoint.heads(stored)[0]
-    sizes = [len(head), *(tensor.bytes_in(qtype) for tensor, qtype in zip(checkpoint.tensors, stored, strict=True))]
-    return F16File(checkpoint.folder, head, sum(writer.ggml_pad(size, writer.data_alignment) for size in sizes))
+    head = checkpoint.head([tensor.stored for tensor in checkpoint.tensors])
+    sizes = [len(head), *(tensor.bytes_in(tensor.stored) for tensor in checkpoint.tensors)]
+    return F16File(checkpoint.folder, head, sum(map(padded, sizes)))

@@ -10,12 +10,11 @@ from ..base.errors import UserError
 from ..checkpoint import loadable
 from ..checkpoint.files import check_output
 from ..codec.family import FAMILY
-from .header import Head
 from .job import Job
 from .metadata import check_metadata
 from .naming import is_template
 from .options import PLAIN_OUTTYPES, TERNARY_TYPES, TRELLIS_OUTTYPES, ConvertOptions
-from .output import Part, check_place
+from .output import check_place, size_of
 
 _TRELLIS: Final = " or ".join(TRELLIS_OUTTYPES)
 _CALIBRATED: Final = "the trellis code and llama.cpp's own quantized types"
@@ -49,7 +48,7 @@ def check_file(options: ConvertOptions, out: Path | None) -> None:
         check_place(out or folder / ".gguf")
 
 
-def check_loadable(job: Job, head: Head) -> str:
+def check_loadable(job: Job, head: bytes) -> str:
     """Refuse a checkpoint that llama.cpp could not load once it is converted.
 
     Args:
@@ -66,11 +65,11 @@ def check_loadable(job: Job, head: Head) -> str:
     if request.mmproj or request.mtp or request.vocab_only or request.target_model_dir:
         return "not loaded: it is only a part of a model"
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
-    size = Part(job.out, head.whole, tuple(row.bytes for row in job.rows())).size
+    size = size_of(head, [row.bytes for row in job.rows()])
     tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
     metadata = loadable.metadata_of_writer(checkpoint.writer)
     try:
-        return loadable.check_head(head.whole, size, shapes, metadata, tied=tied)
+        return loadable.check_head(head, size, shapes, metadata, tied=tied)
     except loadable.NotLoadableError as problem:
         label = next((tensor.label for tensor in checkpoint.tensors if tensor.name == problem.tensor), None)
         remedy = "repair the checkpoint or download it again"
@@ -92,8 +91,8 @@ def _check_kind(options: ConvertOptions) -> None:
     if request.fp8_as_q8 and types.outtype not in ("f16", "bf16", "auto"):
         remedy = "take --outtype auto, f16 or bf16, or leave it out"
         raise UserError(options.model, f"--fp8-as-q8 has no meaning for {types.outtype}", remedy)
-    if request.vocab_only and (options.to.splits or request.mmproj or request.mtp or options.prune_layers):
-        raise UserError(options.model, "has a vocabulary that cannot be split or pruned", "give --vocab-only alone")
+    if request.vocab_only and (request.mmproj or request.mtp):
+        raise UserError(options.model, "is asked for its vocabulary and more", "give --vocab-only alone")
     if request.metadata:
         check_metadata(request.metadata)
 
@@ -131,9 +130,9 @@ def _check_layerwise(options: ConvertOptions) -> None:
             raise UserError(options.model, "--fisher is for --calibrate", "give --calibrate, or leave it out")
         return
     others = {
-        "--calibration": given.calibration, "--imatrix": given.imatrix, "--prune-layers": options.prune_layers,
-        "--fuse-qkv": request.fuse_qkv, "--fuse-gate-up-exps": request.fuse_gate_up_exps, "--mtp": request.mtp,
-        "--mmproj": request.mmproj, "--vocab-only": request.vocab_only,
+        "--calibration": given.calibration, "--imatrix": given.imatrix, "--fuse-qkv": request.fuse_qkv,
+        "--fuse-gate-up-exps": request.fuse_gate_up_exps, "--mtp": request.mtp, "--mmproj": request.mmproj,
+        "--vocab-only": request.vocab_only,
     }  # fmt: skip
     if named := [name for name, value in others.items() if value]:
         raise UserError(options.model, f"{named[0]} does not go with --calibrate", "give one of them")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
-from .. import upstream
 from ..base import report
-from ..base.errors import positive
+from ..base.errors import UserError, positive
 from ..calibrate.joining import joined, own_processors
 from ..calibrate.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
 from ..calibrate.options import add_arguments as add_run_arguments
-from ..checkpoint import trust
+from ..checkpoint import converter, trust
 from ..checkpoint.hub import download
 from ..checkpoint.policy import FALLBACK_KINDS
 from ..codec.family import FAMILY
@@ -33,7 +34,6 @@ from .options import (
     TernaryOptions,
     TypeOptions,
 )
-from .overrides import bits_per_weight, layers, override_kv, split_count, split_size, tensor_type, tensor_type_file
 from .pipeline import Conversion, convert_together
 
 #: The trellis types, as help names them.
@@ -46,10 +46,72 @@ DESCRIPTION: Final = (
 #: Arguments that are no options of a conversion, or other ones by then.
 _COMMAND: Final = frozenset(
     {
-        "command", "run", "needs_source", "parser", "outfile", "tensor_type", "tensor_type_file", "remote",
+        "command", "run", "needs_source", "parser", "outfile", "tensor_type", "remote",
         "print_supported_models",
     }
 )  # fmt: skip
+
+#: Options of llama.cpp's tools that these tools apply to a finished file, and the command that does it.
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("--split-max-size", "--split-max-tensors", "--no-tensor-first-split"),
+        "write one file, then: llama-gguf-split --split {option} ... FILE.gguf NAME",
+    ),
+    "--prune-layers": "write --outtype f16, then: llama-quantize {option} ... F16.gguf OUT.gguf TYPE",
+    "--override-kv": "write the file, then: llama-quantize {option} ... FILE.gguf OUT.gguf COPY",
+}
+# Bytes of a file with patterns: far more than one for every tensor of any model.
+_LONGEST_FILE: Final = 1 << 24
+
+
+class _Elsewhere(argparse.Action):
+    """An option that another command has; giving it is an error that names the command."""
+
+    def __call__(self, _parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:
+        assert option is not None
+        raise UserError(option, "is for a file that is there", _ELSEWHERE[option].format(option=option))
+
+
+def tensor_type(argument: str) -> tuple[str, str]:
+    """``PATTERN=TYPE``, for argparse: a regular expression in lower case, as llama-quantize makes it, and a type."""
+    pattern, separator, name = argument.partition("=")
+    if not separator or not pattern or not name:
+        raise argparse.ArgumentTypeError(f"{argument!r:.80} is not PATTERN=TYPE")
+    if name.lower() not in TENSOR_TYPES:
+        raise argparse.ArgumentTypeError(f"{name!r:.40} is not one of the types {', '.join(TENSOR_TYPES)}")
+    pattern = pattern.lower()
+    if "[[:" in pattern:
+        raise argparse.ArgumentTypeError(f"{pattern!r:.80}: write a class such as [[:digit:]] as [0-9]")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{pattern!r:.80} is not a regular expression: {error}") from None
+    return pattern, name.lower()
+
+
+def tensor_type_file(argument: str) -> list[tuple[str, str]]:
+    """The patterns of a file, separated by spaces or line breaks, for argparse."""
+    try:
+        with Path(argument).open("rb") as file:
+            data = file.read(_LONGEST_FILE + 1)
+        if len(data) > _LONGEST_FILE:
+            raise ValueError(f"has more than {_LONGEST_FILE} bytes")
+        return [tensor_type(word) for word in data.decode().split()]
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{argument}: {error}") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{argument}: {error}") from None
+
+
+def bits_per_weight(argument: str) -> float:
+    """A number of bits, for argparse."""
+    try:
+        bits = float(argument)
+    except ValueError:
+        bits = math.nan
+    if not 0 < bits < 64:
+        raise argparse.ArgumentTypeError(f"{argument!r:.40} is no number of bits")
+    return bits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--print-supported-models", action="store_true", help="print the architectures that can be read, and end"
     )
     parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
+    for option in _ELSEWHERE:
+        parser.add_argument(option, action=_Elsewhere, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, needs_source=True, parser=parser)
 
 
@@ -81,20 +145,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--outfile", type=Path, metavar="PATH", help="the same as out.gguf, or a folder for a file of the default name"
     )
     group.add_argument("--dry-run", action="store_true", help="print each tensor's type and size, write nothing")
-    group.add_argument(
-        "--split-max-size", type=split_size, default=0, metavar="N[K|M|G]",
-        help="split into files of at most so many bytes of tensors",
-    )  # fmt: skip
-    group.add_argument(
-        "--split-max-tensors",
-        type=split_count,
-        default=0,
-        metavar="N",
-        help="split into files of at most so many tensors",
-    )
-    group.add_argument(
-        "--no-tensor-first-split", action="store_true", help="the first file of a split one has the metadata alone"
-    )
 
 
 def _add_types(group: argparse._ArgumentGroup) -> None:
@@ -126,7 +176,7 @@ def _add_types(group: argparse._ArgumentGroup) -> None:
         f"Types: {', '.join(TENSOR_TYPES)}",
     )  # fmt: skip
     group.add_argument(
-        "--tensor-type-file", type=Path, action="append", default=[], metavar="FILE",
+        "--tensor-type-file", type=tensor_type_file, action="extend", dest="tensor_type", metavar="FILE",
         help="with PATTERN=TYPE, separated by spaces or line breaks",
     )  # fmt: skip
     group.add_argument("--leave-output-tensor", action="store_true", help="output.weight is not quantized")
@@ -226,9 +276,6 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--no-nextn", "--no-mtp", dest="no_nextn", action="store_true", help="everything but these layers"
     )
     group.add_argument("--vocab-only", action="store_true", help="metadata and tokenizer alone")
-    group.add_argument(
-        "--prune-layers", type=layers, default=(), metavar="L0,L1,...", help="leave these layers out; use with care"
-    )
     group.add_argument("--fuse-qkv", action="store_true", help="one matrix of each layer's q, k and v")
     group.add_argument(
         "--fuse-gate-up-exps", action="store_true", help="one matrix of each layer's gate and up experts"
@@ -251,10 +298,6 @@ def _add_metadata(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--metadata", type=Path, metavar="FILE", help="JSON with keys such as general.author, over the model card's"
     )
-    group.add_argument(
-        "--override-kv", type=override_kv, action="append", default=[], metavar="KEY=TYPE:VALUE",
-        help="metadata over the model's own; TYPE is int, float, bool or str; may be repeated",
-    )  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
@@ -265,7 +308,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if args.print_supported_models:
-        print(supported_models())
+        print(converter.supported_models())
         return 0
     if args.model is None:
         args.parser.error("the following arguments are required: model_dir")
@@ -279,9 +322,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(describe(done))
     verb = "would write" if args.dry_run else "wrote"
-    first, count = done.parts[0].path, len(done.parts)
-    more = f" and {count - 1} more" if count > 1 else ""
-    print(f"{verb} {first}{more}: {report.size(done.size)}, {time.monotonic() - started:.1f} s")
+    print(f"{verb} {done.path}: {report.size(done.size)}, {time.monotonic() - started:.1f} s")
     return 0
 
 
@@ -289,10 +330,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     """What the arguments ask for; a model of the hub is downloaded."""
     values = {key: value for key, value in vars(args).items() if key not in _COMMAND}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-    patterns = [*args.tensor_type]
-    for path in args.tensor_type_file:
-        patterns += tensor_type_file(path)
-    values["tensor_types"] = tuple(patterns)
+    values["tensor_types"] = tuple(args.tensor_type)
     if args.outfile and args.outfile.is_dir():
         values["folder"] = args.outfile
     elif args.outfile:
@@ -307,20 +345,9 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     return ConvertOptions.of(**values)
 
 
-def supported_models() -> str:
-    """The architectures that llama.cpp's converter reads, a list for text models and one for projectors."""
-    conversion = upstream.load_conversion()
-    lists = {"TEXT models:": conversion.TEXT_MODEL_MAP, "MMPROJ models:": conversion.MMPROJ_MODEL_MAP}
-    lines = [line for title, names in lists.items() for line in (title, *(f"  - {name}" for name in sorted(names)))]
-    return "\n".join(lines)
-
-
 def describe(done: Conversion) -> str:
-    """The tables of a conversion: every tensor of a dry run, the files of a split one, then the types."""
+    """The tables of a conversion: every tensor of a dry run, then the types."""
     parts = [f"{report.by_type(done.rows)}\nchecked: {done.check}"] if done.rows else []
-    if len(done.parts) > 1:
-        files = [[part.path.name, str(len(part.sizes)), report.size(part.size)] for part in done.parts]
-        parts.insert(0, report.table(["file", "tensors", "size"], files) + "\n")
     if done.shapes:
         lines = [
             [row.name, "x".join(map(str, reversed(shape))), row.type, report.size(row.bytes)]

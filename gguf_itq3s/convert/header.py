@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import gguf
-from gguf import GGMLQuantizationType as Type
 
 from ..base.journal import key_of, sources
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
-from ..checkpoint.source import Checkpoint, padded
+from ..checkpoint.source import Checkpoint
 from ..codec import native
 from ..codec.family import file_version
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
 from .job import Job
-from .options import ConvertOptions, Destination
+from .options import ConvertOptions
 from .types import file_type
 
 
-@dataclass(frozen=True)
-class Head:
-    """The heads of the output.
-
-    Attributes:
-        whole: GGUF header, metadata and tensor infos of the file that is not split.
-        parts: the same of each part, that alone where it is not split.
-        counts: how many tensors each part has.
-    """
-
-    whole: bytes
-    parts: tuple[bytes, ...]
-    counts: tuple[int, ...]
-
-
-def header(job: Job) -> Head:
-    """The heads of the files; the writer of the checkpoint gets the metadata.
+def header(job: Job) -> bytes:
+    """The head of the file; the writer of the checkpoint gets the metadata.
 
     Raises:
-        UserError: the model's metadata do not fit GGUF's types, or there would be too many parts.
+        UserError: the model's metadata do not fit GGUF's types.
     """
     checkpoint, choices, options = job.checkpoint, job.choices, job.options
     writer = checkpoint.writer
@@ -75,20 +57,13 @@ def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
         entries["itq3s.calibrated_share"].value = calibrated
 
 
-def render(job: Job) -> Head:
-    """The heads of the files, of the metadata that the checkpoint's writer has.
+def render(job: Job) -> bytes:
+    """GGUF header, metadata that the checkpoint's writer has, and tensor infos.
 
     Raises:
         UserError: as :func:`header`.
     """
-    types = [choice.type for choice in job.choices]
-    whole, _ = _render(job.checkpoint, types, Destination())
-    if not job.options.to.splits:
-        return Head(whole[0], (whole[0],), (len(types),))
-    parts, counts = _render(job.checkpoint, types, job.options.to)
-    if len(parts) > 1:  # upstream fills up the head of a part without tensors
-        parts = [part.ljust(padded(len(part)), b"\0") if not n else part for part, n in zip(parts, counts, strict=True)]
-    return Head(whole[0], tuple(parts), tuple(counts))
+    return job.checkpoint.head([choice.type for choice in job.choices])
 
 
 def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: ConvertOptions) -> None:
@@ -105,16 +80,7 @@ def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: 
         writer.add_uint32("quantize.imatrix.chunks_count", matrix.chunks)
 
 
-def _render(checkpoint: Checkpoint, types: Sequence[Type], to: Destination) -> tuple[list[bytes], list[int]]:
-    """Heads by upstream's writer, split as it splits, and the number of tensors in each."""
-    writer = checkpoint.writer
-    writer.split_max_tensors, writer.split_max_size = to.split_max_tensors, to.split_max_size
-    writer.tensors = [{}, {}] if to.no_tensor_first_split else [{}]
-    heads = checkpoint.heads(types)
-    return heads, [len(part) for part in writer.tensors]
-
-
-def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> str:
+def fingerprint(head: bytes, options: ConvertOptions, checkpoint: Checkpoint) -> str:
     """Equal for two runs that would write the same bytes."""
     how = options.deciding()
     how["version"] = sources()
@@ -132,4 +98,4 @@ def fingerprint(head: Head, options: ConvertOptions, checkpoint: Checkpoint) -> 
         how["calibration"] = (given.calibration / "manifest.json").read_text()
     if given.imatrix:
         how["imatrix"] = hashlib.sha256(given.imatrix.read_bytes()).hexdigest()
-    return hashlib.sha256(b"".join(head.parts) + json.dumps(how, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(head + json.dumps(how, sort_keys=True).encode()).hexdigest()

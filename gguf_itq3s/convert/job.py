@@ -12,7 +12,7 @@ from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
 from ..rounding.factors import HessianFactors, Statistics
-from . import overrides, prune, statistics, types
+from . import statistics, types
 from .encoder import encoder_of
 from .naming import output_path
 from .options import ConvertOptions
@@ -31,8 +31,7 @@ class Job:
 
     Attributes:
         encoder: weights to bytes.
-        whole: the checkpoint as it was read.
-        plain: the same without the layers that are pruned; nothing is rescaled or ternarized.
+        plain: the checkpoint as it was read.
         ternaries: its matrices that get a ternary type.
         rescaling: what the tensors are multiplied by.
         checkpoint: the tensors as they are written, and the metadata.
@@ -48,30 +47,27 @@ class Job:
     def __init__(self, options: ConvertOptions, messages: TextIO, ranks: Ranks = ALONE) -> None:
         self.options, self.messages, self.ranks = options, messages, ranks
         self.encoder = encoder_of(options, messages)
-        read = open_checkpoint(
+        self.plain = open_checkpoint(
             options.model, model_name=options.model_name, verbose=options.verbose,
             trust_remote_code=options.run.trust_remote_code, request=options.request, messages=messages,
         )  # fmt: skip
-        self.whole = overrides.apply(read, options.override_kv)
-        # Of an F16 file of all layers: llama-quantize counts by those too.
-        stock = f16_file(self.whole) if options.mixes_stock else None
-        self.plain, names = prune.prune(self.whole, options.prune_layers)
+        stock = f16_file(self.plain) if options.mixes_stock else None
         self.ternaries = types.find_ternaries(self.plain, options, messages)
         floats = replace(self.plain, tensors=self.ternaries.load(self.plain.tensors))
         self.choices = self.ternaries.choose(floats.tensors, types.choose(floats, options, self.encoder, stock))
         self.plan: Plan | None = None
-        self.statistics = statistics.given(floats, options, names)
+        self.statistics = statistics.given(floats, options)
         # Of types for a size, not named after one that is not known yet.
         self._first = self._named(floats)
         kept = self.ternaries.kept
-        self.rescaling = statistics.rescaling_of(self.whole, floats, options, kept, names, messages)
+        self.rescaling = statistics.rescaling_of(self.plain, floats, options, kept, messages)
         self.checkpoint = replace(floats, tensors=self.rescaling.apply(floats.tensors, floats.folder))
         self.factors = None if self.statistics is None else self.factors_of(self.statistics)
         self.rescaling.describe(self.checkpoint.writer)
 
     @property
     def out(self) -> Path:
-        """The file; of a split one, what its parts are named after."""
+        """The file."""
         return self._named(self.checkpoint)
 
     @property
@@ -89,7 +85,7 @@ class Job:
         Raises:
             UserError: they are of another model.
         """
-        return statistics.factors(self.whole, self.checkpoint, self.rescaling, found, self.options.encoder.damping)
+        return statistics.factors(self.plain, self.checkpoint, self.rescaling, found, self.options.encoder.damping)
 
     def rows(self) -> list[TensorRow]:
         """One for every tensor of the file, without errors."""

@@ -16,10 +16,9 @@ from ..calibrate.run import Sequential
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.source import padded
 from . import header, statistics, types
-from .header import Head
 from .job import Job
 
-#: Room for the metadata that are not in the head yet when types are chosen, in each part of the file.
+#: Room for the metadata that are not in the head yet when types are chosen.
 _MORE_METADATA: Final = 1024
 
 
@@ -43,11 +42,10 @@ def choose_for_size(job: Job) -> None:
     asked, tensors = job.options.types, job.checkpoint.tensors
     kept = job.work.exists()
     head = header.render(job)
-    sizes = (padded(len(part) + _MORE_METADATA) for part in head.parts)
     given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
     there = budget.Budget(
         job.checkpoint, job.choices, job.encoder, given,
-        bits=asked.target_bpw, size=asked.target_size, head=sum(sizes),
+        bits=asked.target_bpw, size=asked.target_size, head=padded(len(head) + _MORE_METADATA),
     )  # fmt: skip
     if job.factors is not None:
         job.plan = budget.choose(there, job.factors, job.options.statistics.calibration, job.messages)
@@ -60,7 +58,7 @@ def choose_for_size(job: Job) -> None:
         shutil.rmtree(job.work, ignore_errors=True)
 
 
-def quantize(job: Job, head: Head) -> Finished:
+def quantize(job: Job, head: bytes) -> Finished:
     """Quantize the matrices layer by layer; the metadata get the share of weights that this reached.
 
     Args:

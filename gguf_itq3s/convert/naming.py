@@ -8,13 +8,12 @@ from typing import Final
 
 import gguf
 from gguf import LlamaFileType
-from gguf.gguf_writer import SHARD_NAME_FORMAT
 
 from ..base.errors import UserError
 from ..checkpoint.request import Request
 from .options import ConvertOptions
 
-# Characters of a default name, so that the number of a part and the end of a partial file's name fit behind it.
+# Characters of a default name, so that the end of a partial file's name fits behind it.
 _LONGEST: Final = 200
 
 
@@ -77,10 +76,3 @@ def default_name(request: Request, described: gguf.Metadata, kind: str) -> str:
 def _file_name(stem: str, end: str = ".gguf") -> str:
     # A slash is a separator here or elsewhere, a leading dot hides a file, and braces would be fields.
     return re.sub(r"[/\\{}\x00-\x1f\x7f:]", "-", stem).lstrip(".")[:_LONGEST] + end
-
-
-def part_paths(path: Path, count: int) -> list[Path]:
-    """The names of the parts of a split file; one part keeps the name."""
-    if count == 1:
-        return [path]
-    return [path.with_name(SHARD_NAME_FORMAT.format(path.stem, number + 1, count)) for number in range(count)]

@@ -41,29 +41,18 @@ _NEUTRAL: Final = frozenset({"model", "out", "folder", "threads", "native", "dry
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the file goes, in how many parts.
+    """Where the file goes.
 
     Attributes:
         out: the GGUF file to write, perhaps with ``{ftype}`` and the like in its name; None for a name by the GGUF
             naming convention in ``folder``.
         folder: where such a name goes; None for the model's folder.
         dry_run: find out everything and write nothing.
-        split_max_tensors: tensors of a part, 0 for any number.
-        split_max_size: bytes of the tensors of a part, 0 for any number.
-        no_tensor_first_split: the first part has metadata alone.
     """
 
     out: Path | None = None
     folder: Path | None = None
     dry_run: bool = False
-    split_max_tensors: int = 0
-    split_max_size: int = 0
-    no_tensor_first_split: bool = False
-
-    @property
-    def splits(self) -> bool:
-        """Whether the file is to be split."""
-        return bool(self.split_max_tensors or self.split_max_size or self.no_tensor_first_split)
 
 
 @dataclass(frozen=True)
@@ -202,8 +191,6 @@ class ConvertOptions:
         layerwise: quantizing while the model is calibrated.
         ternary: what becomes of ternary matrices.
         request: what is read of the checkpoint.
-        prune_layers: layers that are left out.
-        override_kv: metadata, ``KEY=TYPE:VALUE``.
         model_name: ``general.name`` in the file.
         verbose: show what llama.cpp's converter logs.
     """
@@ -216,8 +203,6 @@ class ConvertOptions:
     layerwise: LayerwiseOptions = field(default_factory=LayerwiseOptions)
     ternary: TernaryOptions = field(default_factory=TernaryOptions)
     request: Request = field(default_factory=Request)
-    prune_layers: tuple[int, ...] = ()
-    override_kv: tuple[str, ...] = ()
     model_name: str | None = None
     verbose: bool = False
 

@@ -1,10 +1,7 @@
-"""The output, one file or the parts of a split one: written beside its final names, renamed at the end, and continued
-after an interruption.
+"""The output: written beside its final name, renamed at the end, and continued after an interruption.
 
 While ``NAME.partial`` grows, ``NAME.partial.journal`` holds a line of JSON for every finished tensor with its CRC-32.
-A later run whose header, options and weight files are the same checks the finished tensors and goes on after them. Of a
-split file the journal stands beside the first part; the parts get their names together, the first one last, so that a
-set that has its first part is whole.
+A later run whose header, options and weight files are the same checks the finished tensors and goes on after them.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
@@ -28,8 +23,6 @@ from ..base import report
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal
 from ..checkpoint.source import padded
-from .header import Head
-from .naming import part_paths
 
 _PARTIAL: Final = ".partial"
 _JOURNAL: Final = ".partial.journal"
@@ -37,51 +30,9 @@ _JOURNAL: Final = ".partial.journal"
 _LONGEST: Final = 255
 
 
-@dataclass(frozen=True)
-class Part:
-    """One file of the output.
-
-    Attributes:
-        path: its final name.
-        head: GGUF header, metadata and tensor infos.
-        sizes: bytes of each tensor in the order of the infos.
-    """
-
-    path: Path
-    head: bytes
-    sizes: tuple[int, ...]
-
-    @property
-    def partial(self) -> Path:
-        """Its name while it is written."""
-        return self.path.with_name(self.path.name + _PARTIAL)
-
-    def offset(self, tensor: int) -> int:
-        """Where a tensor starts; for one past the last, the size of the file."""
-        # Upstream pads the head of what has no tensors in the first part of a split file, and of no other.
-        start = padded(len(self.head)) if self.sizes else len(self.head)
-        return start + sum(padded(size) for size in self.sizes[:tensor])
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return self.offset(len(self.sizes))
-
-
-def parts_of(path: Path, head: Head, sizes: Sequence[int]) -> list[Part]:
-    """The files of an output.
-
-    Args:
-        path: of the file that is not split.
-        head: the heads.
-        sizes: bytes of every tensor.
-    """
-    left = iter(sizes)
-    paths = part_paths(path, len(head.parts))
-    return [
-        Part(own, part, tuple(islice(left, count)))
-        for own, part, count in zip(paths, head.parts, head.counts, strict=True)
-    ]
+def size_of(head: bytes, sizes: Sequence[int]) -> int:
+    """Bytes of a GGUF file with this head and tensors of these sizes."""
+    return (padded(len(head)) + sum(map(padded, sizes))) if sizes else len(head)
 
 
 def check_place(path: Path) -> None:
@@ -105,43 +56,37 @@ def check_place(path: Path) -> None:
 
 
 class Output:
-    """A GGUF file, or the parts of one, in the making; a context manager.
+    """A GGUF file in the making; a context manager.
 
     Leaving it normally renames what was written. A failed write and ``KeyboardInterrupt`` keep the finished tensors, if
     there are any, for a later run; any other error removes everything that was written.
 
     Args:
-        parts: the files, in order.
+        path: the file's final name.
+        head: GGUF header, metadata and tensor infos.
+        sizes: bytes of each tensor in the order of the infos.
         fingerprint: of all that decides the content; a partial file with another one is overwritten.
 
     Raises:
-        UserError: a file cannot be written, or another process is writing it.
+        UserError: the file cannot be written, or another process is writing it.
     """
 
-    def __init__(self, parts: Sequence[Part], fingerprint: str) -> None:
-        self.parts = tuple(parts)
-        #: The name that messages have.
-        self.path = self.parts[0].path
-        self._journal = Journal(self.path.with_name(self.path.name + _JOURNAL), fingerprint)
-        #: One record for every tensor that is in the files, as passed to :meth:`write`.
+    def __init__(self, path: Path, head: bytes, sizes: Sequence[int], fingerprint: str) -> None:
+        self.path, self._head, self._sizes = path, head, tuple(sizes)
+        self._partial = path.with_name(path.name + _PARTIAL)
+        self._journal = Journal(path.with_name(path.name + _JOURNAL), fingerprint)
+        #: One record for every tensor that is in the file, as passed to :meth:`write`.
         self.records: list[dict[str, Any]] = []
-        self._number = 0  # of the part that is being written
         self._keep = False
 
     @property
     def size(self) -> int:
         """Size of the complete output in bytes."""
-        return sum(part.size for part in self.parts)
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors there are."""
-        return sum(len(part.sizes) for part in self.parts)
+        return size_of(self._head, self._sizes)
 
     def __enter__(self) -> Output:
         try:
-            # It is open, and locked, until the end.
-            self._first = self._file = self._open()
+            self._file = self._open()  # and locked, until the end
         except OSError as error:
             raise output_error(self.path, error) from error
         try:
@@ -160,55 +105,20 @@ class Output:
 
     def _begin(self) -> None:
         """Go on after the tensors that an earlier run has written, if any."""
-        noted = self._journal.records() or []
-        if noted and len(noted) >= self.tensors:
-            self._take_back()
-        self.records = self._finished(noted)
+        self.records = self._finished(self._journal.records() or [])
         self._check_space()
         self._journal.begin(len(self.records))
-        left = len(self.records)
-        while left >= len(self.parts[self._number].sizes) and self._number + 1 < len(self.parts):
-            left -= len(self.parts[self._number].sizes)
-            if not self.parts[self._number].sizes:
-                self._start_part()  # the first one
-            self._number += 1
-        self._file = self._open_part(self._number)
-        if left:
-            self._seek(left)
-        else:
-            self._start_part()
-
-    def _open_part(self, number: int) -> IO[bytes]:
-        if number == 0:
-            return self._first
-        handle = os.open(self.parts[number].partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        return os.fdopen(handle, "r+b")
-
-    def _start_part(self) -> None:
-        """Write the head of the part, and nothing behind it."""
-        part = self.parts[self._number]
-        self._file.seek(0)
-        self._file.write(part.head.ljust(part.offset(0), b"\0"))
-        self._file.flush()
-        self._seek(0)
-
-    def _seek(self, tensor: int) -> None:
-        end = self.parts[self._number].offset(tensor)
+        if not self.records:
+            self._file.seek(0)
+            self._file.write(self._head.ljust(self._offset(0), b"\0"))
+            self._file.flush()
+        end = self._offset(len(self.records))
         self._file.truncate(end)
         self._file.seek(end)
 
-    def _next_part(self) -> None:
-        self._end_part()
-        self._number += 1
-        self._file = self._open_part(self._number)
-        self._start_part()
-
-    def _end_part(self) -> None:
-        """Bring the part to the disk; the first one stays open, for its lock."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._file is not self._first:
-            self._file.close()
+    def _offset(self, tensor: int) -> int:
+        """Where a tensor starts."""
+        return padded(len(self._head)) + sum(map(padded, self._sizes[:tensor])) if self._sizes else len(self._head)
 
     def write(self, pieces: Iterable[np.ndarray], record: Callable[[], dict[str, Any]]) -> None:
         """Write the next tensor.
@@ -218,14 +128,10 @@ class Output:
             record: called once they are written; what it returns is kept in the journal and in :attr:`records`.
 
         Raises:
-            UserError: a file cannot be written; finished tensors are kept.
+            UserError: the file cannot be written; finished tensors are kept.
             RuntimeError: the pieces are not as long as the tensor.
         """
-        with self._writing():
-            while self._left_in_part() == 0:
-                self._next_part()
-        part = self.parts[self._number]
-        size = part.sizes[-self._left_in_part()]
+        size = self._sizes[len(self.records)]
         written = checksum = 0
         for piece in pieces:
             with self._writing():
@@ -241,10 +147,6 @@ class Output:
             self._journal.note(noted)
         self.records.append(noted)
 
-    def _left_in_part(self) -> int:
-        """How many tensors the part is still to get."""
-        return sum(len(part.sizes) for part in self.parts[: self._number + 1]) - len(self.records)
-
     @contextlib.contextmanager
     def _writing(self) -> Any:
         try:
@@ -258,7 +160,7 @@ class Output:
         self._keep = bool(self.records)
         if not self._keep:
             return problem
-        kept = f"{len(self.records)} of {self.tensors} tensors are kept, the same command continues after them"
+        kept = f"{len(self.records)} of {len(self._sizes)} tensors are kept, the same command continues after them"
         return UserError(self.path, problem.what, f"{problem.remedy}; {kept}")
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -268,10 +170,11 @@ class Output:
     ) -> None:
         if kind is None:
             try:
-                while self._number + 1 < len(self.parts):
-                    self._next_part()
-                self._end_part()
-                self._rename()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._partial.replace(self.path)
+                # While the lock is held: behind it, another process may have begun its own.
+                self._journal.path.unlink()
             except OSError as error:
                 problem = self._failed(error)
                 self._leave()
@@ -282,57 +185,37 @@ class Output:
             self._keep = bool(self.records)
         self._leave()
         if kind is KeyboardInterrupt and self._keep:
-            done = f"interrupted after {len(self.records)} of {self.tensors} tensors"
-            name = self.parts[0].partial.name
-            raise KeyboardInterrupt(f"{self.path}: {done}; the same command continues from {name}")
+            done = f"interrupted after {len(self.records)} of {len(self._sizes)} tensors"
+            raise KeyboardInterrupt(f"{self.path}: {done}; the same command continues from {self._partial.name}")
         if kind is KeyboardInterrupt:
             raise KeyboardInterrupt(f"{self.path}: interrupted before the first tensor; nothing was kept")
-
-    def _rename(self) -> None:
-        """Give the parts their names, the first one last."""
-        if len(self.parts) > 1:
-            self.path.unlink(missing_ok=True)  # of an earlier set, which is about to lose its other parts
-        for part in (*self.parts[1:], self.parts[0]):
-            part.partial.replace(part.path)
-        # While the lock is held: behind it, another process may have begun its own.
-        self._journal.path.unlink()
-
-    def _take_back(self) -> None:
-        """Undo the renaming of parts that was interrupted before the first one got its name."""
-        if os.fstat(self._first.fileno()).st_size:
-            for part in self.parts[1:]:
-                if part.path.exists() and not part.partial.exists():
-                    part.path.replace(part.partial)
 
     def _leave(self) -> None:
         """Close everything, and remove it unless it is to be kept."""
         if not self._keep:
-            # While the lock is held, as above.
-            for path in (*(part.partial for part in self.parts), self._journal.path):
+            for path in (self._partial, self._journal.path):  # while the lock is held, as above
                 with contextlib.suppress(OSError):
                     path.unlink()
         self._close()
 
     def _close(self) -> None:
-        for file in (self._file, self._first):
-            # What cannot be flushed is lost; the journal's checksums find that out.
-            with contextlib.suppress(OSError):
-                file.close()
+        # What cannot be flushed is lost; the journal's checksums find that out.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     # ---------------------------------------------------------------------------------------------------- what is there
 
     def _open(self) -> IO[bytes]:
-        """Open and lock the first partial file."""
-        partial = self.parts[0].partial
+        """Open and lock the partial file."""
         while True:
             # Never truncated here: it may be another's.
-            handle = os.open(partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             file = os.fdopen(handle, "r+b")
             if not self._lock(file):
                 file.close()
-                raise UserError(partial, "another conversion is writing it", "wait for it to end")
+                raise UserError(self._partial, "another conversion is writing it", "wait for it to end")
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(partial)):
+                if os.path.samestat(os.fstat(handle), os.stat(self._partial)):
                     return file
             # It got its final name between the opening and the lock: writing would destroy a finished file.
             file.close()
@@ -351,34 +234,21 @@ class Output:
 
     def _check_space(self) -> None:
         """Find a disk that is too small before the work, not after it."""
-        there = sum(part.partial.stat().st_size for part in self.parts if part.partial.exists())
-        free = shutil.disk_usage(self.path.parent).free + there
+        free = shutil.disk_usage(self.path.parent).free + os.fstat(self._file.fileno()).st_size
         if free < self.size:
             what = f"needs {report.size(self.size)}, {report.size(free)} are free"
             raise UserError(self.path, what, "free some space or choose another folder")
 
     def _finished(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records of the tensors that an earlier run of the same conversion has written, as far as they are intact."""
-        done = 0
-        for number, part in enumerate(self.parts):
-            if done >= len(records):
-                break
-            with contextlib.ExitStack() as stack:
-                if number == 0:
-                    file = self._first
-                elif part.partial.exists():
-                    file = stack.enter_context(part.partial.open("rb"))
-                else:
-                    break
-                file.seek(0)
-                if part.sizes and file.read(len(part.head)) != part.head:
-                    break
-                for tensor, (record, size) in enumerate(zip(records[done:], part.sizes, strict=False)):
-                    file.seek(part.offset(tensor))
-                    if _checksum(file, size) != record.get("crc32"):
-                        return records[: done + tensor]
-                done += len(part.sizes)
-        return records[:done]
+        self._file.seek(0)
+        if self._file.read(len(self._head)) != self._head:
+            return []
+        for tensor, (record, size) in enumerate(zip(records, self._sizes, strict=False)):
+            self._file.seek(self._offset(tensor))
+            if _checksum(self._file, size) != record.get("crc32"):
+                return records[:tensor]
+        return records
 
 
 def _checksum(file: IO[bytes], size: int) -> int | None:

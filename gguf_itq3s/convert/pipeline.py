@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ..base.errors import UserError
@@ -14,7 +15,7 @@ from ..calibrate.ranks import ALONE, Ranks, of_all
 from . import checks, header, notes
 from .job import Job
 from .options import ConvertOptions
-from .output import Output, Part, parts_of
+from .output import Output
 from .tensors import TensorWriter
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ class Conversion:
 
     Attributes:
         rows: one for every tensor of the file.
-        size: bytes of all its parts.
+        size: its bytes.
         check: how it was found out that llama.cpp can load the file, a sentence.
-        parts: the files, one unless it is split.
+        path: of the file.
         shapes: of a dry run, the shape of every tensor, rows last; else empty.
         plan: how types were chosen for a size; None where the mix says them.
     """
@@ -37,7 +38,7 @@ class Conversion:
     rows: list[TensorRow]
     size: int
     check: str
-    parts: Sequence[Part]
+    path: Path
     shapes: Sequence[tuple[int, ...]] = ()
     plan: Plan | None = None
 
@@ -98,21 +99,19 @@ def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ra
             layers.quantize(job, head)
         return None
     rows = job.rows()
-    parts = parts_of(job.out, head, [row.bytes for row in rows])
-    for part in parts:
-        checks.check_file(options, part.path)
+    checks.check_file(options, job.out)
     loads = checks.check_loadable(job, head)
     finished = None
     if calibrate and not dry:
         finished = layers.quantize(job, head)
         head = header.render(job)
-        parts = [replace(part, head=own) for part, own in zip(parts, head.parts, strict=True)]
-    output = Output(parts, header.fingerprint(head, options, job.checkpoint))
+    key = header.fingerprint(head, options, job.checkpoint)
+    output = Output(job.out, head, [row.bytes for row in rows], key)
     if dry:
         shapes = [tensor.shape for tensor in job.checkpoint.tensors]
-        return Conversion(rows, output.size, loads, parts, shapes, job.plan)
+        return Conversion(rows, output.size, loads, job.out, shapes, job.plan)
     with output:
         rows = TensorWriter(job, finished).write(output, rows)
     if finished is not None:
         finished.remove()
-    return Conversion(rows, output.size, loads, parts, plan=job.plan)
+    return Conversion(rows, output.size, loads, job.out, plan=job.plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -20,17 +20,16 @@ from ..checkpoint.source import Checkpoint
 from ..codec.family import is_trellis
 from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
-from . import equalize, prune
+from . import equalize
 from .options import ConvertOptions
 
 
-def given(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, str]) -> Statistics | None:
+def given(checkpoint: Checkpoint, options: ConvertOptions) -> Statistics | None:
     """The statistics that the options name, None where they name none.
 
     Args:
-        checkpoint: the model, pruned.
+        checkpoint: the model.
         options: of the conversion.
-        names: name of a tensor -> its name when they were taken.
 
     Raises:
         UserError: they cannot be read, or are of another model.
@@ -40,11 +39,11 @@ def given(checkpoint: Checkpoint, options: ConvertOptions, names: Mapping[str, s
     if asked.calibration:
         found = store.open_calibration(asked.calibration, checkpoint.files)
     elif asked.imatrix:
-        shapes = {names.get(tensor.name, tensor.name): tensor.shape for tensor in checkpoint.tensors}
+        shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
         found = imatrix.read(asked.imatrix, shapes).filtered(asked.include_weights, asked.exclude_weights)
     else:
         return None
-    return _of_model(prune.RenamedStatistics(found, names) if names else found, checkpoint)
+    return _of_model(found, checkpoint)
 
 
 def factors(
@@ -54,7 +53,7 @@ def factors(
 
     Args:
         whole: the model as it was when the statistics were taken.
-        checkpoint: the same with its layers pruned.
+        checkpoint: the same with ternary matrices made so.
         rescaled: of the file.
         found: the statistics.
         damping: as :class:`gguf_itq3s.rounding.factors.HessianFactors`.
@@ -73,17 +72,15 @@ def _of_model(found: Statistics, checkpoint: Checkpoint) -> Statistics:
 
 
 def rescaling_of(
-    whole: Checkpoint, checkpoint: Checkpoint, options: ConvertOptions, kept: frozenset[str],
-    names: Mapping[str, str], messages: TextIO,
-) -> Rescaling:  # fmt: skip
+    whole: Checkpoint, checkpoint: Checkpoint, options: ConvertOptions, kept: frozenset[str], messages: TextIO
+) -> Rescaling:
     """What tensors are multiplied by; what is left alone is said.
 
     Args:
         whole: the checkpoint as it was read.
-        checkpoint: the same with its layers pruned.
+        checkpoint: the same with ternary matrices made so.
         options: of the conversion.
         kept: matrices that are not rescaled.
-        names: name of a tensor -> its name in ``whole``.
         messages: where it is said.
     """
     if options.statistics.fold_norms:
@@ -100,7 +97,7 @@ def rescaling_of(
         return equalize.equalize(plan, tensors, None, powers, messages)
     if options.to.dry_run or not plan.channels:
         return equalize.neutral(plan, equalize.NEAREST)  # as long as the one to come
-    source = _measured(whole, options, messages).renamed(names)
+    source = _measured(whole, options, messages)
     return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)
 
 

@@ -45,7 +45,7 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, st
     """The type of every tensor by the mix, or as it is given.
 
     Args:
-        checkpoint: the model, pruned.
+        checkpoint: the model.
         options: of the conversion.
         encoder: which types it writes.
         stock: what llama-quantize is asked about, where the file is a mix of llama.cpp's own types.
@@ -56,9 +56,7 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, st
     given, mixed = options.types.overrides, None
     if stock is not None and options.stock is not None:
         names = [tensor.name for tensor in checkpoint.tensors if given.pattern(tensor.name) is not None]
-        mixed = stock.mixed_types(
-            options.stock, statistics=options.calibrated, given=names, pruned=options.prune_layers
-        )
+        mixed = stock.mixed_types(options.stock, statistics=options.calibrated, given=names)
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,

@@ -21,9 +21,8 @@ from gguf import GGMLQuantizationType as Type
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..checkpoint import policy, quantization, shards, trust
-from ..checkpoint.patches import patched
-from ..checkpoint.reading import open_shapes
+from ..checkpoint import policy, trust
+from ..checkpoint.reading import open_without_weights
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json
@@ -80,61 +79,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     check_counts(path, config)
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-
-
-def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> Shapes:
-    """Shape of every tensor by name, no weights read.
-
-    Raises:
-        UserError: neither safetensors files nor an index with a config that transformers knows.
-    """
-    found = _weights(folder)
-    if files := _there(found):
-        return {name: shape for name, (_, shape) in shards.stored_tensors(files).items()}
-    return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code)
-
-
-def opened(folder: Path, *, trust_remote_code: bool = False) -> Checkpoint:
-    """The model of a folder by headers or by its config.
-
-    Raises:
-        UserError: as :func:`read_shapes`.
-    """
-    shapes, files = read_shapes(folder, trust_remote_code=trust_remote_code), _there(_weights(folder))
-    return open_shapes(folder, shapes, files, trust_remote_code=trust_remote_code)
-
-
-def _weights(folder: Path) -> shards.Shards:
-    config = folder / "config.json"
-    return shards.find(folder, read_json(config) if config.is_file() else {})
-
-
-def _there(found: shards.Shards) -> tuple[Path, ...]:
-    """The safetensors files, if all of them are there."""
-    return found.files if all(file.is_file() and file.suffix == ".safetensors" for file in found.files) else ()
-
-
-def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> Shapes:
-    import torch
-
-    try:
-        with patched(folder, trusted) as transformers, torch.device("meta"):
-            transformers.logging.set_verbosity_error()
-            config = transformers.AutoConfig.from_pretrained(folder)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except UserError:
-        raise
-    except Exception as error:  # a config can be wrong in many ways
-        remedy = "download the safetensors files, or use a transformers that knows the architecture"
-        raise UserError(folder / "config.json", f"gives no shapes ({error})", remedy) from error
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    if names is None:
-        tied = model.get_output_embeddings() is not None and getattr(config, "tie_word_embeddings", False)
-        return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
-    names = [name for name in map(quantization.plain_name, names) if name]
-    if unknown := sorted(set(names) - set(shapes) - {n for n in names if n.endswith(".inv_freq")}):
-        raise UserError(folder, "is in the index but not in the model of config.json", "download its files", unknown[0])
-    return {name: shapes[name] for name in names if name in shapes}
 
 
 def weight_bytes(
@@ -232,7 +176,7 @@ def plan(
             no library for the mixes.
     """
     config = read_config(folder)
-    checkpoint = opened(folder, trust_remote_code=trust_remote_code)
+    checkpoint = open_without_weights(folder, trust_remote_code=trust_remote_code)
     try:
         layers = layers_of(config)
         compute = compute_bytes(config)
@@ -315,7 +259,7 @@ def matrix_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:
     Raises:
         UserError: as :func:`read_shapes`.
     """
-    checkpoint = opened(folder, trust_remote_code=trust_remote_code)
+    checkpoint = open_without_weights(folder, trust_remote_code=trust_remote_code)
     ends = ("token_embd.weight", "output.weight")
     return sum(tensor.size for tensor in checkpoint.tensors if tensor.name not in ends)
 

@@ -12,6 +12,7 @@ split and stacked: names and shapes are then those of the GGUF file, and the typ
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import runpy
@@ -23,19 +24,17 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
-from .. import upstream
+from ..base import report
 from ..base.errors import UserError, output_error
-from ..checkpoint import rescaling
+from ..checkpoint import converter, rescaling, trust
 from ..checkpoint.files import check_output
 from ..checkpoint.gguf_file import GGUFFile, contents_of, open_gguf, rescaling_of
+from ..checkpoint.hub import download
 from ..checkpoint.patches import patched, replaced_in
-from ..checkpoint.reading import open_checkpoint
+from ..checkpoint.reading import open_checkpoint, open_without_weights
 from ..checkpoint.rescaling import ID, NORMS_FOLDED, Rescaling
 from ..checkpoint.validation import ADAPTER, check_counts, read_json
-from ..convert import ternaries
-from ..inspect import plan
 from .peft import WEIGHTS, Adapter, read_adapter, small_file
 from .run import as_program
 
@@ -55,12 +54,10 @@ class LoraOptions:
         base: Hugging Face folder of the model it was trained on.
         outtype: one of :data:`OUTTYPES`.
         model: the GGUF file that it is for, which says how it is rescaled; None for one whose channels are as they
-            were, or, with ``fold_norms``, folded.
-        fold_norms: for a model whose norms are folded; without ``model``.
-        ternary: as in the conversion of the model: norms that ternary matrices read are not folded.
+            were.
         trained_folded: whether it was trained beside a model whose norms are folded; None to take it from the adapter's
-            model card and the ``config.json`` of ``base``, which say so where :mod:`gguf_itq3s.transformers` folded,
-            and likewise which equalized file was loaded.
+            model card and the ``config.json`` of ``base``, which say so of one that
+            :func:`gguf_itq3s.transformers.load_gguf` gave, and likewise which equalized file was loaded.
         verbose: show what llama.cpp's converter logs.
         trust_remote_code: Python code of the model folder may run.
     """
@@ -70,8 +67,6 @@ class LoraOptions:
     base: Path
     outtype: str = "f32"
     model: Path | None = None
-    fold_norms: bool = False
-    ternary: str = "auto"
     trained_folded: bool | None = None
     verbose: bool = False
     trust_remote_code: bool = False
@@ -120,7 +115,7 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
         raise UserError(config, "no such file", "give the Hugging Face folder of the adapter's model")
     fields = read_json(config)
     check_counts(config, fields)
-    found, marks = _rescaling(options, adapter, fields, messages)
+    found, marks = _rescaling(options, adapter, fields)
     done = Converted(marks=marks)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{options.out.name}.", dir=options.out.parent) as scratch:
@@ -139,38 +134,24 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
 
 
 def _rescaling(
-    options: LoraOptions, adapter: Adapter, config: Mapping[str, Any], messages: TextIO
+    options: LoraOptions, adapter: Adapter, config: Mapping[str, Any]
 ) -> tuple[Rescaling, Mapping[str, bool | str]]:
     """What the adapter has to be multiplied by, and what it then says of the model that it is for."""
-    remedy = "give as --model the file that it was trained beside"
     beside = adapter.beside or rescaling.id_packed(config)
     folded = options.trained_folded
     if folded is None:
         folded = adapter.beside_folded or rescaling.is_folded_packed(config)
     elif not folded:
         beside = ""
-    if options.model is not None:
-        if options.fold_norms:
-            raise UserError(options.model, "says itself how it is rescaled", "leave out --fold-norms")
-        file = open_gguf(options.model)
-        is_folded, own = contents_of(file, NORMS_FOLDED) is True, contents_of(file, ID)
-        if (folded and not is_folded) or (beside and beside != own):
-            raise UserError(options.adapter, f"was trained beside a model that is not {options.model.name}", remedy)
-        if folded or beside:
-            return Rescaling(), {ID: beside} if beside else {NORMS_FOLDED: True}
-        return _of_model(options, file, own is not None or is_folded)
-    if beside:
-        return Rescaling(), {ID: beside}
-    if folded:
-        return Rescaling(), {NORMS_FOLDED: True}
-    if not options.fold_norms:
-        return Rescaling(), {}
-    base = open_checkpoint(options.base, verbose=options.verbose, trust_remote_code=options.trust_remote_code)
-    kept = ternaries.find(base, options.ternary, GGMLQuantizationType.TQ2_0, "absmean", messages).kept
-    folding = rescaling.fold(base, kept)
-    if folding.norms.note:
-        print(folding.norms.note, file=messages)
-    return folding, folding.marks()
+    marks: dict[str, bool | str] = {ID: beside} if beside else {NORMS_FOLDED: True} if folded else {}
+    if options.model is None:
+        return Rescaling(), marks
+    file = open_gguf(options.model)
+    is_folded, own = contents_of(file, NORMS_FOLDED) is True, contents_of(file, ID)
+    if (folded and not is_folded) or (beside and beside != own):
+        what, remedy = f"was trained beside a model that is not {options.model.name}", "give the file that it was"
+        raise UserError(options.adapter, what, f"{remedy} as --model")
+    return (Rescaling(), marks) if marks else _of_model(options, file, own is not None or is_folded)
 
 
 def _of_model(options: LoraOptions, file: GGUFFile, rescaled: bool) -> tuple[Rescaling, Mapping[str, bool | str]]:
@@ -277,7 +258,7 @@ def _has_output(options: LoraOptions) -> bool:
     """Whether the model has an output matrix beside its embedding."""
     if options.model is not None:
         return any(tensor.name == "output.weight" for tensor in open_gguf(options.model).tensors)
-    return not plan.opened(options.base, trust_remote_code=options.trust_remote_code).model.tied
+    return not open_without_weights(options.base, trust_remote_code=options.trust_remote_code).model.tied
 
 
 def _tied(options: LoraOptions, name: str) -> UserError:
@@ -288,8 +269,7 @@ def _tied(options: LoraOptions, name: str) -> UserError:
 
 def _run(options: LoraOptions, folder: Path, out: Path, subclass: Callable[[Any], Any]) -> None:
     """Run upstream's script in this process, where every class it takes for a model is replaced."""
-    conversion: Any = upstream.load_conversion()
-    script = upstream.fetch_source() / _SCRIPT
+    conversion, script = converter.upstreams(_SCRIPT)
     own = conversion.get_model_class
 
     def get_model_class(*args: Any, **keywords: Any) -> Any:
@@ -305,3 +285,52 @@ def _run(options: LoraOptions, folder: Path, out: Path, subclass: Callable[[Any]
         replaced_in(conversion, "get_model_class", get_model_class),
     ):
         runpy.run_path(str(script), run_name="__main__")
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand ``convert-lora``."""
+    description = (
+        "Convert a LoRA adapter of PEFT to GGUF, as llama.cpp's own converter writes it, or with --model for a file "
+        "whose channels are rescaled (converted with statistics, --equalize or --fold-norms)."
+    )
+    parser = subparsers.add_parser("convert-lora", help="LoRA adapter to GGUF", description=description)
+    parser.add_argument("adapter", type=Path, help="folder with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("out", metavar="out.gguf", type=Path, help="file to write; {ftype} becomes the output type")
+    parser.add_argument(
+        "--base", required=True, metavar="model_dir",
+        help="the model that the adapter was trained on: a Hugging Face folder, or hf:organisation/name to download; "
+        "for a file that is not rescaled, config.json is enough",
+    )  # fmt: skip
+    parser.add_argument(
+        "--outtype", choices=OUTTYPES, default=LoraOptions.outtype, help="type of the matrices (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="FILE.gguf",
+        help="the converted model, which says how it is rescaled; llama.cpp refuses an adapter that does not fit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trained-folded", action=argparse.BooleanOptionalAction, default=None,
+        help="it was trained beside a model whose norms are folded, as gguf_itq3s.transformers can load it (default: "
+        "as the adapter's model card and the config.json of --base say)",
+    )  # fmt: skip
+    trust.add_argument(parser)
+    parser.add_argument("--verbose", action="store_true", help="show what llama.cpp's converter logs")
+    parser.set_defaults(run=run, needs_source=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    values = {key: value for key, value in vars(args).items() if key in LoraOptions.__dataclass_fields__}
+    values["base"] = Path(args.base)
+    if args.base.startswith("hf:"):
+        values["base"] = download(args.base.removeprefix("hf:"), trust_remote_code=args.trust_remote_code)
+    values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
+    done = convert_lora(LoraOptions(**values))
+    scaled = f"{len(done.scaled)} scaled" if done.scaled else "trained beside one"
+    kind = "with folded norms" if done.folded else "that is rescaled"
+    how = f"for a model {kind}, {scaled}" if done.marks else "for a model as it was"
+    print(f"wrote {values['out']}: {len(done.matrices)} matrices, {how}, {report.size(values['out'].stat().st_size)}")
+    return 0

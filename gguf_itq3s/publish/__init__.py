@@ -1,1 +1,1 @@
-"""A folder of GGUF files for others: its model card, and the upload to the Hugging Face hub."""
+"""A folder of GGUF files comes in; its model card and an upload to the Hugging Face hub go out."""

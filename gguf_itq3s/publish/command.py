@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ..base import report
 from ..base.errors import UserError
-from . import card, folder, hub
+from ..base.journal import write_text
+from . import card
 
 DESCRIPTION: Final = (
     "Write a model card for the GGUF files of a folder: sizes, what was measured of them (eval.json and eval_kld.png "
@@ -48,12 +50,24 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.upload and not args.repo:
         raise UserError(args.folder, "is to be uploaded nowhere", "give --repo organisation/name")
-    content = folder.read(args.folder)
+    content = card.read(args.folder)
     base_model = args.base_model or card.origin(content.models[0])
-    path = card.write(args.folder, card.make(content, args.repo, base_model), force=args.force)
+    path = args.folder / card.CARD
+    if path.exists() and not args.force and card.MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(path, "is not one that publish has written", "move it away, or give --force")
+    try:
+        write_text(path, str(card.make(content, args.repo, base_model)))
+    except OSError as error:
+        raise UserError(path, f"cannot be written: {error.strerror or error}", "choose a folder that can be") from error
     print(f"wrote {path}")
-    for what, option in _unknown(content, base_model):
-        print(f"note: {what} is not known from the files; {option}", file=sys.stderr)
+    for known, what, option in (
+        (base_model, "the model they are made from", "--base-model says it"),
+        (content.models[0].metadata.get("general.license"), "the licence",
+         "convert with the model's README.md, or with --metadata"),
+        (content.measured, "how good they are", f"gguf-itq3s eval MODEL_DIR --out FOLDER leaves {card.RESULTS} there"),
+    ):  # fmt: skip
+        if not known:
+            print(f"note: {what} is not known from the files; {option}", file=sys.stderr)
     if args.repo is None:
         return 0
     files = [path, *content.files]
@@ -62,16 +76,36 @@ def run(args: argparse.Namespace) -> int:
     if not args.upload:
         print("nothing was uploaded; the same command with --upload does it")
         return 0
-    print(f"uploaded: {hub.upload(args.folder, [file.name for file in files], args.repo, private=args.private)}")
+    print(f"uploaded: {upload(args.folder, [file.name for file in files], args.repo, private=args.private)}")
     return 0
 
 
-def _unknown(content: folder.Content, base_model: str | None) -> list[tuple[str, str]]:
-    notes = []
-    if base_model is None:
-        notes.append(("the model they are made from", "--base-model says it"))
-    if not content.models[0].metadata.get("general.license"):
-        notes.append(("the licence", "convert with the model's README.md, or with --metadata"))
-    if not content.results:
-        notes.append(("how good they are", f"gguf-itq3s eval MODEL_DIR --out FOLDER leaves {folder.RESULTS} there"))
-    return notes
+def upload(folder: Path, names: Sequence[str], repository: str, *, private: bool = False) -> str:
+    """Upload files of a folder in one commit; a repository that is not there is made.
+
+    Args:
+        folder: where the files are.
+        names: of the files in it; nothing else is uploaded.
+        repository: ``organisation/name``.
+        private: whether a new repository is private.
+
+    Returns:
+        Where they are now.
+
+    Raises:
+        UserError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="gguf-itq3s")
+    literally = [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]  # patterns that only the names fit
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository, folder_path=folder, allow_patterns=literally,
+            commit_message="Upload GGUF files with gguf-itq3s",
+        )  # fmt: skip
+    except Exception as error:  # of the client, or of the HTTP library beneath, which differs with its version
+        remedy = "check the name, the network, and that the token of HF_TOKEN or hf auth login may write there"
+        raise UserError(f"hf:{repository}", str(error), remedy) from error
+    return str(done.commit_url)

@@ -46,7 +46,7 @@ from gguf_itq3s import upstream  # noqa: E402
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import UserError, positive, report_errors  # noqa: E402
 from gguf_itq3s.checkpoint import patches, policy  # noqa: E402
-from gguf_itq3s.checkpoint.reading import open_shapes  # noqa: E402
+from gguf_itq3s.checkpoint.reading import open_without_weights  # noqa: E402
 from gguf_itq3s.checkpoint.source import Checkpoint  # noqa: E402
 from gguf_itq3s.checkpoint.stock import f16_file  # noqa: E402
 from gguf_itq3s.codec import native  # noqa: E402
@@ -166,7 +166,7 @@ def sizes_of(checkpoint: Checkpoint) -> Sizes:
 
 def opened(folder: Path) -> Checkpoint:
     """A folder by its config.json and the headers of its safetensors files, as ``gguf-itq3s plan`` opens it."""
-    return open_shapes(folder, plan.read_shapes(folder))
+    return open_without_weights(folder)
 
 
 def measure_sizes(work: Path) -> dict[str, Any]:

@@ -64,17 +64,16 @@ def short_of_room(way: str, folder: Path, size: int) -> Iterator[Callable[[Calla
         yield lambda work: work
 
 
-@pytest.mark.parametrize("split", ["", "--split-max-tensors=6"], ids=["one file", "split"])
 @pytest.mark.parametrize("way", ["disk", "limit"])
 @pytest.mark.parametrize("size", [8192, 300_000, 1_200_000])
 def test_a_disk_that_fills_up_during_a_conversion(
-    size: int, way: str, split: str, checkpoint: Callable[[str], Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, record: Record,
+    size: int, way: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    record: Record,
 ) -> None:  # fmt: skip
     """What is finished is kept, and with room the same command goes on from it; no file has a final name before."""
     unseen(monkeypatch)
     log, out = tmp_path / "log", tmp_path / "disk" / "x.gguf"
-    words = ["--outtype", "f32", *([split] if split else [])]  # 5.2 MB
+    words = ["--outtype", "f32"]  # 5.2 MB
     assert child(command("convert", checkpoint("llama"), tmp_path / "whole" / "x.gguf", *words), log).code == 1
     (tmp_path / "whole").mkdir()
     assert child(command("convert", checkpoint("llama"), tmp_path / "whole" / "x.gguf", *words), log).code == 0

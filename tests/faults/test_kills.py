@@ -8,7 +8,6 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,14 @@ from gguf_itq3s.convert.pipeline import convert
 from killing import Outcome, Record, content, kill_often
 
 
-@pytest.mark.parametrize("kind", ["plain", "calibrated", "split"])
+@pytest.mark.parametrize("kind", ["plain", "calibrated"])
 def test_conversion(
     kind: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, rounds: int, record: Record
 ) -> None:
     model, statistics = calibrated("llama")
     out = tmp_path / "out" / "x.gguf"
-    changes: dict[str, dict[str, Any]] = {
-        "plain": {}, "calibrated": {"calibration": statistics}, "split": {"split_max_tensors": 2},
-    }  # fmt: skip
-    asked = ConvertOptions.of(model, out, effort="fast", pure=True, **changes[kind])
+    given = statistics if kind == "calibrated" else None
+    asked = ConvertOptions.of(model, out, effort="fast", pure=True, calibration=given)
 
     def fresh() -> None:
         shutil.rmtree(out.parent, ignore_errors=True)
@@ -38,13 +35,13 @@ def test_conversion(
     fresh()
     convert(asked)
     whole = content(out.parent)
-    assert len(whole) == (11 if kind == "split" else 1)
+    assert len(whole) == 1
     found = {"resumed": 0}
 
     def check(outcome: Outcome) -> None:
         found["resumed"] += "continuing after" in outcome.said
         here = content(out.parent)
-        if min(whole) in here:  # the file, or the first part: then all are whole
+        if min(whole) in here:
             assert {name: here.get(name) for name in whole} == whole
         if outcome.code == 0:
             assert here == whole

@@ -1,4 +1,4 @@
-"""llama-quantize's options in the converter: the same types, layers and metadata as by llama-quantize."""
+"""llama-quantize's options in the converter: the same types and metadata as by llama-quantize."""
 
 from __future__ import annotations
 
@@ -72,66 +72,22 @@ def test_a_file_of_patterns(checkpoint: Make, f16: Make, tmp_path: Path, library
     assert types(tmp_path / "ours.gguf") == types(tmp_path / "theirs.gguf")
 
 
-def deep(folder: Path, tokenizer: Path) -> Path:
-    import torch
-    import transformers
-
-    from checkpoints import SIZES, save_model
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
-    return save_model(transformers.LlamaForCausalLM(config).half(), folder, tokenizer)
-
-
-@pytest.mark.parametrize("layers", some(["1,3", "0", "4", "2,0"], lambda layers: layers == "1,3"))
-def test_pruned_layers_are_those_of_llama_quantize(
-    layers: str, tokenizer: Path, tmp_path: Path, library: native.NativeLibrary
-) -> None:
-    """Names, bytes and metadata, with an importance matrix, which has the numbers of before."""
-    model, f16, matrix = deep(tmp_path / "model", tokenizer), tmp_path / "f16.gguf", tmp_path / "imatrix.gguf"
-    assert convert_main([str(model), str(f16), "--outtype", "f16"]) == 0
-    text = tmp_path / "text.txt"
-    text.write_text(NOVEL.read_text())
-    llama.run("llama-imatrix", "-m", f16, "-f", text, "-c", "128", "--chunks", "3", "-o", matrix, "-t", "1")
-    words = ["--prune-layers", layers, "--imatrix", str(matrix), "--pure"]
-    assert convert_main([str(model), str(tmp_path / "ours.gguf"), *words, "--no-equalize"]) == 0
-    llama.run("llama-quantize", *words, f16, tmp_path / "theirs.gguf", "ITQ3_S", "2")
-    ours, theirs = tensors(tmp_path / "ours.gguf"), tensors(tmp_path / "theirs.gguf")
-    assert set(ours) == set(theirs) and len({name.split(".")[1] for name in ours if "blk" in name}) in (3, 4)
-    plain = tmp_path / "plain.gguf"
-    assert convert_main([str(model), str(plain), "--pure", "--prune-layers", layers, "--no-fold-norms"]) == 0
-    differ = 0
-    for name, tensor in ours.items():
-        assert tensor.tensor_type == theirs[name].tensor_type
-        weights = [gguf.quants.dequantize(t.data, t.tensor_type) for t in (tensor, theirs[name])]
-        difference = np.square(weights[0] - weights[1]).sum() / np.square(weights[0]).sum()
-        assert difference < 0.03, name  # the same weights, rounded
-        differ += not np.array_equal(tensor.data, tensors(plain)[name].data)
-    assert differ >= 7 * 3  # the statistics are found by the names of before
-    facts, others = metadata(tmp_path / "ours.gguf"), metadata(tmp_path / "theirs.gguf")
-    assert facts["llama.block_count"] == others["llama.block_count"]
-    done = llama.run("llama-completion", "-m", tmp_path / "ours.gguf", "-p", "a", "-n", "1", "-no-cnv")
-    assert done.returncode == 0
-
-
 def test_metadata_are_those_of_llama_quantize(
     checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:
-    """--override-kv, and what is noted of an importance matrix."""
+    """What is noted of an importance matrix."""
     matrix = tmp_path / "imatrix.gguf"
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text())
     llama.run("llama-imatrix", "-m", f16("llama"), "-f", text, "-c", "128", "--chunks", "3", "-o", matrix, "-t", "1")
-    overrides = ["general.description=str:a text", "llama.rope.freq_base=float:5e5", "llama.context_length=int:77",
-                 "tokenizer.ggml.add_bos_token=bool:false", "my.new.key=int:3"]  # fmt: skip
-    words = [word for text_ in overrides for word in ("--override-kv", text_)] + ["--imatrix", str(matrix)]
+    words = ["--imatrix", str(matrix)]
     for more in ([], ["--include-weights", "attn"], ["--exclude-weights", "ffn", "--exclude-weights", "blk.0"]):
         assert convert_main([str(checkpoint("llama")), str(tmp_path / "ours.gguf"), *words, *more]) == 0
         llama.run("llama-quantize", *words, *more, f16("llama"), tmp_path / "theirs.gguf", "ITQ3_S", "2")
         fields = [gguf.GGUFReader(tmp_path / f"{name}.gguf").fields for name in ("ours", "theirs")]
-        keys = {name for name in fields[1] if name.startswith(("quantize.", "my."))}
-        keys |= {text_.partition("=")[0] for text_ in overrides} | {"general.quantization_version", "general.file_type"}
-        assert len(keys) == 11
+        keys = {name for name in fields[1] if name.startswith("quantize.")}
+        keys |= {"general.quantization_version", "general.file_type"}
+        assert len(keys) == 6
         for key in keys:
             ours, theirs = (f[key] for f in fields)
             assert (ours.types, ours.contents()) == (theirs.types, theirs.contents()), key
@@ -181,20 +137,17 @@ def test_the_older_form_of_an_importance_matrix(
         assert min(alike) > 0.98, name  # means that were multiplied and divided again
 
 
-def test_a_split_file_is_loaded(tmp_path: Path) -> None:
-    """llama.cpp takes the first part, and writes as from the whole file."""
+def test_what_other_commands_do_on_the_file(tmp_path: Path) -> None:
+    """The commands that the converter names in place of its own options: split, and other metadata."""
+    whole, other = tmp_path / "whole.gguf", tmp_path / "other.gguf"
+    assert convert_main([str(llama.MODEL), str(whole), "--effort", "fast"]) == 0
+    llama.run("llama-quantize", "--override-kv", "llama.context_length=int:77", whole, other, "COPY")
+    assert metadata(other)["llama.context_length"] == 77
+    ours, theirs = tensors(whole), tensors(other)
+    assert list(ours) == list(theirs) and all((ours[name].data == theirs[name].data).all() for name in ours)
+    llama.run("llama-gguf-split", "--split", "--split-max-size", "1M", whole, tmp_path / "x")
     prompt = ["-p", "The old house", "-n", "24", "--temp", "0", "-no-cnv", "--no-warmup", "-t", "1"]
-    assert convert_main([str(llama.MODEL), str(tmp_path / "whole.gguf")]) == 0
-    expected = llama.run("llama-completion", "-m", tmp_path / "whole.gguf", *prompt).stdout
-    for words in (["--split-max-size", "500K"], ["--split-max-tensors", "9", "--no-tensor-first-split"]):
-        folder = tmp_path / words[0].strip("-")
-        folder.mkdir()
-        assert convert_main([str(llama.MODEL), str(folder / "x.gguf"), *words]) == 0
-        first = min(folder.iterdir())
-        assert len(list(folder.iterdir())) > 2
-        assert llama.run("llama-completion", "-m", first, *prompt).stdout == expected
-        if (llama.BIN / "llama-gguf-split").exists():
-            llama.run("llama-gguf-split", "--merge", first, folder / "merged.gguf")
-            merged, whole = tensors(folder / "merged.gguf"), tensors(tmp_path / "whole.gguf")
-            assert list(merged) == list(whole)
-            assert all((merged[name].data == whole[name].data).all() for name in whole)
+    first = min(tmp_path.glob("x-*.gguf"))
+    assert len(list(tmp_path.glob("x-*.gguf"))) > 2
+    runs = [llama.run("llama-completion", "-m", path, *prompt).stdout for path in (whole, first)]
+    assert runs[0] == runs[1]

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 from checkpoints import ARCHITECTURES, SIZES, save_model
+from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.checkpoint.policy import choose
 from gguf_itq3s.checkpoint.reading import open_shapes
 from gguf_itq3s.checkpoint.stock import f16_file
@@ -51,7 +52,7 @@ def test_the_plan_knows_eight_experts_and_seventy_billion(
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 80, "num_attention_heads": 8, "vocab_size": 64})
     model = transformers.LlamaForCausalLM(config).to(torch.float16)
     folder = save_model(model, tmp_path / "many", tokenizer)
-    shapes = plan.read_shapes(folder)
+    shapes = reading.read_shapes(folder)
     assert len(shapes) == 80 * 9 + 3
     assert plan.plan(folder, 128, None)["types"]["ITQ3_S"]["bytes"] == written(folder, "itq3_s", False)
     opened = open_shapes(folder, shapes)
@@ -66,7 +67,7 @@ def test_the_plan_knows_eight_experts_and_seventy_billion(
 def test_what_llama_quantize_writes_in_short_rows(kind: str, tmp_path: Path, library: native.NativeLibrary) -> None:
     """In place of a type that does not fit a row stands its fallback, which the dry run of the tool says too."""
     short_row_models.write_without_weights(tmp_path / "model", short_row_models.nemotron("ME*", 4, 64))
-    opened = open_shapes(tmp_path / "model", plan.read_shapes(tmp_path / "model"))
+    opened = open_shapes(tmp_path / "model", reading.read_shapes(tmp_path / "model"))
     file, file_type = f16_file(opened), LlamaFileType[f"MOSTLY_{kind}"]
     mixed, theirs = file.mixed_types(file_type), {name: c.type for name, c in file.choices(file_type).items()}
     assert mixed["blk.1.ffn_up_exps.weight"] != theirs["blk.1.ffn_up_exps.weight"]

@@ -72,17 +72,17 @@ def importance(checkpoint: Make, f16: Make, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("outtype", some(["q4_0", "iq4_xs", "q4_k_m", "q3_k_m"], lambda outtype: outtype != "q3_k_m"))
-def test_types_by_statistics_patterns_and_layers(
+def test_types_by_statistics_and_patterns(
     outtype: str, importance: Path, checkpoint: Make, f16: Make, tmp_path: Path
 ) -> None:
     """What changes llama-quantize's rules, or its counts of the matrices that a rule has seen."""
-    words = ["--imatrix", str(importance), "--prune-layers", "3,7", "--output-tensor-type", "q5_k",
+    words = ["--imatrix", str(importance), "--output-tensor-type", "q5_k",
              "--tensor-type", r"blk\.(0|2|11)\.(attn_v|ffn_down)=q8_0"]  # fmt: skip
     llama.run("llama-quantize", *words, f16("llama-deep"), tmp_path / "theirs.gguf", outtype.upper(), "2")
 
     def chosen(**options: Any) -> dict[str, Type]:
         asked = ConvertOptions.of(
-            checkpoint("llama-deep"), tmp_path / "ours.gguf", outtype=outtype, prune_layers=(3, 7),
+            checkpoint("llama-deep"), tmp_path / "ours.gguf", outtype=outtype,
             output_tensor_type="q5_k", dry_run=True, **options,
         )  # fmt: skip
         return {row.name: Type[row.type] for row in convert(asked).rows}

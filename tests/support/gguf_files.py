@@ -33,22 +33,22 @@ def values(tensor: gguf.ReaderTensor) -> np.ndarray:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """A copy of a file with other metadata or tensors."""
+def rewritten(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None], **split: Any) -> Path:
+    """A copy of a file with other metadata or tensors, perhaps split."""
     reader = gguf.GGUFReader(source)
     fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
     values = {key: (field.contents(), field.types) for key, field in fields.items()}
     change(values, tensors)
-    return write_gguf(out, values, tensors)
+    return write_gguf(out, values, tensors, **split)
 
 
 def write_gguf(
-    out: Path, fields: dict[str, tuple[object, list[gguf.GGUFValueType]]], tensors: dict[str, tuple]
+    out: Path, fields: dict[str, tuple[object, list[gguf.GGUFValueType]]], tensors: dict[str, tuple], **split: Any
 ) -> Path:
-    """A file of fields (value, types as a reader has them) and tensors (data, type)."""
+    """A file of fields (value, types as a reader has them) and tensors (data, type); ``split`` is gguf-py's."""
     architecture = str(fields["general.architecture"][0])
-    writer = gguf.GGUFWriter(out, architecture)
+    writer = gguf.GGUFWriter(out, architecture, **split)
     for name, (value, kinds) in fields.items():
         if name != "general.architecture":
             writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)

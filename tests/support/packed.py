@@ -28,7 +28,7 @@ def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarr
         scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
         data[:, fmt.scale_offset :] = scales[:, : 1 + fmt.zero_point].astype("<f2").view(np.uint8)
     else:
-        trits, scales = rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, (count, 1))
+        trits, scales = rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, (count, 1)).astype(np.float32)
         data = Ternary(trits.astype(np.int8), scales, "block").encode(qtype)
     return data.reshape(rows, -1)
 

@@ -37,7 +37,7 @@ from gguf_itq3s.codec.family import trellis_type
 from gguf_itq3s.codec.types import ITQ2_N, ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.output import Output, Part
+from gguf_itq3s.convert.output import Output
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.rounding.encode import Encoder, Piece
 from selection import some
@@ -552,7 +552,7 @@ def test_another_state_of_the_program_does_not_continue_a_partial_file(
 ) -> None:
     """The version stays the same while the program is developed; its sources and the C library do not."""
     options = ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf")
-    source, head = reading.open_checkpoint(checkpoint("llama")), header.Head(b"", (b"",), (0,))
+    source, head = reading.open_checkpoint(checkpoint("llama")), b""
     keys = [header.fingerprint(head, options, source) for _ in range(2)]
     other = checkpoint("llama") / "config.json"
     for owner, name, value in ((header, "sources", lambda: "another"), (native, "library_path", lambda: other)):
@@ -576,7 +576,7 @@ def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(
         return lock(file)
 
     monkeypatch.setattr(Output, "_lock", staticmethod(late))
-    with pytest.raises(RuntimeError, match="stopped"), Output([Part(out, b"GGUF", ())], "print"):
+    with pytest.raises(RuntimeError, match="stopped"), Output(out, b"GGUF", (), "print"):
         assert (out.read_bytes(), (tmp_path / "out.gguf.partial").exists()) == (b"whole", True)
         raise RuntimeError("stopped")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.gguf", b"whole")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import ALL_LINEAR, change, save_adapter
-from checkpoints import FAMILIES, SIZES
+from checkpoints import SIZES
 from gguf_files import arrays, metadata, types, values
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import cli, upstream
@@ -42,6 +43,19 @@ def by_upstream(adapter: Path, base: Path, out: Path, *arguments: str) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def folded(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``folded(name)``: a file of the model with folded norms."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        out = tmp_path_factory.mktemp("folded") / f"{name}.gguf"
+        convert(ConvertOptions.of(uneven(name), out, outtype="f16", fold_norms=True), io.StringIO())
+        return out
+
+    return make
+
+
 def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -57,37 +71,39 @@ def test_unfolded_is_what_upstream_writes(
     adapter = save_adapter(base, tmp_path / "adapter", rank=32, dtype=torch.bfloat16)
     (adapter / "README.md").write_text("---\nlicense: mit\nbase_model: organisation/model\n---\n")
     expected = by_upstream(adapter, base, tmp_path / "upstream.gguf", "--outtype", outtype)
-    done = convert_lora(LoraOptions(adapter, tmp_path / "ours.gguf", base, outtype, fold_norms=False))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "ours.gguf", base, outtype))
     assert len(done.matrices) == 14 and not done.scaled and not done.folded
     assert (tmp_path / "ours.gguf").read_bytes() == expected.read_bytes()
     assert entries(tmp_path) == {"adapter", "upstream.gguf", "ours.gguf"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mixtral"}))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
 def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
-    name: str, uneven: Callable[[str], Path], tmp_path: Path
+    name: str, uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base = uneven(name)
     adapter = save_adapter(base, tmp_path / "adapter")
-    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert_lora(LoraOptions(adapter, plain, base, fold_norms=False))
-    done = convert_lora(LoraOptions(adapter, folded, base, fold_norms=True))
+    plain, scaled = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
+    convert_lora(LoraOptions(adapter, plain, base))
+    done = convert_lora(LoraOptions(adapter, scaled, base, model=folded(name)))
     convert(ConvertOptions.of(base, tmp_path / "model.gguf", outtype="f16"))
     weights = arrays(tmp_path / "model.gguf")
-    norms = plan_norms(str(metadata(folded)["general.architecture"]), weights)
-    before, after = arrays(plain), arrays(folded)
+    norms = plan_norms(str(metadata(scaled)["general.architecture"]), weights)
+    before, after = arrays(plain), arrays(scaled)
     assert list(before) == list(after) and len(before) == 28 and len(done.scaled) == 10 and done.folded
     for tensor, value in before.items():
         norm = norms.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
         gain = weights[norm] if norm else np.float32(1)
         np.testing.assert_array_equal(after[tensor], value * gain, err_msg=tensor)
-    marks = metadata(folded)
+    marks = metadata(scaled)
     assert marks.pop(rescaling.NORMS_FOLDED) is True and marks == metadata(plain)
 
 
 @pytest.mark.slow
-def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_are_scaled_in_their_stack(
+    uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
+) -> None:
     """A router and stacked experts read the same norm; the names are those of checkpoints with one matrix an expert."""
     base = uneven("mixtral")
     gain = torch.from_numpy(convert_f16(base, tmp_path)["blk.1.ffn_norm.weight"])
@@ -100,7 +116,7 @@ def test_experts_are_scaled_in_their_stack(uneven: Callable[[str], Path], tmp_pa
                 tensors[f"{stem}.lora_A.weight"] = torch.randn(4, shape[1])
                 tensors[f"{stem}.lora_B.weight"] = torch.randn(shape[0], 4)
     save_file(tensors, folder / "adapter_model.safetensors")
-    done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base, fold_norms=True))
+    done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base, model=folded("mixtral")))
     assert {name for name in done.scaled if name.startswith("blk.1.")} == {
         "blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight",
     }  # fmt: skip
@@ -133,9 +149,10 @@ def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.4)
     base = save_model(model.half(), tmp_path / "phi3", tokenizer)
+    convert(ConvertOptions.of(base, tmp_path / "m.gguf", outtype="f16", fold_norms=True), io.StringIO())
     targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     adapter = save_adapter(base, tmp_path / "adapter", targets)
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=tmp_path / "m.gguf"))
     assert sorted(done.scaled) == sorted(f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_qkv", "ffn_up"))
     gain = load_file(base / "model.safetensors")["model.layers.1.input_layernorm.weight"].float().numpy()
     a = load_file(adapter / "adapter_model.safetensors")
@@ -143,62 +160,51 @@ def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.attn_qkv.weight.lora_a"], a_qkv * gain)
 
 
-def test_output_matrix_and_embedding_stay(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+def test_output_matrix_and_embedding_stay(
+    uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
+) -> None:
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "adapter", ("lm_head", "q_proj"))
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
+    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=folded("llama")))
     assert "output.weight" in done.matrices and sorted(done.scaled) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
 
 
 @pytest.mark.slow
-def test_scaled_before_it_is_rounded(uneven: Callable[[str], Path], tmp_path: Path) -> None:
+def test_scaled_before_it_is_rounded(
+    uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
+) -> None:
     base = uneven("llama")
     adapter = save_adapter(base, tmp_path / "adapter", rank=32)
     for outtype, kind in (("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")):
-        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype, fold_norms=True))
+        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype, folded("llama")))
         assert types(tmp_path / f"{outtype}.gguf")["blk.0.attn_q.weight.lora_a"].name == kind
     exact, rounded = (tensors_of(tmp_path / f"{name}.gguf") for name in ("f32", "f16"))
     for name, tensor in exact.items():
         np.testing.assert_array_equal(values(rounded[name]), values(tensor).astype(np.float16).astype(np.float32))
 
 
-@pytest.mark.slow
-def test_architectures_and_matrices_that_are_not_folded(
-    checkpoint: Callable[[str], Path], uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_folding_the_config_is_enough(
+    adapter: Path, uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The plan is the conversion's: nothing is scaled, nothing marked, where that folds nothing."""
-    base = checkpoint("ernie-moe")
-    adapter = save_adapter(base, tmp_path / "adapter", ("q_proj",))
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=True))
-    assert not done.folded and not done.scaled and rescaling.NORMS_FOLDED not in metadata(tmp_path / "out.gguf")
-    assert "norms of the architecture ernie4_5-moe" in capsys.readouterr().err
-    # A model that is made ternary keeps its norms.
-    base = uneven("llama")
-    adapter = save_adapter(base, tmp_path / "other")
-    done = convert_lora(LoraOptions(adapter, tmp_path / "forced.gguf", base, ternary="force", fold_norms=True))
-    assert not done.folded and len(done.matrices) == 14
-
-
-def test_without_folding_the_config_is_enough(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     base = tmp_path / "config-only"
     base.mkdir()
     shutil.copyfile(uneven("llama") / "config.json", base / "config.json")
-    assert len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, fold_norms=False)).matrices) == 14
+    assert len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base)).matrices) == 14
     with pytest.raises(UserError, match=r"config-only: holds no model\*\.safetensors"):
-        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base, fold_norms=True))
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base, model=folded("llama")))
     assert "out2.gguf" not in entries(tmp_path)
 
 
 def test_rank_stabilised_alpha(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """llama.cpp divides by the rank, PEFT by its root."""
     change(adapter, use_rslora=True, lora_alpha=3)
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
     assert metadata(tmp_path / "out.gguf")["adapter.lora.alpha"] == 6
 
 
 def test_invocation_tokens_are_carried(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     change(adapter, alora_invocation_tokens=[5, 6], invocation_string="hello")
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
     assert metadata(tmp_path / "out.gguf")["adapter.alora.invocation_tokens"] == [5, 6]
 
 
@@ -229,7 +235,7 @@ def test_what_llama_cpp_cannot_run_is_refused(
 ) -> None:
     change(adapter, **fields)
     with pytest.raises(UserError, match=message) as raised:
-        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
     assert str(raised.value).startswith(str(adapter / "adapter_config.json")) and "\n" not in str(raised.value)
     assert entries(tmp_path) == {"adapter"}
 
@@ -282,7 +288,7 @@ def _nothing(tensors: dict[str, torch.Tensor]) -> None:
         (_without, "has no lora_B"),
         (_magnitude, "lora_magnitude_vector: is no matrix of a LoRA"),
         (_rank, "no pair of matrices"),
-        (_columns, "blk.0.attn_q.weight: has 128 columns, and the model 256"),
+        (_columns, "has 128 columns, and the model 256"),
         (_vector, "no pair of matrices"),
         (_nan, "lora_A that are NaN or infinite"),
         (_unknown, "cannot be converted: Can not map tensor"),
@@ -292,13 +298,13 @@ def _nothing(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_weights_that_are_no_lora_are_refused(
     damage: Callable[[dict[str, torch.Tensor]], None], message: str, adapter: Path, uneven: Callable[[str], Path],
-    tmp_path: Path,
+    folded: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     tensors = load_file(adapter / "adapter_model.safetensors")
     damage(tensors)
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError) as raised:
-        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+        convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), model=folded("llama")))
     assert message in str(raised.value) and "\n" not in str(raised.value)
     assert entries(tmp_path) == {"adapter"}
 
@@ -309,11 +315,11 @@ def test_ranks_that_differ(adapter: Path, uneven: Callable[[str], Path], tmp_pat
     tensors |= {f"{Q}.lora_A.weight": torch.ones(2, 256), f"{Q}.lora_B.weight": torch.ones(256, 2)}
     save_file(tensors, adapter / "adapter_model.safetensors")
     change(adapter, rank_pattern={"q_proj": 2})
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
     assert tensors_of(tmp_path / "out.gguf")["blk.0.attn_q.weight.lora_b"].data.shape == (256, 2)
     change(adapter, use_rslora=True)
     with pytest.raises(UserError, match="matrices of several ranks"):
-        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", uneven("llama"), fold_norms=True))
+        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", uneven("llama")))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +348,9 @@ def test_damaged_folders(
 
 
 @pytest.mark.slow
-def test_no_code_of_adapter_or_model_runs(adapter: Path, llama_copy: Path, tmp_path: Path) -> None:
+def test_no_code_of_adapter_or_model_runs(
+    adapter: Path, llama_copy: Path, folded: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Neither a class that a config names nor a hub that it names is asked."""
     for folder in (adapter, llama_copy):
         (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -351,15 +359,16 @@ def test_no_code_of_adapter_or_model_runs(adapter: Path, llama_copy: Path, tmp_p
     config |= {"model_type": "nobodys", "auto_map": names, "_name_or_path": str(adapter)}
     (llama_copy / "config.json").write_text(json.dumps(config))
     change(adapter, auto_map=names, base_model_name_or_path="organisation/nothing")
-    for fold_norms in (True, False):
-        out = tmp_path / f"{fold_norms}.gguf"
-        assert len(convert_lora(LoraOptions(adapter, out, llama_copy, fold_norms=fold_norms)).matrices) == 14
+    for model in (folded("llama"), None):
+        out = tmp_path / f"{model is None}.gguf"
+        assert len(convert_lora(LoraOptions(adapter, out, llama_copy, model=model)).matrices) == 14
     assert not (tmp_path / "ran").exists()
 
 
 def test_command(
-    adapter: Path, uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    adapter: Path, uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     out = tmp_path / "x-{ftype}.gguf"
     arguments = [
         "convert-lora",
@@ -369,7 +378,8 @@ def test_command(
         str(uneven("llama")),
         "--outtype",
         "f16",
-        "--fold-norms",
+        "--model",
+        str(folded("llama")),
     ]
     upstream.load_conversion()  # puts folders on the path, once in a process
     before = sys.argv, list(sys.path)
@@ -410,7 +420,7 @@ def test_an_output_matrix_that_is_the_embedding_is_not_adapted(
         base.mkdir()
         shutil.copy(uneven(name) / "config.json", base)
     elif source == "file":
-        model = convert(ConvertOptions.of(base, tmp_path / "m.gguf", outtype="f16"), io.StringIO()).parts[0].path
+        model = convert(ConvertOptions.of(base, tmp_path / "m.gguf", outtype="f16"), io.StringIO()).path
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: \S+: is of the embedding or the output matrix; "):
         convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=model))
     assert not list(tmp_path.glob("*out.gguf*"))

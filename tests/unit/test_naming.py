@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,13 +13,11 @@ from gguf import LlamaFileType
 
 import upstream_files
 from gguf_files import metadata
-from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert import command
 from gguf_itq3s.convert.naming import default_name, output_path
 from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.pipeline import convert
 
 Make = Callable[[str], Path]
 CARD = "---\nbase_model: someone/Fine-Base-7B\nname: Fine Model\n---\n"
@@ -180,10 +177,3 @@ def test_two_names_are_too_many(checkpoint: Make, tmp_path: Path, capsys: pytest
 def test_a_model_that_is_not_there_is_what_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert convert_main([str(tmp_path / "none")]) == 1
     assert "none: no such folder; " in capfd.readouterr().err
-
-
-def test_a_part_that_is_an_input(checkpoint: Make, llama_copy: Path) -> None:
-    """The name of a part is looked at, not only the one that was given."""
-    (llama_copy / "x-00001-of-00006.gguf").write_text(json.dumps({}))
-    with pytest.raises(UserError, match=r"x-00001-of-00006\.gguf: cannot be written: it is a file of the input"):
-        convert(ConvertOptions.of(llama_copy, llama_copy / "x.gguf", outtype="f16", split_max_tensors=4))

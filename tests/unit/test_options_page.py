@@ -46,7 +46,8 @@ def rows(section: str) -> tuple[set[str], set[str]]:
 def of_ours() -> set[str]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
+    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return {name for action in actions for name in action.option_strings if name.startswith("--")}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def test_mixes_of_llama_quantize_need_the_build(outtype: str, checkpoint: Make, 
 
 def test_auto_takes_the_type_of_the_first_matrix(checkpoint: Make, uneven: Make, tmp_path: Path) -> None:
     for model, kind in ((checkpoint("llama"), "bf16"), (uneven("llama"), "f16")):
-        (part,) = convert(ConvertOptions.of(model, tmp_path / "{ftype}.gguf", outtype="auto")).parts
-        assert part.path == tmp_path / f"{kind}.gguf" and part.path.exists()
+        done = convert(ConvertOptions.of(model, tmp_path / "{ftype}.gguf", outtype="auto"))
+        assert done.path == tmp_path / f"{kind}.gguf" and done.path.exists()
 
 
 # ------------------------------------------------------------------------------------------------ parts of a model
@@ -78,9 +78,9 @@ def test_vocab_only(checkpoint: Make, llama_copy: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="a vocabulary has no tensors"):
         convert(ConvertOptions.of(llama_copy, vocab_only=True, outtype="itq3_s"))
-    (part,) = convert(ConvertOptions.of(checkpoint("llama"), folder=tmp_path / "out", vocab_only=True)).parts
-    assert part.path.name.endswith("-vocab.gguf")
-    assert part.path.read_bytes() == theirs.read_bytes()
+    done = convert(ConvertOptions.of(checkpoint("llama"), folder=tmp_path / "out", vocab_only=True))
+    assert done.path.name.endswith("-vocab.gguf")
+    assert done.path.read_bytes() == theirs.read_bytes()
     assert convert_main([str(llama_copy), str(tmp_path / "none.gguf"), "--vocab-only"]) == 0
     assert not tensors(tmp_path / "none.gguf")
     ours, whole = metadata(tmp_path / "none.gguf"), metadata(theirs)

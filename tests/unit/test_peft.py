@@ -21,20 +21,23 @@ from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.programs.lora import LoraOptions, convert_lora
-from gguf_itq3s.transformers import ITQ3SConfig
+from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from training import promised_and_found, train, windows, with_adapter
 
 
-def load(folder: Path, **options: Any) -> Any:
-    config = ITQ3SConfig(**{"effort": "fast", "threads": 1, "fold_norms": True, **options})
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def folded(converted: Callable[..., Path]) -> Path:
+    """A file with folded norms."""
+    return converted("llama", fold_norms=True)
 
 
 @pytest.fixture(scope="module")
-def trained(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, list[float]]:
+def trained(
+    folded: Path, uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, list[float]]:
     """A packed model with an adapter trained for 5 steps, where that is saved, the packed model, and the losses."""
     folder = tmp_path_factory.mktemp("peft")
-    model = load(uneven("llama"))
+    model = load_gguf(folded, dtype=torch.float32)
     model.save_pretrained(folder / "packed")
     model = with_adapter(model)
     losses = train(model, windows(uneven("llama"), 4, 64), 5)
@@ -93,7 +96,7 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
     """Trained beside folded matrices it fits them: nothing is scaled, and it is marked. The card tells."""
     _, folder, _ = trained
     model_dir = uneven("llama") if base == "original" else folder / "packed"
-    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir, fold_norms=True))
+    done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir))
     assert done.folded and not done.scaled and len(done.matrices) == 14
     assert metadata(tmp_path / "out.gguf")[rescaling.NORMS_FOLDED] is True
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -102,7 +105,7 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
 
 
 @pytest.mark.slow
-def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any, tmp_path: Path) -> None:
+def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], folded: Path, uneven: Any, tmp_path: Path) -> None:
     """Without the card it has to be said, or the base has to say it; what is said comes first."""
     _, folder, _ = trained
     adapter = tmp_path / "adapter"
@@ -111,9 +114,8 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
         (adapter / name).write_bytes((folder / "adapter" / name).read_bytes())
 
     def scaled(base: Path, **options: Any) -> int:
-        return len(
-            convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, **{"fold_norms": True, **options})).scaled
-        )
+        asked = LoraOptions(adapter, tmp_path / "out.gguf", base, **{"model": folded, **options})
+        return len(convert_lora(asked).scaled)
 
     assert scaled(uneven("llama")) == 10  # taken for one of the checkpoint
     assert scaled(uneven("llama"), trained_folded=True) == 0
@@ -124,19 +126,21 @@ def test_what_was_trained_on(trained: tuple[Any, Path, list[float]], uneven: Any
     plain = tmp_path / "plain.gguf"
     convert(ConvertOptions.of(uneven("llama"), plain, outtype="f16"), io.StringIO())
     with pytest.raises(
-        UserError, match=r"was trained beside a model that is not plain\.gguf; give as --model the file"
+        UserError, match=r"was trained beside a model that is not plain\.gguf; give the file that it was as --model"
     ):
-        scaled(uneven("llama"), model=plain, fold_norms=False)
+        scaled(uneven("llama"), model=plain)
 
 
 @pytest.mark.slow
-def test_an_adapter_of_an_unfolded_packed_model(uneven: Any, tmp_path: Path) -> None:
+def test_an_adapter_of_an_unfolded_packed_model(folded: Path, uneven: Any, tmp_path: Path) -> None:
     """It was trained where the checkpoint's own gains are, so it is scaled like any other."""
-    model = with_adapter(load(uneven("llama"), fold_norms=False))
+    config = ITQ3SConfig(effort="fast", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(uneven("llama"), quantization_config=config, dtype=torch.float32)
+    model = with_adapter(model)
     train(model, windows(uneven("llama"), 1, 16), 1)
     model.save_pretrained(tmp_path / "adapter")
     assert rescaling.FOLDED_TAG not in (tmp_path / "adapter" / "README.md").read_text()
-    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), fold_norms=True))
+    done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), model=folded))
     assert done.folded and len(done.scaled) == 10
 
 
@@ -169,6 +173,6 @@ def test_packed_matrices_are_not_merged_into(trained: tuple[Any, Path, list[floa
     assert torch.equal(again.state_dict()[name], model.state_dict()[name])
 
 
-def test_the_adapter_names_its_model(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
+def test_the_adapter_names_its_model(trained: tuple[Any, Path, list[float]], folded: Path) -> None:
     config = json.loads((trained[1] / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(uneven("llama"))
+    assert config["base_model_name_or_path"] == str(folded)

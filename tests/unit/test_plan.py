@@ -12,6 +12,7 @@ import gguf
 import pytest
 
 from gguf_itq3s.base import report
+from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.inspect import plan
 
@@ -78,7 +79,7 @@ def test_sizes_are_those_of_the_file(checkpoint: Callable[[str], Path], tmp_path
 def test_shapes_from_the_config_equal_the_headers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source = checkpoint("llama-tied")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    assert plan.read_shapes(tmp_path) == plan.read_shapes(source)
+    assert reading.read_shapes(tmp_path) == reading.read_shapes(source)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from gguf_itq3s.cli import main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.evaluate.runner import describe
-from gguf_itq3s.publish import folder as published
+from gguf_itq3s.publish import card as published
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_type_of_llama_cpps_needs_no_patch(checkpoint: Callable[[str], Path], 
     convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "m.gguf", outtype="f16"))
     assert main(["publish", str(tmp_path)]) == 0
     card = (tmp_path / "README.md").read_text()
-    assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "How much is lost" not in card
+    assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "by `gguf-itq3s eval`" not in card
 
 
 def test_the_card_names_the_types(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_wrong_arguments(folder: Path, arguments: list[str]) -> None:
 def test_an_empty_folder_and_damaged_results(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / published.RESULTS).write_text('{"context": 512, "tables": {"weights": [{}]}}')
     assert main(["publish", str(folder)]) == 1
-    assert "lacks a figure" in capsys.readouterr().err
+    assert "is not the result of an evaluation" in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main(["publish", str(empty)]) == 1

@@ -94,5 +94,5 @@ def test_what_another_plan_began_is_not_continued(
     for version in (1, 2):
         monkeypatch.setattr(header, "PLAN_VERSION", version)
         options = [ConvertOptions.of(uneven("llama"), tmp_path, fold_norms=folds) for folds in (True, False)]
-        marks += [header.fingerprint(header.Head(b"", (b"",), (0,)), option, checkpoint) for option in options]
+        marks += [header.fingerprint(b"", option, checkpoint) for option in options]
     assert marks[0] != marks[2] and marks[1] == marks[3]  # nothing is folded

@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gguf_itq3s.base import report
+from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import main
-from gguf_itq3s.inspect import plan, scaling, scaling_plan
+from gguf_itq3s.inspect import scaling, scaling_plan
 from gguf_itq3s.inspect.scaling import FLOAT, TERNARY, Law
 from llama import MODEL
 from scripts.tables import scaling as tables
@@ -181,7 +182,7 @@ def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
 def test_json_of_a_folder_and_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters are those of the bundled model's matrices and norms, counted from its shapes; 6 N D = C."""
     result = run_json([str(MODEL), "--flops", "1e18"], capsys)
-    shapes = plan.read_shapes(MODEL)
+    shapes = reading.read_shapes(MODEL)
     ends = ("model.embed_tokens.weight", "lm_head.weight")
     counted = sum(math.prod(shape) for name, shape in shapes.items() if name not in ends)
     assert result["parameters"] == counted

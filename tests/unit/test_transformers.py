@@ -309,8 +309,8 @@ def test_codes_are_no_weights(
     ("fields", "message"),
     [
         ({"qtype": "q4_k"}, f"qtype 'q4_k' is not one of {', '.join(QTYPES)}"),
-        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "no residual pass any more"),
-        ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": True}, "fold_norms is convert-hf-to-itq3s"),
+        ({"qtype": ["itq3_s"]}, "qtype"), ({"qtype": None}, "qtype"), ({"residual": "tq1_0"}, "no residual pass"),
+        ({"effort": "much"}, "effort 'much' is not one of"), ({"fold_norms": True}, "fold_norms is convert-hf"),
         ({"norms_folded": 1}, "norms_folded 1 is not true"), ({"threads": 0}, "threads 0 is not a positive"),
         ({"threads": True}, "threads"), ({"modules_to_not_convert": "lm_head"}, "is not a list of names"),
         ({"modules_to_not_convert": [""]}, "is not a list of names"),

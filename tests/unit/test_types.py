@@ -16,13 +16,13 @@ from gguf_itq3s.codec.family import (
     FAMILY,
     FILE_VERSIONS,
     TrellisType,
+    add_member,
     file_version,
     is_rotated,
     is_trellis,
     rotation,
     trellis_type,
 )
-from gguf_itq3s.codec.family import add_member
 from gguf_itq3s.codec.types import NUMPY_TYPES, bits_per_weight
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
