@@ -1,9 +1,8 @@
 """Whether llama.cpp can load a file, before it is written: every tensor its graph needs is there and has its shape.
 
-The judge is llama.cpp's own loader (:mod:`.loader`) on the finished head, with a hole in place of the weights. Where no
-build is there, names and shapes are compared with what the metadata say, for the architectures whose layers are known.
-Two things no loader asks for are checked in any case, because the model would load and write nonsense: a bias that one
-layer lacks, and an output matrix that is neither there nor tied to the embedding.
+The judge is llama.cpp's own loader (:mod:`.loader`) on the finished head, with a hole in place of the weights. Looked at
+in any case, because no loader asks and the model would write nonsense, or because there is no build: a bias that one
+layer lacks, layers beyond those of the metadata or without a tensor, an output matrix that is neither there nor tied.
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 from ..base.errors import UserError
 from ..codec import native
 from . import loader
-from .channels import ARCHITECTURES
 from .validation import read_json
 
 #: Which check was made.
 BY_LOADER: Final = "llama.cpp's loader takes the tensors and the metadata"
-_ADDS: Final = f"{native.build_command()} adds"
-BY_TABLES: Final = f"names and shapes agree with the metadata; llama.cpp's loader was not asked ({_ADDS} it)"
-BY_NOBODY: Final = f"not compared with the architecture, whose tensors are not known here ({_ADDS} llama.cpp's)"
+BY_NOBODY: Final = f"llama.cpp's loader was not asked ({native.build_command()} adds it)"
 
 #: What the loader may take: far more than any vocabulary and list of tensors need.
 _SECONDS: Final = 120
@@ -76,11 +72,9 @@ def check_head(head: bytes, size: int, shapes: Shapes, metadata: Mapping[str, An
     Raises:
         NotLoadableError: it would not be loaded.
     """
-    _check_alike(shapes)
+    check_names(shapes, metadata)
     with hole(head, size) as path:
-        found = _ask_loader(path)
-    if found is None:
-        found = check_tables(shapes, metadata)
+        found = _ask_loader(path) or BY_NOBODY
     if not tied and "output.weight" not in shapes and "token_embd.weight" in shapes:
         raise NotLoadableError("is not there, and config.json does not tie it to the embedding", "output.weight")
     return found
@@ -88,8 +82,8 @@ def check_head(head: bytes, size: int, shapes: Shapes, metadata: Mapping[str, An
 
 def check_file(path: Path, shapes: Shapes, metadata: Mapping[str, Any]) -> str:
     """Check a file that is there; arguments, result and errors as of :func:`check_head`."""
-    _check_alike(shapes)
-    return _ask_loader(str(path)) or check_tables(shapes, metadata)
+    check_names(shapes, metadata)
+    return _ask_loader(str(path)) or BY_NOBODY
 
 
 def may_be_tied(folder: Path, arch: str) -> bool:
@@ -170,120 +164,39 @@ def _ask_loader(path: str | None) -> str | None:
     raise NotLoadableError(f"llama.cpp cannot load it: {what}", tensor[1] if tensor else None)
 
 
-# ------------------------------------------------------------------------------------------------- names and shapes
+# ------------------------------------------------------------------------------------------------- names
 
 
-def _layers(shapes: Shapes) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Layer -> what it has, by the name within the layer -> shape."""
-    layers: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, shape in shapes.items():
-        if match := _LAYER.fullmatch(name):
-            layers[int(match[1])][match[2]] = shape
-    return dict(sorted(layers.items()))
-
-
-def _check_alike(shapes: Shapes) -> None:
-    """A matrix that has a bias in one layer has it in every layer: to the loader a bias is never needed."""
-    layers = _layers(shapes)
-    biases = {part for parts in layers.values() for part in parts if part.endswith(".bias")}
-    for number, parts in layers.items():
-        for bias in sorted(biases):
-            if bias not in parts and bias.removesuffix("bias") + "weight" in parts:
-                other = next(layer for layer, its in layers.items() if bias in its)
-                raise NotLoadableError(f"is not there, unlike that of layer {other}", f"blk.{number}.{bias}")
-
-
-def check_tables(shapes: Shapes, metadata: Mapping[str, Any]) -> str:
-    """Compare names and shapes with what the metadata say, as far as this package knows the architecture.
+def check_names(shapes: Shapes, metadata: Mapping[str, Any]) -> None:
+    """Compare the layers of a model with each other and with the metadata, by the names of their tensors.
 
     Args:
         shapes: of all tensors.
         metadata: key -> value.
 
-    Returns:
-        :data:`BY_TABLES`, or :data:`BY_NOBODY` where the architecture, or its sizes, are not known.
-
     Raises:
-        NotLoadableError: a tensor is missing, or has another shape.
+        NotLoadableError: a matrix has a bias in some layers alone, which no loader asks for, or there are more layers
+            or fewer than the metadata say.
     """
+    layers: dict[int, set[str]] = defaultdict(set)
+    for name in shapes:
+        if match := _LAYER.fullmatch(name):
+            layers[int(match[1])].add(match[2])
+    biases = sorted({part for parts in layers.values() for part in parts if part.endswith(".bias")})
+    for number, parts in sorted(layers.items()):
+        for bias in biases:
+            if bias not in parts and bias.removesuffix("bias") + "weight" in parts:
+                other = min(layer for layer, its in layers.items() if bias in its)
+                raise NotLoadableError(f"is not there, unlike that of layer {other}", f"blk.{number}.{bias}")
     arch = metadata.get("general.architecture")
-
-    def number(key: str) -> int | None:
-        value = metadata.get(f"{arch}.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    width, count = number("embedding_length"), number("block_count")
-    if arch not in _ARCHS or width is None or count is None:
-        return BY_NOBODY
-    vocabulary = metadata.get("tokenizer.ggml.tokens")
-    columns = len(vocabulary) if isinstance(vocabulary, list) else number("vocab_size")
-    if MODEL_TENSOR.TOKEN_EMBD in MODEL_TENSORS[_ARCHS[arch]]:
-        _expect(shapes, "token_embd.weight", (columns, width))
-    layers = _layers(shapes)
-    if beyond := [layer for layer in layers if layer >= count + (number("nextn_predict_layers") or 0)]:
-        first = next(iter(layers[beyond[0]]))
-        raise NotLoadableError(f"is of a layer beyond the {count} of the metadata", f"blk.{beyond[0]}.{first}")
-    if arch not in ARCHITECTURES:
-        for layer in range(count):
-            if layer not in layers:
-                raise NotLoadableError(f"layer {layer} of {count} has no tensor", f"blk.{layer}")
-        return BY_NOBODY
-    _expect(shapes, "output_norm.weight", (width,))
-    if "output.weight" in shapes:
-        _expect(shapes, "output.weight", (columns, width))
-    heads = number("attention.head_count")
-    kv_heads = number("attention.head_count_kv") or heads
-    key = number("attention.key_length") or (width // heads if heads else None)
-    value = number("attention.value_length") or (width // heads if heads else None)
-    inner = number("feed_forward_length")
-    up = inner and inner * (2 if arch == "phi3" else 1)  # Phi-3's gate is in ffn_up
-    _check_layers(arch, layers, count, {
-        "E": width, "F": inner, "U": up, "X": number("expert_count"),
-        "Q": heads * key if heads and key else None, "K": kv_heads * key if kv_heads and key else None,
-        "V": kv_heads * value if kv_heads and value else None, "O": heads * value if heads and value else None,
-    })  # fmt: skip
-    return BY_TABLES
-
-
-#: Part of a layer of :data:`ARCHITECTURES` -> its shape in the sizes of a model, ``?`` for one that is not known here.
-_PARTS: Final = {
-    "attn_norm.weight": "E", "ffn_norm.weight": "E", "attn_q.weight": "QE", "attn_k.weight": "KE",
-    "attn_v.weight": "VE", "attn_qkv.weight": "?E", "attn_output.weight": "EO", "ffn_gate.weight": "FE",
-    "ffn_up.weight": "UE", "ffn_down.weight": "EF", "ffn_gate_inp.weight": "XE", "ffn_gate_exps.weight": "X?E",
-    "ffn_up_exps.weight": "X?E", "ffn_down_exps.weight": "XE?", "attn_q.bias": "Q", "attn_k.bias": "K",
-    "attn_v.bias": "V", "attn_output.bias": "E", "ffn_down.bias": "E",
-}  # fmt: skip
-
-
-def _check_layers(arch: str, layers: Mapping[int, Shapes], count: int, sizes: Mapping[str, int | None]) -> None:
-    everywhere = {part for parts in layers.values() for part in parts if part.startswith(("attn_", "post_"))}
-    for layer in range(count):
-        parts = layers.get(layer, {})
-        fused, experts = "attn_qkv.weight" in parts, "ffn_gate_inp.weight" in parts or "ffn_down_exps.weight" in parts
-        needed = ["attn_norm", "ffn_norm", *(["attn_qkv"] if fused else ["attn_q", "attn_k", "attn_v"]), "attn_output"]
-        if experts:
-            needed += ["ffn_gate_inp", "ffn_down_exps"]
-            needed += [] if "ffn_gate_up_exps.weight" in parts else ["ffn_gate_exps", "ffn_up_exps"]
-        else:
-            needed += ["ffn_up", "ffn_down", *([] if arch == "phi3" else ["ffn_gate"])]
-        wanted = {f"{part}.weight" for part in needed} | everywhere
-        for part in sorted(wanted):
-            shape = tuple(sizes.get(size) for size in _PARTS.get(part, ""))
-            _expect(parts, part, shape or None, f"blk.{layer}.{part}")
-
-
-def _expect(shapes: Shapes, name: str, shape: tuple[int | None, ...] | None, shown: str | None = None) -> None:
-    """Raise unless a tensor is there, and has a shape; None in it is any number, and for it any shape."""
-    found = shapes.get(name)
-    if found is None:
-        raise NotLoadableError("is not there", shown or name)
-    fits = shape is None or (
-        len(found) == len(shape) and all(want in (None, size) for want, size in zip(shape, found, strict=True))
-    )
-    if not fits:
-        assert shape is not None
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise NotLoadableError(f"has the shape {found}, the metadata say ({wanted})", shown or name)
+    count, more = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    if type(count) is not int:
+        return
+    if beyond := [layer for layer in layers if layer >= count + (more if type(more) is int else 0)]:
+        first = next(name for name in shapes if name.startswith(f"blk.{min(beyond)}."))
+        raise NotLoadableError(f"is of a layer beyond the {count} of the metadata", first)
+    if layers and (missing := [layer for layer in range(count) if layer not in layers]):
+        raise NotLoadableError(f"layer {missing[0]} of {count} has no tensor", f"blk.{missing[0]}")
 
 
 def metadata_of_writer(writer: gguf.GGUFWriter) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands ``gguf-itq3s dump``, ``set-metadata``, ``new-metadata``, ``hash`` and ``editor``.
+"""The commands ``gguf-itq3s dump``, ``set-metadata``, ``new-metadata`` and ``hash``.
 
 They are gguf-py's own programs with their own options; installed by themselves they stop at tensor type 500. Importing
 this package makes gguf-py know it, so a wrapper has nothing to do but to be the program that is started: nothing is
@@ -44,7 +44,6 @@ PROGRAMS: Final = {
     "set-metadata": Program("gguf_set_metadata", "gguf-set-metadata", "change a number in a GGUF file, in place"),
     "new-metadata": Program("gguf_new_metadata", "gguf-new-metadata", "copy a GGUF file with other metadata"),
     "hash": Program("gguf_hash", "gguf-hash", "hashes of a GGUF file's tensors"),
-    "editor": Program("gguf_editor_gui", "gguf-editor-gui", "edit metadata in a window (needs PySide6)"),
 }
 
 

@@ -117,9 +117,3 @@ def test_files_that_are_none(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     last = printed(capsys, name, path, *rest, code=1).splitlines()[-1]
     assert last.startswith(f"error: {path}: gguf-py could not do it: ")
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
-
-
-def test_editor_names_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PySide6", None)
-    monkeypatch.delitem(sys.modules, "gguf.scripts.gguf_editor_gui", raising=False)
-    assert "PySide6" in printed(capsys, "editor", code=1)
