@@ -1,6 +1,6 @@
 # Builds one target of ../CMakeLists.txt, or takes it from the cache:
 #
-#   cmake -DSETTINGS=FILE -DWANTED=llama|demo|rpc|stock|TARGET -P build.cmake
+#   cmake -DSETTINGS=FILE -DWANTED=llama|demo|TARGET -P build.cmake
 #
 # TARGET is any program of llama.cpp's own build; it is put beside the tools of `llama`, which has to be built first.
 
@@ -10,9 +10,9 @@ include("${CMAKE_CURRENT_LIST_DIR}/source.cmake")
 include("${SETTINGS}")
 
 set(tools llama-cli llama-completion llama-perplexity llama-bench llama-quantize llama-imatrix llama-server
-    llama-gguf-split llama-batched-bench llama-embedding llama-export-lora test-quantize-fns)
-# What `make demo` runs. It needs none of the server and of its multimodal models, which llama-cli brings along.
-set(demo_tools llama-completion llama-bench)
+    llama-gguf-split llama-batched-bench llama-embedding llama-export-lora llama-simple ggml-rpc-server test-quantize-fns)
+# What `make demo` runs. It needs libllama alone: no chat templates, no server.
+set(demo_tools llama-simple)
 set(headers
     include/llama.h ggml/include/*.h ggml/src/ggml-common.h ggml/src/ggml-itq-types.h
     ggml/src/ggml-itq.h
@@ -23,15 +23,6 @@ set(kept 12)
 set(kept_programs 48)
 
 separate_arguments(user_options UNIX_COMMAND "${GGML_OPTIONS}")
-if ("${user_options}" MATCHES "GGML_RPC(:BOOL)?=(ON|1|TRUE|YES)")
-    list(APPEND tools ggml-rpc-server)
-endif()
-if (WANTED STREQUAL "rpc-server")
-    set(WANTED ggml-rpc-server)  # its name before and after
-endif()
-if (WANTED STREQUAL "ggml-rpc-server" AND NOT WANTED IN_LIST tools)
-    itq3s_fail("${WANTED} is a part of the builds with GGML_OPTIONS=-DGGML_RPC=ON")
-endif()
 if (WANTED IN_LIST tools)
     message(STATUS "${WANTED} is one of the tools that are always built")
     return()
@@ -41,24 +32,14 @@ endif()
 set(options
     -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DBUILD_SHARED_LIBS=ON
     -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
-    -DLLAMA_BUILD_NUMBER=0 -DGIT_EXE=OFF)
-if (WANTED STREQUAL "stock")
-    # no speed is asked of it: leave out what takes long to compile
-    set(binaries llama-simple)
-    list(APPEND options "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
-    list(APPEND options -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF)
-elseif (WANTED STREQUAL "rpc")
-    set(binaries llama-completion ggml-rpc-server)
-    list(APPEND options -DGGML_RPC=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF)
+    -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_NUMBER=0 -DGIT_EXE=OFF
+    -DGGML_RPC=ON)
+if (WANTED STREQUAL "llama")
+    set(binaries ${tools})
+elseif (WANTED STREQUAL "demo")
+    set(binaries ${demo_tools})
 else()
-    if (WANTED STREQUAL "llama")
-        set(binaries ${tools})
-    elseif (WANTED STREQUAL "demo")
-        set(binaries ${demo_tools})
-    else()
-        set(binaries ${WANTED})
-    endif()
-    list(APPEND options -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=ON)
+    set(binaries ${WANTED})
 endif()
 if ("${CMAKE_BUILD_TYPE}" STREQUAL "")
     set(CMAKE_BUILD_TYPE Release)
@@ -139,12 +120,10 @@ endfunction()
 # Set `out` to what decides a build of these programs, and `folder` to where the cache keeps it.
 function(itq3s_entry out folder name)
     set(content "${configuration}targets ${ARGN}\n")
-    if (NOT WANTED STREQUAL "stock")
-        itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch"
-            "${ITQ3S_PATCH_DIR}/src/format/*" "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*"
-            "${ITQ3S_PATCH_DIR}/src/llama/*" "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
-        string(APPEND content "ggml-patch ${ours}\n")
-    endif()
+    itq3s_hash_files(ours "${ITQ3S_PATCH_DIR}" "${ITQ3S_PATCH_DIR}/patches/*.patch" "${ITQ3S_PATCH_DIR}/src/format/*"
+        "${ITQ3S_PATCH_DIR}/src/cpu/*" "${ITQ3S_PATCH_DIR}/src/cuda/*" "${ITQ3S_PATCH_DIR}/src/llama/*"
+        "${ITQ3S_PATCH_DIR}/cmake/*.cmake")
+    string(APPEND content "ggml-patch ${ours}\n")
     string(SHA256 key "${content}")
     string(SUBSTRING "${key}" 0 20 key)
     set(${out} "${content}" PARENT_SCOPE)
@@ -166,11 +145,8 @@ itq3s_entry(content result "${WANTED}" ${binaries})
 #
 
 function(itq3s_build)
-    set(source "${upstream}")
-    if (NOT WANTED STREQUAL "stock")
-        set(source "${GGUF_ITQ3S_OUT}/tree/llama.cpp")
-        itq3s_prepare_source("${upstream}" "${upstream_id}" "${source}")
-    endif()
+    set(source "${GGUF_ITQ3S_OUT}/tree/llama.cpp")
+    itq3s_prepare_source("${upstream}" "${upstream_id}" "${source}")
     set(work "${GGUF_ITQ3S_OUT}/tree/work-${configuration_key}")
 
     # paths relative to the tree, so that ccache hits across clones
@@ -260,7 +236,7 @@ function(itq3s_build)
     endforeach()
     file(GLOB libraries RELATIVE "${work}/bin" "${work}/bin/*${CMAKE_SHARED_LIBRARY_SUFFIX}*"
         "${work}/bin/*${CMAKE_SHARED_MODULE_SUFFIX}")
-    if (NOT WANTED MATCHES "^(llama|demo|rpc|stock)$")
+    if (NOT WANTED MATCHES "^(llama|demo)$")
         # a single program finds those of the tools beside it
         itq3s_entry(unused base llama ${tools})
         file(GLOB there RELATIVE "${base}/bin" "${base}/bin/*")
@@ -291,7 +267,7 @@ endfunction()
 # Throw away the builds in the cache that have not been used for longest: all but `kept` of those whose name matches.
 function(itq3s_prune_cache kept)
     file(GLOB used "${GGUF_ITQ3S_CACHE}/build/*/used")
-    list(FILTER used ${ARGN} REGEX "/(llama|demo|rpc|stock)-[0-9a-f]*/used$")
+    list(FILTER used ${ARGN} REGEX "/(llama|demo)-[0-9a-f]*/used$")
     set(stamped "")
     foreach (file IN LISTS used)
         file(TIMESTAMP "${file}" time "%s" UTC)
@@ -349,13 +325,10 @@ itq3s_prune_cache(${kept} INCLUDE)
 itq3s_prune_cache(${kept_programs} EXCLUDE)
 
 # publish
-if (NOT WANTED MATCHES "^(llama|demo|rpc|stock)$")
+if (NOT WANTED MATCHES "^(llama|demo)$")
     itq3s_copy_files("${result}/bin" "${GGUF_ITQ3S_OUT}/bin")
 else()
     set(to "${GGUF_ITQ3S_OUT}")
-    if (NOT WANTED MATCHES "^(llama|demo)$")
-        set(to "${GGUF_ITQ3S_OUT}/${WANTED}")
-    endif()
     set(published "")
     if (EXISTS "${to}/bin/build.txt")
         file(READ "${to}/bin/build.txt" published)

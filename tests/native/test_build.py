@@ -105,7 +105,6 @@ def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
     ("programs", "said"),
     [
         ("llama-nonsense", "this llama.cpp, with these options, has no program llama-nonsense"),
-        ("rpc-server", "ggml-rpc-server is a part of the builds with GGML_OPTIONS=-DGGML_RPC=ON"),
         ("../llama-cli", "ITQ3S_TARGETS: ../llama-cli is no name of a target"),
     ],
 )

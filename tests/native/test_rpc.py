@@ -15,21 +15,7 @@ import pytest
 import llama
 from gguf_itq3s.cli import convert_main
 
-RPC = llama.BIN.parent / "rpc" / "bin"
 PROMPT = "When the captain came back on deck, the sea was"
-
-
-# The tools with the RPC backend are a build of their own.
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """Build the tools with the RPC backend, or take them from the cache: minutes the first time on a machine."""
-    done = subprocess.run(
-        ["cmake", "--build", llama.BIN.parent / "cmake", "--target", "rpc"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def free_port() -> int:
@@ -42,7 +28,7 @@ def free_port() -> int:
 def server(log: Path) -> Iterator[str]:
     """A server of this machine's CPU; its address."""
     address = ("127.0.0.1", free_port())
-    command = [str(RPC / "ggml-rpc-server"), "--host", address[0], "--port", str(address[1]), "--threads", "1"]
+    command = [str(llama.BIN / "ggml-rpc-server"), "--host", address[0], "--port", str(address[1]), "--threads", "1"]
     with (
         log.open("w") as output,
         subprocess.Popen([*command, "--device", "CPU"], stdout=output, stderr=output) as child,
@@ -63,7 +49,7 @@ def server(log: Path) -> Iterator[str]:
 def text(model: Path, *options: str) -> tuple[str, str]:
     """Greedy continuation of the prompt by the tools with RPC, and what they log."""
     done = llama.run_program(
-        RPC / "llama-completion", "-m", model, "-p", PROMPT, "-n", "48", "-no-cnv", "--temp", "0", "-t", "1", *options
+        llama.BIN / "llama-completion", "-m", model, "-p", PROMPT, "-n", "48", "-no-cnv", "--temp", "0", "-t", "1", *options
     )  # fmt: skip
     return done.stdout.strip(), done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,9 @@ from gguf import GGMLQuantizationType as Type
 import llama
 from checkpoints import NOVEL
 from gguf_files import types
+from gguf_itq3s import upstream
 from gguf_itq3s.checkpoint.stock import STOCK_TYPES
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.convert.options import STOCK_OUTTYPES, ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from selection import crossed, some
@@ -132,3 +135,13 @@ def test_layer_by_layer_without_statistics_in_the_way(uneven: Make, tmp_path: Pa
         np.frombuffer(contents(tmp_path / "plain.gguf")[0]["blk.1.ffn_down.weight"], np.uint8),
         np.frombuffer(files[0][0]["blk.1.ffn_down.weight"], np.uint8),
     )
+
+
+def test_a_llama_cpp_without_the_patch_refuses_our_types_and_has_the_ternary_ones() -> None:
+    """Its loader takes numbers below GGML_TYPE_COUNT alone."""
+    source = upstream.fetch_source() / "ggml"
+    numbers = re.findall(r"^\s*GGML_TYPE_(\w+)\s*=\s*(\d+)", (source / "include" / "ggml.h").read_text(), re.MULTILINE)
+    known = {name: int(number) for name, number in numbers}
+    assert known["TQ1_0"] == gguf.GGMLQuantizationType.TQ1_0 and known["TQ2_0"] == gguf.GGMLQuantizationType.TQ2_0
+    assert all(known["COUNT"] <= row.type for row in FAMILY.values())
+    assert "type >= GGML_TYPE_COUNT) {" in (source / "src" / "gguf.cpp").read_text()
