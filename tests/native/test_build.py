@@ -206,6 +206,7 @@ def stamps(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None:
     folder, script = prepare
     ours = folder / "ggml-patch"
@@ -282,6 +283,7 @@ def test_a_patch_that_needs_one_left_out_is_left_out_with_its_files(prepare: tup
     assert (cuda / "CMakeLists.txt").read_bytes() == (plain / "CMakeLists.txt").read_bytes()
 
 
+@pytest.mark.long
 def test_patches_apply_without_git(prepare: tuple[Path, Path], tmp_path: Path) -> None:
     program = shutil.which("patch")
     if program is None:

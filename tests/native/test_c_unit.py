@@ -220,6 +220,7 @@ def test_the_reader_refuses(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.long
 @of_types
 def test_sources_under_the_sanitizers(row: TrellisType, tmp_path: Path) -> None:
     """Our C files, compiled with all warnings as errors, run under the address and undefined-behaviour sanitizers."""

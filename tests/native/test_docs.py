@@ -59,24 +59,17 @@ def test_error_table_is_the_one_in_the_readme(library: native.NativeLibrary, tmp
     assert ours[3] < 1.02 * ours[1]
 
 
-def test_error_table_needs_its_marks(library: native.NativeLibrary, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("no marks")
-    done = script("tables/errors.py", "--update", page)
-    assert done.returncode == 1 and re.match(r"error: .*page\.md: has no <!-- begin error table -->", done.stderr)
-    assert page.read_text() == "no marks"
-
-
 def test_demo(library: native.NativeLibrary) -> None:
-    done = script("demo.py", "--tokens", "24")
+    done = script("demo.py")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"The old house stood at the end of the lane, and\b.{20,}\n", done.stdout)
-    assert re.search(r"When the captain came back on deck, the sea was\b.{20,}\n", done.stdout)
+    assert (
+        len(re.findall(r"^(?:In the morning|It was a dark night|My father had).{60,}$", done.stdout, re.MULTILINE)) == 3
+    )
     sizes = re.search(r"ITQ3_S ([0-9.]+) MiB, F16 ([0-9.]+) MiB: ([0-9.]+) times smaller", done.stdout)
     assert sizes and float(sizes[2]) / float(sizes[1]) == pytest.approx(float(sizes[3]), rel=0.01)
     assert float(sizes[3]) > 3
-    speeds = re.search(r"llama-bench, tokens/s on 1 thread: prompt ([0-9]+), generation ([0-9]+)", done.stdout)
-    assert speeds and all(int(speed) > 0 for speed in speeds.groups())
+    speed = re.search(r"llama-simple, tokens/s on 1 thread: ([0-9]+)", done.stdout)
+    assert speed and int(speed[1]) > 0
 
 
 def blocks(page: Path, section: str | None = None) -> list[tuple[str, str]]:
