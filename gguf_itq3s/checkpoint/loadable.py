@@ -1,8 +1,8 @@
 """Whether llama.cpp can load a file, before it is written: every tensor its graph needs is there and has its shape.
 
-The judge is llama.cpp's own loader (:mod:`.loader`) on the finished head, with a hole in place of the weights. Looked at
-in any case, because no loader asks and the model would write nonsense, or because there is no build: a bias that one
-layer lacks, layers beyond those of the metadata or without a tensor, an output matrix that is neither there nor tied.
+The judge is llama.cpp's own loader (:mod:`.loader`) on the finished head, with a hole in place of the weights. Looked
+at in any case, because no loader asks and the model would write nonsense, or because there is no build: a bias that
+one layer lacks, layers beyond those of the metadata or without a tensor, an output that is neither there nor tied.
 """
 
 from __future__ import annotations
