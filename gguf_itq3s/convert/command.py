@@ -29,10 +29,6 @@ from .options import (
     TERNARY_MODES,
     TERNARY_TYPES,
     ConvertOptions,
-    EncoderOptions,
-    StatisticsOptions,
-    TernaryOptions,
-    TypeOptions,
 )
 from .pipeline import Conversion, convert_together
 
@@ -150,7 +146,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def _add_types(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--outtype", choices=OUTTYPES, default="",
-        help=f"type of the matrices (default: {TypeOptions.outtype}); {', '.join(PLAIN_OUTTYPES)} write what "
+        help=f"type of the matrices (default: {ConvertOptions.outtype}); {', '.join(PLAIN_OUTTYPES)} write what "
         "convert_hf_to_gguf.py writes",
     )  # fmt: skip
     group.add_argument("--pure", action="store_true", help="every matrix in that type, embeddings and output too")
@@ -181,7 +177,7 @@ def _add_types(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--leave-output-tensor", action="store_true", help="output.weight is not quantized")
     group.add_argument(
-        "--fallback", choices=FALLBACK_KINDS, default=TypeOptions.fallback,
+        "--fallback", choices=FALLBACK_KINDS, default=ConvertOptions.fallback,
         help="in rows that are no multiple of 256: trellis types in blocks of 64 where these divide the row, or IQ4_NL "
         "(default: %(default)s)",
     )  # fmt: skip
@@ -189,19 +185,19 @@ def _add_types(group: argparse._ArgumentGroup) -> None:
 
 def _add_encoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--codec", choices=CODECS, default=EncoderOptions.codec,
+        "--codec", choices=CODECS, default=ConvertOptions.codec,
         help="ternary is the literal code of the paper, for comparison (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--effort", choices=EFFORTS, default=EncoderOptions.effort,
+        "--effort", choices=EFFORTS, default=ConvertOptions.effort,
         help="start scales the search tries; best looks further too where statistics are given (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--fold-norms", action=argparse.BooleanOptionalAction, default=StatisticsOptions.fold_norms,
+        "--fold-norms", action=argparse.BooleanOptionalAction, default=ConvertOptions.fold_norms,
         help="multiply norm gains into the matrices that read them, exact (default: no)",
     )  # fmt: skip
     group.add_argument(
-        "--equalize", action=argparse.BooleanOptionalAction, default=StatisticsOptions.equalize,
+        "--equalize", action=argparse.BooleanOptionalAction, default=ConvertOptions.equalize,
         help="rescale channels so that rounding costs least, exact; for rounding without statistics, a short run of "
         "the model measures its inputs (default: for trellis types where statistics are given)",
     )  # fmt: skip
@@ -228,7 +224,7 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lookahead", type=int, metavar="N", help="columns it searches past them before")
     group.add_argument("--threads", type=positive, default=own_processors(), metavar="N", help="default: %(default)s")
     group.add_argument(
-        "--native", action=argparse.BooleanOptionalAction, default=EncoderOptions.native,
+        "--native", action=argparse.BooleanOptionalAction, default=ConvertOptions.native,
         help="quantize with the built C library, or in numpy; the bytes are the same (default: C if it is built)",
     )  # fmt: skip
 
@@ -253,15 +249,15 @@ def _add_calibrate(group: argparse._ArgumentGroup) -> None:
 
 def _add_ternary(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ternary", choices=TERNARY_MODES, default=TernaryOptions.ternary,
+        "--ternary", choices=TERNARY_MODES, default=ConvertOptions.ternary,
         help="matrices that are ternary after a scale go to a ternary type without loss; force ternarizes the other "
         "matrices of the layers, as latent weights need (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--ternary-type", choices=TERNARY_TYPES, default=TernaryOptions.ternary_type, help="default: %(default)s"
+        "--ternary-type", choices=TERNARY_TYPES, default=ConvertOptions.ternary_type, help="default: %(default)s"
     )
     group.add_argument(
-        "--ternary-scale", choices=tuple(SCALES), default=TernaryOptions.ternary_scale,
+        "--ternary-scale", choices=tuple(SCALES), default=ConvertOptions.ternary_scale,
         help="of --ternary force: mean|W| as in training, least error, or max|W| (default: %(default)s)",
     )  # fmt: skip
 
@@ -316,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("argument --outfile: not allowed with out.gguf")
     started = time.monotonic()
     options = _options(args)
-    with joined(options.to.out or options.model, options.run.device, sys.stderr) as (ranks, messages):
+    with joined(options.out or options.model, options.run.device, sys.stderr) as (ranks, messages):
         done = convert_together(options, messages, ranks)
     if done is None:
         return 0

@@ -32,10 +32,10 @@ def header(job: Job) -> bytes:
         writer.add_file_type(file_type(checkpoint, choices, options))
     if version := file_version(choice.type for choice in choices):
         writer.add_uint32("itq3s.version", version)
-        writer.add_string("itq3s.codec", options.encoder.codec)
-        writer.add_string("itq3s.effort", options.encoder.effort)
+        writer.add_string("itq3s.codec", options.codec)
+        writer.add_string("itq3s.effort", options.effort)
         calibrated = 1.0  # of what is quantized layer by layer, corrected then
-        if not options.layerwise.calibrate:
+        if not options.calibrate:
             known = job.statistics.share if job.statistics is not None else lambda _: 0.0
             calibrated = statistics.share(checkpoint, choices, known)
         writer.add_bool("itq3s.calibrated", calibrated > 0)
@@ -72,7 +72,7 @@ def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: 
     def cut(text: str) -> str:
         return text.encode()[:127].decode(errors="ignore")
 
-    writer.add_string("quantize.imatrix.file", cut(str(options.statistics.imatrix)))
+    writer.add_string("quantize.imatrix.file", cut(str(options.imatrix)))
     if matrix.datasets:
         writer.add_string("quantize.imatrix.dataset", cut(matrix.datasets[0]))
     writer.add_uint32("quantize.imatrix.entries_count", len(matrix.moments))
@@ -86,16 +86,15 @@ def fingerprint(head: bytes, options: ConvertOptions, checkpoint: Checkpoint) ->
     how["version"] = sources()
     if (library := native.library_path()) is not None:
         how["library"] = key_of(library.read_bytes())
-    how["rescales"] = str(PLAN_VERSION if options.statistics.fold_norms or options.equalizes else 0)
+    how["rescales"] = str(PLAN_VERSION if options.fold_norms or options.equalizes else 0)
     files = [*checkpoint.files]
     if options.request.sentence_transformers_dense_modules:
         files += sorted(options.model.glob("*/model.safetensors"))
     if options.request.target_model_dir:
         files += sorted(options.request.target_model_dir.glob("*.safetensors"))
     how["files"] = str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    given = options.statistics
-    if given.calibration:
-        how["calibration"] = (given.calibration / "manifest.json").read_text()
-    if given.imatrix:
-        how["imatrix"] = hashlib.sha256(given.imatrix.read_bytes()).hexdigest()
+    if options.calibration:
+        how["calibration"] = (options.calibration / "manifest.json").read_text()
+    if options.imatrix:
+        how["imatrix"] = hashlib.sha256(options.imatrix.read_bytes()).hexdigest()
     return hashlib.sha256(head + json.dumps(how, sort_keys=True).encode()).hexdigest()

@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ..base.errors import UserError
 from ..base.report import TensorRow
 from ..calibrate.ranks import ALONE, Ranks
 from ..checkpoint.reading import open_checkpoint
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import f16_file
+from ..codec import native
+from ..rounding import ldlq
+from ..rounding.encode import Encoder
 from ..rounding.factors import HessianFactors, Statistics
 from . import statistics, types
-from .encoder import encoder_of
 from .naming import output_path
 from .options import ConvertOptions
 
@@ -73,7 +76,7 @@ class Job:
     @property
     def work(self) -> Path:
         """The folder in which the file is calibrated."""
-        out = self._first if self.options.types.budgeted else self.out
+        out = self._first if self.options.budgeted else self.out
         return out.with_name(f"{out.name}.calibrating")
 
     def _named(self, checkpoint: Checkpoint) -> Path:
@@ -85,7 +88,7 @@ class Job:
         Raises:
             UserError: they are of another model.
         """
-        return statistics.factors(self.plain, self.checkpoint, self.rescaling, found, self.options.encoder.damping)
+        return statistics.factors(self.plain, self.checkpoint, self.rescaling, found, self.options.damping)
 
     def rows(self) -> list[TensorRow]:
         """One for every tensor of the file, without errors."""
@@ -93,3 +96,38 @@ class Job:
             TensorRow(tensor.name, choice.type.name, tensor.size, tensor.bytes_in(choice.type))
             for tensor, choice in zip(self.checkpoint.tensors, self.choices, strict=True)
         ]
+
+
+def encoder_of(options: ConvertOptions, messages: TextIO) -> Encoder:
+    """The encoder of a conversion.
+
+    Args:
+        options: of the conversion.
+        messages: where warnings go.
+
+    Raises:
+        UserError: the search cannot be, or the library is asked for and cannot be used.
+    """
+    effort = "default" if options.effort == "best" else options.effort
+    # With one start scale the widest search takes less time than the default's three with a narrow one, and loses less.
+    quick = options.calibrate and options.effort == "default"
+    changed = dict(ldlq.WIDEST) if options.effort == "best" or quick else {}
+    changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    try:
+        search = ldlq.Search(effort="fast" if quick else effort, **changed)
+        if options.damping is not None and not options.damping > 0:
+            raise ValueError(f"damping {options.damping}: it must be more than 0")
+    except ValueError as error:
+        raise UserError(options.calibration or options.model, str(error), "change the option") from error
+    remedy = f"run {native.build_command()}, or leave --native out"
+    try:
+        library = native.load()
+    except OSError as error:
+        if options.native:
+            path = native.library_path() or Path(native.library_name())
+            raise UserError(path, f"cannot be loaded: {error}", remedy) from error
+        print(f"warning: the C quantizer cannot be used: {error}", file=messages)
+        library = None
+    if options.native and library is None:
+        raise UserError(native.library_name(), "is not built", remedy)
+    return Encoder(effort, options.codec, max(1, options.threads), search, library, native=options.native is not False)

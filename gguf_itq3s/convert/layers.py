@@ -39,7 +39,7 @@ def choose_for_size(job: Job) -> None:
     Raises:
         UserError: the size cannot be had, or model, text or statistics cannot be used.
     """
-    asked, tensors = job.options.types, job.checkpoint.tensors
+    asked, tensors = job.options, job.checkpoint.tensors
     kept = job.work.exists()
     head = header.render(job)
     given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
@@ -48,13 +48,13 @@ def choose_for_size(job: Job) -> None:
         bits=asked.target_bpw, size=asked.target_size, head=padded(len(head) + _MORE_METADATA),
     )  # fmt: skip
     if job.factors is not None:
-        job.plan = budget.choose(there, job.factors, job.options.statistics.calibration, job.messages)
+        job.plan = budget.choose(there, job.factors, job.options.calibration, job.messages)
     else:
-        any_size = replace(job.options, types=replace(asked, target_bpw=None, target_size=None))
+        any_size = replace(asked, target_bpw=None, target_size=None)
         key = header.fingerprint(head, any_size, job.checkpoint)
         job.plan = budget.choose_layerwise(there, _sequential(job), job.factors_of, job.work, key)
     job.choices = job.plan.choices
-    if job.options.to.dry_run and not kept and job.ranks.first:
+    if job.options.dry_run and not kept and job.ranks.first:
         shutil.rmtree(job.work, ignore_errors=True)
 
 
@@ -76,12 +76,12 @@ def quantize(job: Job, head: bytes) -> Finished:
 def _sequential(job: Job) -> Sequential:
     """What quantizes layer by layer, in the types that are chosen."""
     check_architecture(job)
-    asked = job.options.layerwise
+    asked = job.options
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     chosen = {name: choice.type for name, choice in zip(tensors, job.choices, strict=True)}
     source = Source(job.plain, tensors, chosen, job.rescaling, job.encoder)
     blocks = FisherBlocks(asked.fisher_block, asked.fisher_block) if asked.fisher_block else FisherBlocks()
     return Sequential(
-        replace(job.options.run, widest=FULL_COLUMNS_AT_ONCE), source, job.options.encoder.damping,
+        replace(job.options.run, widest=FULL_COLUMNS_AT_ONCE), source, job.options.damping,
         blocks if asked.fisher else None, job.messages, job.ranks,
     )  # fmt: skip

@@ -29,12 +29,12 @@ def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaF
         UserError: the template has a field that is not known.
     """
     kind = ftype.name.partition("_")[2]
-    to, repository = options.to, options.request.repository
-    if to.out is not None:
-        return filled(to.out, kind)
-    if to.folder is None and repository is not None:
+    repository = options.request.repository
+    if options.out is not None:
+        return filled(options.out, kind)
+    if options.folder is None and repository is not None:
         return filled(Path(_file_name(repository, "-{ftype}.gguf")), kind)
-    return (to.folder or options.model) / default_name(options.request, described, kind)
+    return (options.folder or options.model) / default_name(options.request, described, kind)
 
 
 def is_template(path: Path) -> bool:

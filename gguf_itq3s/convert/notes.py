@@ -28,7 +28,7 @@ def say_types(job: Job) -> None:
     """A line for the rows in trellis types of shorter blocks, one warning for other rows that are not whole blocks, one
     notice for types that need the built library."""
     odd, unwritable, short = [], set(), defaultdict[Type, list[tuple[SourceTensor, Choice]]](list)
-    writable, fallback = job.encoder.writable, job.options.fallback
+    writable, fallback = job.encoder.writable, job.options.fallback_kind
     for tensor, choice in zip(job.checkpoint.tensors, job.choices, strict=True):
         fitted = policy.fit(choice.wanted, tensor.shape[-1], fallback)
         if fitted != choice.wanted and is_trellis(choice.type):

@@ -40,26 +40,16 @@ _NEUTRAL: Final = frozenset({"model", "out", "folder", "threads", "native", "dry
 
 
 @dataclass(frozen=True)
-class Destination:
-    """Where the file goes.
+class ConvertOptions:
+    """What to convert and how; the fields are the options of the command, see :meth:`of`.
 
     Attributes:
+        run: the model, and how it is run where statistics are taken.
+        request: what is read of the checkpoint.
         out: the GGUF file to write, perhaps with ``{ftype}`` and the like in its name; None for a name by the GGUF
             naming convention in ``folder``.
         folder: where such a name goes; None for the model's folder.
         dry_run: find out everything and write nothing.
-    """
-
-    out: Path | None = None
-    folder: Path | None = None
-    dry_run: bool = False
-
-
-@dataclass(frozen=True)
-class TypeOptions:
-    """Which type each tensor becomes.
-
-    Attributes:
         outtype: one of :data:`OUTTYPES`.
         pure: every matrix in that type, embeddings and output too.
         target_bpw: bits per weight of the file; the types are chosen so that the error is least. None: by the mix.
@@ -70,8 +60,34 @@ class TypeOptions:
         leave_output_tensor: the output matrix stays as it would be in an F16 file.
         fallback: what takes the place of a trellis type in rows that are not whole blocks, one of
             :data:`gguf_itq3s.checkpoint.policy.FALLBACK_KINDS`.
+        codec: of trellis types, ``trellis`` or ``ternary``.
+        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
+        damping: of the Hessians, share of the mean diagonal.
+        segment: columns that the calibrated search commits at a time.
+        lookahead: columns it searches past them before.
+        threads: threads that quantize.
+        native: quantize with the built C library (True), in numpy (False), or with what is there (None).
+        calibration: folder of ``gguf-itq3s calibrate``; trellis-coded tensors are rounded with its Hessians.
+        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
+        include_weights: of the importance matrix, only entries with one of these in their names.
+        exclude_weights: of the importance matrix, only entries with none of these in their names.
+        fold_norms: multiply norm gains into the matrices that read them.
+        equalize: rescale channels so that rounding costs least; None: for trellis types where statistics are given.
+        calibrate: quantize while the model is calibrated, layer by layer.
+        fisher: errors are fed across rows too, by the Fisher information of the outputs.
+        fisher_block: rows of the blocks kept of each output Fisher matrix; None for whole ones up to 8192 rows.
+        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
+        ternary_type: ``tq2_0`` or ``tq1_0``.
+        ternary_scale: of ``force``, a key of ``codec.ternary.SCALES``.
+        model_name: ``general.name`` in the file.
+        verbose: show what llama.cpp's converter logs.
     """
 
+    run: CalibrationOptions
+    request: Request = field(default_factory=Request)
+    out: Path | None = None
+    folder: Path | None = None
+    dry_run: bool = False
     outtype: str = DEFAULT.identifier
     pure: bool = False
     target_bpw: float | None = None
@@ -81,6 +97,64 @@ class TypeOptions:
     tensor_types: tuple[tuple[str, str], ...] = ()
     leave_output_tensor: bool = False
     fallback: str = FALLBACK_KINDS[0]
+    codec: str = "trellis"
+    effort: str = "default"
+    damping: float | None = None
+    segment: int | None = None
+    lookahead: int | None = None
+    threads: int = 1
+    native: bool | None = None
+    calibration: Path | None = None
+    imatrix: Path | None = None
+    include_weights: tuple[str, ...] = ()
+    exclude_weights: tuple[str, ...] = ()
+    fold_norms: bool = False
+    equalize: bool | None = None
+    calibrate: bool = False
+    fisher: bool = False
+    fisher_block: int | None = None
+    ternary: str = "auto"
+    ternary_type: str = "tq2_0"
+    ternary_scale: str = "absmean"
+    model_name: str | None = None
+    verbose: bool = False
+
+    @classmethod
+    def of(
+        cls, model: Path, out: Path | None = None, *, calibrate: tuple[Path, ...] | None = None, outtype: str = "",
+        **values: Any,
+    ) -> ConvertOptions:  # fmt: skip
+        """The options by their names on the command line.
+
+        Args:
+            model: a local Hugging Face folder.
+            out: the file to write.
+            calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for
+                the bundled text, None for no such thing.
+            outtype: empty: ``auto`` of a projector or a vocabulary, else the default of the trellis types.
+            values: fields, of ``run`` and ``request`` too.
+
+        Raises:
+            TypeError: there is no such field.
+        """
+        outtype = outtype or ("auto" if values.get("mmproj") or values.get("vocab_only") else DEFAULT.identifier)
+        values |= {"model": model, "out": out, "outtype": outtype, "calibrate": calibrate is not None}
+        if calibrate:
+            values["text"] = calibrate
+        parts: dict[str, Any] = {}
+        for name, kind in (("run", CalibrationOptions), ("request", Request)):
+            parts[name] = kind(**{key: values.pop(key) for key in {part.name for part in fields(kind)} & values.keys()})
+        found = cls(**parts, **values)
+        ftype = _FTYPES.get(outtype, LlamaFileType.MOSTLY_F16) if found.plain else LlamaFileType.MOSTLY_F16
+        return replace(found, request=replace(found.request, ftype=ftype))
+
+    def deciding(self) -> dict[str, str]:
+        """By name, all that decides the bytes of the file."""
+        values = {part.name: getattr(owner, part.name) for owner in (self, self.run, self.request)
+                  for part in fields(owner)}  # fmt: skip
+        if values["dtype"] == CalibrationOptions.dtype:
+            del values["dtype"]  # so that what earlier versions began can go on
+        return {name: str(value) for name, value in values.items() if name not in {*_NEUTRAL, "run", "request"}}
 
     @property
     def budgeted(self) -> bool:
@@ -98,151 +172,10 @@ class TypeOptions:
             self.leave_output_tensor,
         )
 
-
-@dataclass(frozen=True)
-class EncoderOptions:
-    """How weights become codes.
-
-    Attributes:
-        codec: of trellis types, ``trellis`` or ``ternary``.
-        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
-        damping: of the Hessians, share of the mean diagonal.
-        segment: columns that the calibrated search commits at a time.
-        lookahead: columns it searches past them before.
-        threads: threads that quantize.
-        native: quantize with the built C library (True), in numpy (False), or with what is there (None).
-    """
-
-    codec: str = "trellis"
-    effort: str = "default"
-    damping: float | None = None
-    segment: int | None = None
-    lookahead: int | None = None
-    threads: int = 1
-    native: bool | None = None
-
-
-@dataclass(frozen=True)
-class StatisticsOptions:
-    """Statistics that are there already, and what they are used for.
-
-    Attributes:
-        calibration: folder of ``gguf-itq3s calibrate``; trellis-coded tensors are rounded with its Hessians.
-        imatrix: importance matrix of llama-imatrix, the same with diagonal ones.
-        include_weights: of the importance matrix, only entries with one of these in their names.
-        exclude_weights: of the importance matrix, only entries with none of these in their names.
-        fold_norms: multiply norm gains into the matrices that read them.
-        equalize: rescale channels so that rounding costs least; None: for trellis types where statistics are given.
-    """
-
-    calibration: Path | None = None
-    imatrix: Path | None = None
-    include_weights: tuple[str, ...] = ()
-    exclude_weights: tuple[str, ...] = ()
-    fold_norms: bool = False
-    equalize: bool | None = None
-
     @property
-    def path(self) -> Path | None:
+    def statistics(self) -> Path | None:
         """The calibration folder or the importance matrix."""
         return self.calibration or self.imatrix
-
-
-@dataclass(frozen=True)
-class LayerwiseOptions:
-    """Quantizing while the model is calibrated, layer by layer.
-
-    Attributes:
-        calibrate: whether that is asked for.
-        fisher: errors are fed across rows too, by the Fisher information of the outputs.
-        fisher_block: rows of the blocks kept of each output Fisher matrix; None for whole ones up to 8192 rows.
-    """
-
-    calibrate: bool = False
-    fisher: bool = False
-    fisher_block: int | None = None
-
-
-@dataclass(frozen=True)
-class TernaryOptions:
-    """What becomes of ternary matrices.
-
-    Attributes:
-        ternary: ``auto`` (ternary matrices to ``ternary_type``), ``force`` (ternarize the others too) or ``off``.
-        ternary_type: ``tq2_0`` or ``tq1_0``.
-        ternary_scale: of ``force``, a key of ``codec.ternary.SCALES``.
-    """
-
-    ternary: str = "auto"
-    ternary_type: str = "tq2_0"
-    ternary_scale: str = "absmean"
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What to convert and how; the fields of the parts are the options of the command, see :meth:`of`.
-
-    Attributes:
-        run: the model, and how it is run where statistics are taken.
-        to: where the file goes.
-        types: which type each tensor becomes.
-        encoder: how weights become codes.
-        statistics: those that are given, and what they are used for.
-        layerwise: quantizing while the model is calibrated.
-        ternary: what becomes of ternary matrices.
-        request: what is read of the checkpoint.
-        model_name: ``general.name`` in the file.
-        verbose: show what llama.cpp's converter logs.
-    """
-
-    run: CalibrationOptions
-    to: Destination = field(default_factory=Destination)
-    types: TypeOptions = field(default_factory=TypeOptions)
-    encoder: EncoderOptions = field(default_factory=EncoderOptions)
-    statistics: StatisticsOptions = field(default_factory=StatisticsOptions)
-    layerwise: LayerwiseOptions = field(default_factory=LayerwiseOptions)
-    ternary: TernaryOptions = field(default_factory=TernaryOptions)
-    request: Request = field(default_factory=Request)
-    model_name: str | None = None
-    verbose: bool = False
-
-    @classmethod
-    def of(
-        cls, model: Path, out: Path | None = None, *, calibrate: tuple[Path, ...] | None = None, outtype: str = "",
-        **values: Any,
-    ) -> ConvertOptions:  # fmt: skip
-        """The options by their names on the command line.
-
-        Args:
-            model: a local Hugging Face folder.
-            out: the file to write.
-            calibrate: files of text to quantize with while the model is calibrated on them, layer by layer; empty for
-                the bundled text, None for no such thing.
-            outtype: empty: ``auto`` of a projector or a vocabulary, else the default of the trellis types.
-            values: fields of the parts.
-
-        Raises:
-            TypeError: no part has such a field.
-        """
-        outtype = outtype or ("auto" if values.get("mmproj") or values.get("vocab_only") else DEFAULT.identifier)
-        values |= {"model": model, "out": out, "outtype": outtype, "calibrate": calibrate is not None}
-        if calibrate:
-            values["text"] = calibrate
-        parts: dict[str, Any] = {}
-        for name, kind in _PARTS.items():
-            own = {part.name for part in fields(kind)} & values.keys()
-            parts[name] = kind(**{key: values.pop(key) for key in own})
-        found = cls(**parts, **values)
-        ftype = _FTYPES.get(outtype, LlamaFileType.MOSTLY_F16) if found.plain else LlamaFileType.MOSTLY_F16
-        return replace(found, request=replace(found.request, ftype=ftype))
-
-    def deciding(self) -> dict[str, str]:
-        """By name, all that decides the bytes of the file."""
-        parts = (getattr(self, name) for name in _PARTS)
-        values = {part.name: getattr(owner, part.name) for owner in (self, *parts) for part in fields(owner)}
-        if values["dtype"] == CalibrationOptions.dtype:
-            del values["dtype"]  # so that what earlier versions began can go on
-        return {name: str(value) for name, value in values.items() if name not in {*_NEUTRAL, *_PARTS}}
 
     @property
     def model(self) -> Path:
@@ -252,51 +185,45 @@ class ConvertOptions:
     @property
     def plain(self) -> bool:
         """Whether the file is one that upstream's converter writes."""
-        return self.types.outtype in PLAIN_OUTTYPES and not (self.types.outtype == "q8_0" and self.calibrated)
+        return self.outtype in PLAIN_OUTTYPES and not (self.outtype == "q8_0" and self.calibrated)
 
     @property
     def calibrated(self) -> bool:
         """Whether matrices are rounded with statistics of their inputs."""
-        return self.statistics.path is not None or self.layerwise.calibrate
+        return self.statistics is not None or self.calibrate
 
     @property
     def equalizes(self) -> bool:
         """Whether channels are rescaled by statistics."""
-        if self.statistics.equalize is not None:
-            return self.statistics.equalize
-        return self.calibrated and self.trellis and not self.statistics.fold_norms
+        if self.equalize is not None:
+            return self.equalize
+        return self.calibrated and self.trellis and not self.fold_norms
 
     @property
     def trellis(self) -> bool:
         """Whether the type of the file is trellis-coded."""
-        return self.types.outtype in TRELLIS_OUTTYPES
+        return self.outtype in TRELLIS_OUTTYPES
 
     @property
-    def fallback(self) -> str:
+    def fallback_kind(self) -> str:
         """What takes the place of a trellis type in rows that are not whole blocks: short blocks have one codec."""
-        return self.types.fallback if self.encoder.codec == formats.CODECS[0] else FALLBACK_KINDS[1]
+        return self.fallback if self.codec == formats.CODECS[0] else FALLBACK_KINDS[1]
 
     @property
     def stock(self) -> LlamaFileType | None:
         """``general.file_type`` of a mix of llama.cpp's own types, None for other files."""
-        outtype = self.types.outtype
+        outtype = self.outtype
         return STOCK_TYPES[outtype][1] if outtype in STOCK_TYPES and not self.plain else None
 
     @property
     def mixes_stock(self) -> bool:
         """Whether the file has more than one of llama.cpp's own types; Q8_0 is mixed with nothing."""
-        return self.stock is not None and not self.types.pure and self.target != Type.Q8_0
+        return self.stock is not None and not self.pure and self.target != Type.Q8_0
 
     @property
     def target(self) -> Type:
         """The type of the matrices; F16 where they are stored as upstream stores them."""
         if self.plain:
             return Type.F16
-        outtype = self.types.outtype
+        outtype = self.outtype
         return STOCK_TYPES[outtype][0] if outtype in STOCK_TYPES else Type[outtype.upper()]
-
-
-_PARTS: Final = {
-    "run": CalibrationOptions, "to": Destination, "types": TypeOptions, "encoder": EncoderOptions,
-    "statistics": StatisticsOptions, "layerwise": LayerwiseOptions, "ternary": TernaryOptions, "request": Request,
-}  # fmt: skip

@@ -77,7 +77,7 @@ def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ra
         UserError: the checkpoint cannot be read or the file cannot be written; nothing is left under its name.
         KeyboardInterrupt: interrupted; the message says whether the same call continues.
     """
-    dry, calibrate = options.to.dry_run, options.layerwise.calibrate
+    dry, calibrate = options.dry_run, options.calibrate
     if not ranks.alone and not calibrate:
         what = f"is converted by one process, and {ranks.size} were started"
         raise of_all(UserError(options.model, what, "leave torchrun out, or quantize it with --calibrate"))
@@ -85,9 +85,9 @@ def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ra
         checks.check(options)
     ranks.agree(options.model, options=json.dumps(options.deciding(), sort_keys=True))
     job = Job(options, messages or sys.stderr, ranks)
-    if calibrate or options.types.budgeted:
+    if calibrate or options.budgeted:
         from . import layers  # torch runs the model
-    if options.types.budgeted:
+    if options.budgeted:
         layers.choose_for_size(job)
     notes.say_types(job)
     notes.say_unknown(job)

@@ -34,13 +34,12 @@ def given(checkpoint: Checkpoint, options: ConvertOptions) -> Statistics | None:
     Raises:
         UserError: they cannot be read, or are of another model.
     """
-    asked = options.statistics
     found: Statistics
-    if asked.calibration:
-        found = store.open_calibration(asked.calibration, checkpoint.files)
-    elif asked.imatrix:
+    if options.calibration:
+        found = store.open_calibration(options.calibration, checkpoint.files)
+    elif options.imatrix:
         shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
-        found = imatrix.read(asked.imatrix, shapes).filtered(asked.include_weights, asked.exclude_weights)
+        found = imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
     else:
         return None
     return _of_model(found, checkpoint)
@@ -83,7 +82,7 @@ def rescaling_of(
         kept: matrices that are not rescaled.
         messages: where it is said.
     """
-    if options.statistics.fold_norms:
+    if options.fold_norms:
         folding = rescaling.fold(checkpoint, kept)
         if folding.norms.note:
             print(folding.norms.note, file=messages)
@@ -93,9 +92,9 @@ def rescaling_of(
     plan = rescaling.plan_tensors(checkpoint, kept)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     if options.calibrated:
-        powers = equalize.DIAGONAL if options.statistics.imatrix else equalize.FULL
+        powers = equalize.DIAGONAL if options.imatrix else equalize.FULL
         return equalize.equalize(plan, tensors, None, powers, messages)
-    if options.to.dry_run or not plan.channels:
+    if options.dry_run or not plan.channels:
         return equalize.neutral(plan, equalize.NEAREST)  # as long as the one to come
     source = _measured(whole, options, messages)
     return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)

@@ -25,20 +25,18 @@ _MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
 
 def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
     """Whether the user has named the type of a tensor."""
-    types = options.types
-    return types.overrides.touches(
-        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=types.pure
+    return options.overrides.touches(
+        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=options.pure
     )
 
 
 def find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
     """The matrices that are, or are to be made, ternary; none in a file as upstream writes it."""
-    outtype, asked = options.types.outtype, options.ternary
-    name = outtype if outtype in TERNARY_TYPES else asked.ternary_type
-    mode = "off" if options.plain else asked.ternary
+    name = options.outtype if options.outtype in TERNARY_TYPES else options.ternary_type
+    mode = "off" if options.plain else options.ternary
     qtype = GGMLQuantizationType[name.upper()]
     given = {tensor.name for tensor in checkpoint.tensors if is_given(tensor, checkpoint, options)}
-    return ternaries.find(checkpoint, mode, qtype, asked.ternary_scale, messages, but=given)
+    return ternaries.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=given)
 
 
 def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, stock: F16File | None) -> list[Choice]:
@@ -53,15 +51,15 @@ def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, st
     Raises:
         UserError: a type needs the built library, which is not there.
     """
-    given, mixed = options.types.overrides, None
+    given, mixed = options.overrides, None
     if stock is not None and options.stock is not None:
         names = [tensor.name for tensor in checkpoint.tensors if given.pattern(tensor.name) is not None]
         mixed = stock.mixed_types(options.stock, statistics=options.calibrated, given=names)
     choices = [
         policy.choose(
             tensor.name, tensor.shape, tensor.stored, options.target, checkpoint.model,
-            pure=options.types.pure, writable=encoder.writable, overrides=given, mixed=mixed,
-            fallback=options.fallback,
+            pure=options.pure, writable=encoder.writable, overrides=given, mixed=mixed,
+            fallback=options.fallback_kind,
         )
         for tensor in checkpoint.tensors
     ]  # fmt: skip
@@ -82,10 +80,10 @@ def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: Conver
     weights: Counter[str] = Counter()
     for tensor, choice in zip(checkpoint.tensors, choices, strict=True):
         weights[choice.type.name.lower()] += tensor.size
-    if options.types.budgeted:
+    if options.budgeted:
         name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
         return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
     ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
     if weights[ternary] > weights[options.target.name.lower()]:
         return LlamaFileType[f"MOSTLY_{ternary.upper()}"]
-    return options.stock or LlamaFileType[f"MOSTLY_{options.types.outtype.upper()}"]
+    return options.stock or LlamaFileType[f"MOSTLY_{options.outtype.upper()}"]

@@ -50,7 +50,7 @@ from gguf_itq3s.checkpoint.reading import open_without_weights  # noqa: E402
 from gguf_itq3s.checkpoint.source import Checkpoint  # noqa: E402
 from gguf_itq3s.checkpoint.stock import f16_file  # noqa: E402
 from gguf_itq3s.codec import native  # noqa: E402
-from gguf_itq3s.convert.options import ConvertOptions, TypeOptions  # noqa: E402
+from gguf_itq3s.convert.options import ConvertOptions  # noqa: E402
 from gguf_itq3s.convert.pipeline import convert  # noqa: E402
 from gguf_itq3s.inspect import plan  # noqa: E402
 from scripts.bench import kernels, processor, results, short_row_models  # noqa: E402
@@ -70,11 +70,13 @@ MODELS: Final[Mapping[str, str]] = {
 #: than 0.6 of what llama-quantize makes of Q3_K_S.
 MOST_DOWN: Final = r"[1235679]\.ffn_down_exps"
 #: Files of the trellis types: label -> what the converter is asked for.
-TRELLIS: Final[Mapping[str, TypeOptions]] = {
-    "itq3_s": TypeOptions("itq3_s"),
-    f"itq2_s --tensor-type '{MOST_DOWN}=itq3_n'": TypeOptions("itq2_s", tensor_types=((MOST_DOWN, "itq3_n"),)),
-    "itq2_s": TypeOptions("itq2_s"),
-    "itq3_s --fallback iq4_nl": TypeOptions("itq3_s", fallback="iq4_nl"),
+TRELLIS: Final[Mapping[str, ConvertOptions]] = {
+    "itq3_s": ConvertOptions.of(Path(), outtype="itq3_s"),
+    f"itq2_s --tensor-type '{MOST_DOWN}=itq3_n'": ConvertOptions.of(
+        Path(), outtype="itq2_s", tensor_types=((MOST_DOWN, "itq3_n"),)
+    ),
+    "itq2_s": ConvertOptions.of(Path(), outtype="itq2_s"),
+    "itq3_s --fallback iq4_nl": ConvertOptions.of(Path(), outtype="itq3_s", fallback="iq4_nl"),
 }
 #: Files of llama-quantize.
 STOCK: Final = ("Q3_K_S", "IQ3_S", "Q2_K", "IQ2_XXS")
@@ -202,7 +204,7 @@ def say(*words: object) -> None:
 
 def write_trellis(folder: Path, out: Path, label: str) -> None:
     """Convert a folder to a type of :data:`TRELLIS`, or to F16."""
-    asked = TRELLIS.get(label, TypeOptions(label))
+    asked = TRELLIS.get(label, ConvertOptions.of(Path(), outtype=label))
     say("converting", folder.name, "to", label)
     with one_tokenizer(folder):
         convert(ConvertOptions.of(folder, out, **dataclasses.asdict(asked)), messages=io.StringIO())

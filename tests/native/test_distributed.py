@@ -54,9 +54,9 @@ def made(size: int, options: ConvertOptions, folder: Path) -> Path:
     """The file that so many processes write."""
     outcomes = together(size, lambda ranks: convert_together(options, io.StringIO(), ranks), folder)
     assert [outcome.code for outcome in outcomes] == [0] * size, [outcome.said for outcome in outcomes]
-    assert options.to.out is not None
-    assert sorted(path.name for path in options.to.out.parent.iterdir() if path.name.startswith("x.gguf")) == ["x.gguf"]
-    return options.to.out
+    assert options.out is not None
+    assert sorted(path.name for path in options.out.parent.iterdir() if path.name.startswith("x.gguf")) == ["x.gguf"]
+    return options.out
 
 
 def weights(path: Path) -> dict[str, np.ndarray]:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 import llama
 from adapters import change, merged, save_adapter
 from divergence import log_probabilities, mean_kld
-from gguf_files import arrays, metadata
+from gguf_files import metadata
 from gguf_itq3s import cli
 from gguf_itq3s.checkpoint.rescaling import EXPONENTS, ID, NORMS_FOLDED, SOURCES
 from gguf_itq3s.convert.options import ConvertOptions
@@ -134,31 +133,6 @@ def test_pairs_that_do_not_fit_are_refused(
         said = (done.stdout + done.stderr).splitlines()
         assert done.returncode == 1, said[-5:]
         assert [text for text in said if text.endswith(line)], said[-5:]
-
-
-def test_an_adapter_of_another_converter_counts_as_unfolded(made: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = made("llama")
-    assert NORMS_FOLDED not in metadata(folder / "adapter-plain.gguf")
-    assert metadata(folder / "itq3_s-plain.gguf")[NORMS_FOLDED] is False
-    for model in ("f16", "itq3_s"):
-        llama.run(
-            "llama-completion", "-m", folder / f"{model}-plain.gguf", "--lora", folder / "adapter-plain.gguf",
-            "-p", "The", "-n", "1", "-no-cnv",
-        )  # fmt: skip
-
-
-def test_export_merges_folded_with_folded(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """What llama-export-lora writes is folded too, says so, and predicts what the pair predicts."""
-    folder = made("llama")
-    out = tmp_path / "merged.gguf"
-    files = ("-m", folder / "f16-folded.gguf", "--lora", folder / "adapter-folded.gguf")
-    llama.run("llama-export-lora", *files, "-o", out)
-    assert metadata(out)[NORMS_FOLDED] is True
-    before, after = arrays(folder / "f16-folded.gguf"), arrays(out)
-    changed = [name for name in before if not np.array_equal(before[name], after[name])]
-    assert len(changed) == 14
-    base = log_probabilities(folder / "f16-plain.gguf", tmp_path / "base", "--lora", folder / "adapter-plain.gguf")
-    assert abs(mean_kld(out, base)) < 1e-5
 
 
 def test_llama_quantize_carries_the_mark(made: Callable[[str], Path], tmp_path: Path) -> None:

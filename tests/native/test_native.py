@@ -57,13 +57,6 @@ def test_a_block_does_not_depend_on_its_neighbours(
     np.testing.assert_array_equal(together, alone)
 
 
-@of_types
-def test_threads_do_not_change_the_bytes(library: native.NativeLibrary, row: TrellisType) -> None:
-    rows = smooth(2**20, seed=3)["student-t4"]
-    one, three = (library.quantize(rows, qtype=row.type, effort="fast", threads=threads) for threads in (1, 3))
-    np.testing.assert_array_equal(one, three)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 @of_codecs
 def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary, value: float, row: TrellisType, kind: str) -> None:
@@ -73,13 +66,6 @@ def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary, value: floa
         quantize(rows, row.format, codec=kind)
     with pytest.raises(ValueError, match="NaN, infinite or too large"):
         library.quantize(rows, qtype=row.type, codec=kind)
-
-
-@of_types
-def test_a_codec_that_a_type_lacks_is_refused(library: native.NativeLibrary, row: TrellisType) -> None:
-    for kind in {"ternary"} - set(row.format.codecs):
-        with pytest.raises(ValueError, match=f"{row.name} has no codec"):
-            library.quantize(all_rows()["gaussian"], qtype=row.type, codec=kind)
 
 
 @of_codecs

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 import llama
@@ -95,46 +94,6 @@ def test_metadata_are_those_of_llama_quantize(
         assert entries == {0: 14, 2: 8, 4: 4}[len(more)]
         shares: Any = [f["itq3s.calibrated_share"].contents() for f in fields]
         assert shares[0] == pytest.approx(shares[1])
-
-
-def test_the_older_form_of_an_importance_matrix(
-    checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
-) -> None:
-    """llama-imatrix writes it still: the file has the same bytes by either form but for the counts of experts."""
-    text = tmp_path / "text.txt"
-    text.write_text(NOVEL.read_text())
-    for name in ("llama", "mixtral"):
-        made = {}
-        for form, flags in (("gguf", []), ("dat", ["--output-format", "dat"])):
-            matrix = tmp_path / f"{name}.{form}"
-            words: list[str | Path] = [
-                "-m",
-                f16(name),
-                "-f",
-                text,
-                "-c",
-                "128",
-                "--chunks",
-                "3",
-                "-t",
-                "1",
-                "-o",
-                matrix,
-            ]
-            llama.run("llama-imatrix", *words, *flags)
-            out = tmp_path / f"{name}-{form}.gguf"
-            assert convert_main([str(checkpoint(name)), str(out), "--imatrix", str(matrix), "--effort", "fast"]) == 0
-            made[form] = out
-            assert (matrix.read_bytes()[:4] == b"GGUF") == (form == "gguf")
-        ours, others = metadata(made["gguf"]), metadata(made["dat"])
-        for key in ("dataset", "entries_count", "chunks_count"):
-            assert ours[f"quantize.imatrix.{key}"] == others[f"quantize.imatrix.{key}"], key
-        assert ours["itq3s.calibrated_share"] == pytest.approx(others["itq3s.calibrated_share"])
-        both = [tensors(made[form]) for form in ("gguf", "dat")]
-        alike = [
-            np.mean(both[0][n].data == both[1][n].data) for n in both[0] if both[0][n].tensor_type.name == "ITQ3_S"
-        ]
-        assert min(alike) > 0.98, name  # means that were multiplied and divided again
 
 
 def test_what_other_commands_do_on_the_file(tmp_path: Path) -> None:

@@ -6,18 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from checkpoints import ARCHITECTURES, SIZES, save_model
+from checkpoints import ARCHITECTURES
 from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.checkpoint.policy import choose
 from gguf_itq3s.checkpoint.reading import open_shapes
 from gguf_itq3s.checkpoint.stock import f16_file
 from gguf_itq3s.codec import native
-from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.inspect import plan
@@ -43,24 +39,6 @@ def test_the_plan_is_what_is_written(
     for outtype in outtypes:
         for pure, key in ((False, "bytes"), (True, "pure_bytes")):
             assert types[outtype.upper()][key] == written(checkpoint(name), outtype, pure), (outtype, key)
-
-
-def test_the_plan_knows_eight_experts_and_seventy_billion(
-    tokenizer: Path, tmp_path: Path, library: native.NativeLibrary
-) -> None:
-    """80 layers with grouped-query attention are a 70B to llama.cpp: attn_v gets Q5_K."""
-    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 80, "num_attention_heads": 8, "vocab_size": 64})
-    model = transformers.LlamaForCausalLM(config).to(torch.float16)
-    folder = save_model(model, tmp_path / "many", tokenizer)
-    shapes = reading.read_shapes(folder)
-    assert len(shapes) == 80 * 9 + 3
-    assert plan.plan(folder, 128, None)["types"]["ITQ3_S"]["bytes"] == written(folder, "itq3_s", False)
-    opened = open_shapes(folder, shapes)
-    for kind in (ITQ3_S, Type.TQ1_0, Type.TQ2_0, Type.Q8_0):  # the rules that need no build are llama-quantize's
-        theirs = f16_file(opened).mixed_types(LlamaFileType[f"MOSTLY_{kind.name}"])
-        for tensor in opened.tensors:
-            ours = choose(tensor.name, tensor.shape, tensor.stored, kind, opened.model).wanted
-            assert theirs[tensor.name] == ours, (kind, tensor.name)
 
 
 @pytest.mark.parametrize("kind", ["Q3_K_S", "IQ3_S", "ITQ3_S", "ITQ2_S"])

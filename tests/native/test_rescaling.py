@@ -7,12 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
 import llama
-import llama_server
 from checkpoints import FAMILIES
 from divergence import log_probabilities, mean_kld
 from gguf_files import arrays
@@ -102,38 +100,3 @@ def test_pooled_embeddings_do_not_change(
     assert cosines.min() > 1 - 1e-5
     # Two sentences are told apart, so that equal embeddings say something.
     assert before[0] @ before[1] < 1 - 1e-3
-
-
-def test_control_vectors_act_alike(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """They are added to the residual stream, which folding does not touch."""
-    plain, folded, vector = (tmp_path / f"{name}.gguf" for name in ("plain", "folded", "vector"))
-    convert(ConvertOptions.of(uneven("llama"), plain, outtype="f16"))
-    convert(ConvertOptions.of(uneven("llama"), folded, outtype="f16", fold_norms=True))
-    writer = gguf.GGUFWriter(vector, "controlvector")
-    writer.add_string("controlvector.model_hint", "llama")
-    writer.add_uint32("controlvector.layer_count", 1)
-    direction = np.random.default_rng(0).standard_normal(256).astype(np.float32)
-    writer.add_tensor("direction.1", direction * np.float32(0.5))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    base = log_probabilities(plain, tmp_path / "base", "--control-vector", vector)
-    assert mean_kld(plain, base) > 0.02
-    assert abs(mean_kld(folded, base, "--control-vector", vector)) < 1e-5
-
-
-def test_a_draft_may_be_folded_or_not(tmp_path: Path) -> None:
-    """Target and draft exchange tokens alone: the text is the target's, and nearly every guess is taken."""
-    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions.of(llama.MODEL, plain, outtype="f16"))
-    convert(ConvertOptions.of(llama.MODEL, folded, outtype="f16", fold_norms=True))
-    prompt = {"prompt": "The old house stood at the end of the lane, and", "n_predict": 40, "temperature": 0}
-    with llama_server.running("-m", plain) as server:
-        alone = server.post("/completion", prompt)
-    for target, draft in ((plain, folded), (folded, plain)):
-        with llama_server.running("-m", target, "-md", draft, "--spec-type", "draft-simple") as server:
-            answer = server.post("/completion", prompt)
-        assert answer["content"] == alone["content"]
-        timings = answer["timings"]
-        assert timings["draft_n"] > 8 and timings["draft_n_accepted"] > 0.9 * timings["draft_n"]

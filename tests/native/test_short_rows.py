@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,88 +15,20 @@ from gguf import GGMLQuantizationType as Type
 
 from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
-from gguf_files import metadata, tensors, types, values
+from gguf_files import metadata, types
 from gguf_itq3s.calibrate import budget
 from gguf_itq3s.calibrate.pipeline import calibrate
-from gguf_itq3s.calibrate.store import Calibration, read_manifest
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.transform import BLOCK, SHORT_BLOCK
 from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
-from gguf_itq3s.rounding import hessian
-from importance import write
 
 MATRICES = [f"blk.{n}.{part}.weight" for n in range(2) for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")]
 
 
 def made(model: Path, out: Path, **changes: Any) -> Conversion:
     return convert(ConvertOptions.of(model, out, **{"effort": "fast", "fold_norms": False, **changes}), io.StringIO())
-
-
-def costs(model: Path, made_of: Path, statistics: Callable[[str], np.ndarray], folder: Path) -> dict[str, float]:
-    """What the rounding of some matrices of a file costs by Hessians of their inputs, in the basis of statistics."""
-    made(model, folder / "f16.gguf", outtype="f16")
-    exact, found = tensors(folder / "f16.gguf"), tensors(made_of)
-    return {
-        name: hessian.cost(hessian.rotate_rows(values(found[name]) - values(exact[name])), statistics(name))
-        for name in MATRICES
-    }
-
-
-@pytest.mark.parametrize("form", ["full", "block"])
-@pytest.mark.parametrize(
-    ("name", "outtype"), [("llama-short", "itq3_s"), ("llama-short", "itq2_s"), ("llama", "itq3_n")]
-)
-def test_rounding_by_hessians_costs_less(
-    name: str, outtype: str, form: str, uneven: Callable[[str], Path], tmp_path: Path, library: native.NativeLibrary
-) -> None:
-    """Whether 256 divides the rows or not: what the statistics' basis is changes nothing of what they are worth."""
-    model, out, gains = uneven(name), tmp_path / "hessians", dict[str, np.ndarray]()
-    calibrate(options(model, hessian=form), out)
-    opened = Calibration(out, read_manifest(out))
-    pure: dict[str, Any] = {"outtype": outtype, "pure": True, "equalize": False}
-    made(model, tmp_path / "plain.gguf", **pure)
-    made(model, tmp_path / "calibrated.gguf", calibration=out, **pure)
-    for key, tensor in tensors(tmp_path / "plain.gguf").items():
-        if len(tensor.shape) == 1:
-            gains[key] = np.array(tensor.data)
-
-    def statistics(matrix: str) -> np.ndarray:
-        found = opened.hessian(matrix)
-        assert found is not None
-        block = BLOCK if name == "llama" else SHORT_BLOCK
-        assert hessian.block_of(found) == block and (found.ndim == 2 or found.shape[1:] == (block, block))
-        norm = opened.entries[matrix].norm
-        return np.asarray(hessian.scale_columns(found, gains[norm]) if norm else found)
-
-    expected = ITQ2_N if outtype == "itq2_s" else ITQ3_N
-    found = types(tmp_path / "calibrated.gguf")
-    assert found == types(tmp_path / "plain.gguf")
-    assert {qtype for key, qtype in found.items() if "norm" not in key} == {expected}
-    plain, calibrated = (
-        costs(model, tmp_path / f"{how}.gguf", statistics, tmp_path) for how in ("plain", "calibrated")
-    )
-    # 640 tokens: what few of them say of 320 columns is mostly chance, and damped.
-    assert all(calibrated[key] < 0.85 * plain[key] for key in MATRICES), (plain, calibrated)
-    facts = metadata(tmp_path / "calibrated.gguf")
-    assert (facts["itq3s.version"], facts["itq3s.calibrated"]) == (2, True)
-
-
-def test_an_importance_matrix_counts(
-    uneven: Callable[[str], Path], tmp_path: Path, library: native.NativeLibrary
-) -> None:
-    model, rng = uneven("llama-short"), np.random.default_rng(0)
-    made(model, tmp_path / "plain.gguf", pure=True)
-    shapes = {name: int(tensor.shape[0]) for name, tensor in tensors(tmp_path / "plain.gguf").items()}
-    moments = {name: np.exp(2 * rng.standard_normal((1, shapes[name]))) for name in MATRICES}
-    matrix = write(tmp_path / "imatrix.gguf", moments)
-    made(model, tmp_path / "weighted.gguf", pure=True, imatrix=matrix, equalize=False)
-    plain, weighted = (
-        costs(model, tmp_path / f"{how}.gguf", lambda name: hessian.from_diagonal(moments[name][0]), tmp_path)
-        for how in ("plain", "weighted")
-    )
-    assert all(weighted[key] < 0.75 * plain[key] for key in MATRICES), (plain, weighted)
 
 
 def test_a_model_is_quantized_layer_by_layer(

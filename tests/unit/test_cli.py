@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gguf_itq3s import __version__, upstream
-from gguf_itq3s.cli import convert_main, main
+from gguf_itq3s import upstream
+from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,42 +288,6 @@ def test_two_conversions_to_one_file(
 # ---------------------------------------------------------------------------------------------------- commands
 
 
-@pytest.mark.slow
-def test_script_command_and_subcommand_are_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    binaries = Path(sys.executable).parent
-    commands: dict[str, list[str | Path]] = {
-        "script": [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py"],
-        "command": [binaries / "convert-hf-to-itq3s"],
-        "subcommand": [binaries / "gguf-itq3s", "convert"],
-    }
-    for name, command in commands.items():
-        arguments: list[str | Path] = [checkpoint("llama"), tmp_path / f"{name}.gguf", "--effort", "fast"]
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["command", "script", "subcommand"]
-    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-
-
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, text in (
-        (["--version"], __version__),
-        (["--help"], "convert"),
-        (["convert", "--help"], "--dry-run"),
-    ):
-        with pytest.raises(SystemExit) as done:
-            main(arguments)
-        assert done.value.code == 0
-        assert text in capsys.readouterr().out
-
-
-def test_wrong_usage_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["convert"], ["convert", "a", "b", "--outtype", "q9"], ["frobnicate"]):
-        with pytest.raises(SystemExit) as done:
-            main(arguments)
-        assert done.value.code == 2
-        assert "usage: gguf-itq3s" in capsys.readouterr().err
-
-
 def test_native_without_a_build_says_how_to_build(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
@@ -333,15 +297,6 @@ def test_native_without_a_build_says_how_to_build(
     monkeypatch.setattr(native, "load", lambda: None)
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--native"]) == 1
     assert "is not built; run make build" in one_error(capfd.readouterr().err)
-
-
-@pytest.mark.slow
-def test_model_name_is_recorded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    import gguf
-
-    out = tmp_path / "out.gguf"
-    assert convert_main([str(checkpoint("llama")), str(out), "--model-name", "Small Llama", "--effort", "fast"]) == 0
-    assert gguf.GGUFReader(out).fields["general.name"].contents() == "Small Llama"
 
 
 # ------------------------------------------------------------------------------------------- the pinned source

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
@@ -107,19 +106,6 @@ def test_ternary_types_are_gguf_pys(outtype: str, checkpoint: Make, f16: Make, t
     assert matrices == 16
 
 
-@pytest.mark.slow
-def test_ternary_codec_and_effort_reach_the_file(checkpoint: Make, tmp_path: Path) -> None:
-    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "ternary.gguf", native=False, codec="ternary"))
-    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "fast.gguf", native=False, effort="fast"))
-    stored = {name: t.data for name, t in tensors(tmp_path / "ternary.gguf").items() if t.tensor_type == ITQ3_S}
-    assert len(stored) == 15
-    for name, blocks in stored.items():
-        assert not blocks.reshape(-1, 100)[:, 64:96].any(), name
-    assert metadata(tmp_path / "ternary.gguf")["itq3s.codec"] == "ternary"
-    assert metadata(tmp_path / "fast.gguf")["itq3s.effort"] == "fast"
-    assert (tmp_path / "fast.gguf").read_bytes() != (tmp_path / "ternary.gguf").read_bytes()
-
-
 def test_without_the_library_other_types_become_q8_0(
     checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,36 +151,6 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_closing_table(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf", effort="fast", native=False)).rows
-    assert main(["convert", str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--effort", "fast"]) == 0
-    text = capsys.readouterr().out
-    coded = [row for row in rows if row.type == "ITQ3_S"]
-    line = next(line for line in text.splitlines() if line.startswith("ITQ3_S")).split()
-    assert line[1] == str(len(coded))
-    assert "3.125" in line
-    errors = [row.error for row in coded if row.error is not None]
-    assert len(errors) == len(coded) == 15
-    error = np.average(errors, weights=[row.weights for row in coded])
-    assert float(line[-1]) == pytest.approx(error, rel=0.01) == pytest.approx(0.022, rel=0.05)
-    size = report.size((tmp_path / "out.gguf").stat().st_size)
-    assert re.search(rf"wrote .*out\.gguf: {re.escape(size)}, [0-9.]+ s", text)
-
-
-@pytest.mark.slow
-def test_measured_error_is_that_of_the_tensor(checkpoint: Make, f16: Make, tmp_path: Path) -> None:
-    rows = convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "out.gguf", native=False)).rows
-    stored, coded = tensors(f16("llama")), 0
-    for row, tensor in zip(rows, gguf.GGUFReader(tmp_path / "out.gguf").tensors, strict=True):
-        weights = stored[tensor.name].data.astype(np.float32)
-        decoded = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(weights.shape)
-        expected = np.square(decoded - weights).sum() / np.square(weights).sum()
-        assert row.error == pytest.approx(expected, rel=1e-3, abs=1e-6), tensor.name
-        coded += expected > 0.02
-    assert coded == 15
-
-
-@pytest.mark.slow
 def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="auto")
     sharded = save_model(model, tmp_path / "a" / "llama", tokenizer, max_shard_size="1MB")
@@ -210,27 +166,6 @@ def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, to
         convert(ConvertOptions.of(folder, out, effort="fast"))
         contents.append({name: (t.tensor_type, t.data.tobytes()) for name, t in tensors(out).items()})
     assert contents[0] == contents[1] == contents[2]
-
-
-@pytest.mark.slow
-def test_hub_names_are_taken_from_the_cache(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real download code, offline, on a model that lies in the cache of huggingface_hub."""
-    cache = tmp_path / "hub" / "models--someone--small"
-    snapshot = cache / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(checkpoint("llama"))
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("0" * 40)
-    command: list[str | Path] = [sys.executable, "-m", "gguf_itq3s.cli", "convert", "hf:someone/small"]
-    command += [tmp_path / "{ftype}.gguf", "--dry-run"]
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "itq3_s.gguf" in done.stdout
-    missing = [*command[:4], "hf:someone/other", *command[5:]]
-    done = subprocess.run(missing, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: hf:someone/other: ") and done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------ policy alone
@@ -255,80 +190,10 @@ def test_fallbacks(columns: int, target: Type, expected: Type) -> None:
     assert choice == policy.Choice(expected, target)
 
 
-@pytest.mark.parametrize(
-    "columns,target,expected",
-    [
-        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, Type.IQ4_NL), (320, ITQ2_S, Type.IQ4_NL), (320, ITQ3_N, ITQ3_N),
-        (352, ITQ3_N, Type.IQ4_NL), (300, ITQ3_S, Type.F16), (320, Type.TQ2_0, Type.Q8_0),
-    ],
-)  # fmt: skip
-def test_a_type_of_llama_cpp_may_be_asked_for_in_place_of_a_trellis_type(
-    columns: int, target: Type, expected: Type
-) -> None:
-    assert policy.fit(target, columns, "iq4_nl") == expected
-    shape, named = (64, columns), policy.Overrides(patterns=[("ffn_up", target)])
-    choice = policy.choose(
-        "blk.0.ffn_up.weight", shape, Type.F16, Type.Q8_0, small_model(), overrides=named, fallback="iq4_nl"
-    )
-    assert choice == policy.Choice(expected, target)
-
-
 def test_every_chain_of_fallbacks_ends() -> None:
     for wanted in policy.FALLBACKS:
         assert policy.fit(wanted, 31) == Type.F16
         assert gguf.GGML_QUANT_SIZES[policy.fit(wanted, 32)][0] <= 32
-
-
-def test_models_of_70b_get_more_bits_for_attn_v() -> None:
-    name, shape = "blk.0.attn_v.weight", (1024, 8192)
-    big = small_model(layers=80, heads=64, kv_heads=8)
-    assert policy.choose(name, shape, Type.F16, ITQ3_S, big).type == Type.Q5_K
-    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(heads=64, kv_heads=8)).type == Type.Q4_K
-    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model()).type == ITQ3_S
-
-
-@pytest.mark.parametrize(
-    "name,changes,expected",
-    [
-        ("blk.0.attn_q.weight", {}, ITQ2_S), ("blk.9.ffn_up.weight", {}, ITQ2_S),
-        ("output.weight", {}, Type.Q5_K), ("token_embd.weight", {"tied": True}, Type.Q5_K),
-        ("output.weight", {"arch": "falcon"}, Type.Q8_0),
-        ("token_embd.weight", {}, ITQ3_S), ("blk.3.attn_v.weight", {}, ITQ3_S),
-        ("blk.3.attn_v.weight", {"kv_heads": 8}, Type.Q4_K), ("blk.3.attn_qkv.weight", {"experts": 4}, Type.Q4_K),
-        ("blk.3.attn_k.weight", {}, ITQ2_S), ("blk.3.attn_k.weight", {"experts": 8}, Type.Q4_K),
-        ("blk.3.attn_output.weight", {}, ITQ2_S), ("blk.3.attn_output.weight", {"experts": 8}, Type.Q5_K),
-        ("blk.3.ffn_down.weight", {}, ITQ3_S), ("blk.4.ffn_down.weight", {}, ITQ2_S),
-    ],
-)  # fmt: skip
-def test_the_mix_of_two_bits(name: str, changes: dict[str, object], expected: Type) -> None:
-    """llama-quantize's rules for IQ2_XXS, with ITQ3_S where those say Q2_K."""
-    downs = policy.first_downs({f"blk.{i}.ffn_down.weight": (64, 256) for i in reversed(range(32))}, "llama", 32)
-    model = small_model(**changes, first_downs=downs)
-    assert policy.choose(name, (64, 256), Type.F16, ITQ2_S, model).type == expected
-
-
-def test_matrices_out_of_the_network_are_counted_as_llama_quantize_counts_them() -> None:
-    """By the order of layers and names, whether a layer has one of them or two."""
-    shapes: dict[str, tuple[int, ...]] = {"blk.0.ffn_down_exps.bias": (8, 256), "blk.0.ffn_norm.weight": (256,)}
-    for layer in (10, 2, 0):
-        shapes[f"blk.{layer}.ffn_down_shexp.weight"] = (256, 256)
-        shapes[f"blk.{layer}.ffn_down_exps.weight"] = (8, 256, 256)
-    assert policy.first_downs(shapes, "llama", 24) == {
-        "blk.0.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight", "blk.2.ffn_down_exps.weight",
-    }  # fmt: skip
-    assert policy.first_downs(shapes, "llama", 7) == frozenset()
-
-
-@pytest.mark.parametrize(
-    "name,shape",
-    [
-        ("blk.0.attn_norm.weight", (4096,)), ("blk.0.attn_q.bias", (4096,)), ("blk.0.ffn_gate_inp.weight", (8, 4096)),
-        ("blk.0.ffn_gate_inp_shexp.weight", (1, 4096)), ("position_embd.weight", (512, 4096)),
-        ("blk.0.ssm_conv1d.weight", (4096, 4)),
-    ],
-)  # fmt: skip
-def test_what_is_never_quantized(name: str, shape: tuple[int, ...]) -> None:
-    assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(), pure=True).type == Type.F16
 
 
 @pytest.mark.parametrize(
@@ -655,16 +520,6 @@ def test_open_checkpoint_reads_no_weights(checkpoint: Make, monkeypatch: pytest.
     assert opened.model == policy.Model("llama", 2, 4, 2, 8, False)
     with pytest.raises(AssertionError, match="weights were read"):
         next(opened.tensors[0].load())
-
-
-def test_gguf_is_left_as_it_was(checkpoint: Callable[[str], Path]) -> None:
-    """Safetensors are read and not mapped while a checkpoint is open for reading, and only then."""
-    mapped = gguf.utility.LocalTensor.mmap_bytes
-    tensor = reading.open_checkpoint(checkpoint("llama")).tensors[0]
-    assert gguf.utility.LocalTensor.mmap_bytes is mapped
-    for part in tensor.load():
-        assert part.size == tensor.size
-        assert gguf.utility.LocalTensor.mmap_bytes is mapped
 
 
 def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,36 +146,7 @@ def test_logits_are_those_of_the_model(name: str, model_of: Callable[[str], Path
     assert difference < 2e-6  # norms compute in float32
 
 
-@pytest.mark.slow
-def test_one_factor_in_the_wrong_place_is_seen(model_of: Callable[[str], Path]) -> None:
-    """What the test above compares tells: a factor is left out on one side."""
-    checkpoint = open_checkpoint(model_of("qwen2"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_of("qwen2"), dtype=torch.float64)
-    found = any_factors(checkpoint)
-    del found._read["blk.1.ffn_down.weight"]
-    tokens = torch.arange(3, 27)[None]
-    with torch.no_grad():
-        before = model(tokens).logits
-        put_back(model, checkpoint, found)
-        assert float((model(tokens).logits - before).abs().max() / before.abs().max()) > 1e-2
-
-
 # ---------------------------------------------------------------------------------------------------- the best factors
-
-
-@pytest.mark.parametrize("columns,block", [(512, 256), (320, 64)])
-def test_the_factors_are_the_best(columns: int, block: int) -> None:
-    rng = np.random.default_rng(0)
-    w, a = np.exp(rng.standard_normal((2, columns)) * 2)
-    t = np.exp(2 * equalize.logarithms(w, a))
-    least = equalize.cost(w / t, a * t)
-    blocks = np.sqrt(w * a).reshape(-1, block).sum(axis=1)
-    assert least == pytest.approx(blocks @ blocks) and least < 0.5 * equalize.cost(w, a)
-    # Other powers of the two are worse, and where one is 0 it does not count.
-    assert equalize.cost(w / (t**2), a * t**2) > 1.5 * least
-    np.testing.assert_allclose(
-        equalize.logarithms(w, a, powers=(2, 0)), equalize.logarithms(w, np.ones(columns), powers=(2, 1))
-    )
 
 
 @pytest.mark.parametrize(
@@ -254,17 +225,6 @@ def test_what_cannot_be_rescaled_is_left_and_said(
     sources = {source.split(".")[2] for source in found.channels}
     assert sources == {"attn_norm", "ffn_norm", "attn_v", "ffn_up"} - gone
     assert any(said in line for line in found.left_alone) if said else not found.left_alone
-
-
-def test_columns_of_query_heads_share_the_factors_of_their_value() -> None:
-    values = planned({}).channels["blk.0.attn_v.weight"]
-    assert (values.count, values.head, values.repeats) == (128, 64, 4)
-    found = Equalization([values], {values.source: np.arange(128, dtype=np.int8)[None] // 2})
-    columns, rows = found.columns("blk.0.attn_output.weight"), found.rows(values.source)
-    assert columns is not None and rows is not None and columns.size == 512
-    for query in range(8):
-        value = query // 4
-        np.testing.assert_allclose(columns[64 * query :][:64] * rows[64 * value :][:64], 1, rtol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- in a file
@@ -454,40 +414,12 @@ def test_on_where_statistics_are_given(
         assert np.array_equal(tensors(out)[tensor].data, codes) == nearest, tensor
 
 
-@pytest.mark.slow
-def test_with_feedback_columns_are_even(calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """As far as eighths of an exponent go, within blocks of 256 columns, over all that read them."""
-    model, folder = calibrated("llama")
-    checkpoint = open_checkpoint(model)
-    convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=folder, effort="fast"), io.StringIO())
-    found = of(tmp_path / "x.gguf")
-    weights = {tensor.name: tensor.vector().reshape(tensor.shape) for tensor in checkpoint.tensors}
-    for readers in (["attn_q", "attn_k", "attn_v"], ["ffn_down"]):
-        names = [f"blk.0.{reader}.weight" for reader in readers]
-        for scaled in (False, True):
-            here = [found.scale(name, weights[name]) if scaled else weights[name] for name in names]
-            squares = np.mean([np.square(w).mean(axis=0) for w in here], axis=0).reshape(-1, 256)
-            spread = np.ptp(np.log2(squares), axis=1).max() / 2
-            assert (spread < 0.26) == scaled, readers
-
-
 def test_options_that_contradict_equalization(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     for how, said in (
         ({"fold_norms": True}, "give --fold-norms or --equalize"), ({"outtype": "tq2_0"}, "leave --equalize out"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "x.gguf", equalize=True, **how))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_dry_run_gives_the_size_of_the_file(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    made = {}
-    for dry in (True, False):
-        how: dict[str, Any] = {"effort": "fast", "context": 64, "tokens": 512, "dry_run": dry}
-        made[dry] = convert(
-            ConvertOptions.of(model_of("qwen2"), tmp_path / "x.gguf", equalize=True, **how), io.StringIO()
-        ).size
-    assert made[True] == made[False] == (tmp_path / "x.gguf").stat().st_size
 
 
 def test_channels_without_statistics_are_left_and_said(model_of: Callable[[str], Path]) -> None:

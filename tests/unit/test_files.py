@@ -39,10 +39,6 @@ def test_names_that_lead_out_of_the_folder(name: object, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_in_the_folder(tmp_path: Path) -> None:
-    assert listed_file(tmp_path, "model..x.safetensors", tmp_path) == tmp_path / "model..x.safetensors"
-
-
 @pytest.mark.parametrize("name", ["../model.safetensors", "absolute", 7])
 def test_an_index_names_files_of_its_folder(
     name: object, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -138,18 +134,6 @@ def test_statistics_are_not_written_over(
     matrix.write_bytes(b"GGUF and so on")
     assert "it is the input itself" in error_of(["convert", str(model), str(matrix), "--imatrix", str(matrix)], capfd)
     assert matrix.read_bytes() == b"GGUF and so on"
-
-
-@pytest.mark.slow
-def test_a_calibration_is_not_written_into_the_model(llama_copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text = llama_copy.parent / "text.txt"
-    text.write_text("words " * 1000)
-    (link := llama_copy.parent / "link").symlink_to(llama_copy)
-    before = contents(llama_copy)
-    for out in (llama_copy, link, text):
-        line = error_of(["calibrate", str(llama_copy), "--text", str(text), "-o", str(out)], capfd)
-        assert line.startswith(f"error: {out}: cannot be written: it is the input itself; ")
-    assert contents(llama_copy) == before
 
 
 def test_a_gguf_file_beside_the_weights_may_be_written(llama_copy: Path) -> None:

@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.transform import fwht
@@ -107,28 +106,6 @@ def test_counts_are_looked_at(tmp_path: Path) -> None:
         imatrix.read(write(tmp_path / "i.gguf", {"a.weight": rows}, counts=0.0))
     with pytest.raises(UserError, match="counts that are not finite or negative"):
         imatrix.read(write(tmp_path / "i.gguf", {"a.weight": -rows}, counts=-1.0))
-
-
-@pytest.mark.slow
-def test_the_header_says_what_share_was_rounded_with_statistics(
-    uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    matrix = write(tmp_path / "i.gguf", {"blk.0.attn_q.weight": np.arange(1.0, 257)[None]})
-    convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", imatrix=matrix, effort="fast", pure=True))
-    facts = metadata(tmp_path / "x.gguf")
-    coded = [t for t in gguf.GGUFReader(tmp_path / "x.gguf").tensors if t.tensor_type.name == "ITQ3_S"]
-    share = 256 * 256 / sum(int(t.n_elements) for t in coded)
-    assert (facts["itq3s.calibrated"], facts["itq3s.calibrated_share"]) == (True, pytest.approx(share))
-    warned = capsys.readouterr().err
-    assert "  blk.0.attn_k.weight" in warned and "  blk.0.attn_q.weight" not in warned
-
-
-def test_the_share_counts_the_experts_of_a_stack(tmp_path: Path) -> None:
-    rows = np.stack([np.arange(256.0), np.zeros(256), np.arange(256.0), np.full(256, 3.0)])
-    read = imatrix.read(write(tmp_path / "i.gguf", {"e.weight": rows}))
-    assert (read.share("e.weight"), read.share("a.weight")) == (0.5, 0.0)
-    assert read.diagonal("e.weight", 256, 0) is not None
-    assert read.diagonal("e.weight", 256, 3) is None
 
 
 def test_matrices_that_are_multiplied_together_are_one_row_of_the_file(tmp_path: Path) -> None:
@@ -256,21 +233,3 @@ def test_entries_are_left_out_by_name(uneven: Callable[[str], Path], tmp_path: P
         both: dict[str, Any] = {**given, **({"imatrix": path} if len(names) == 2 else {})}
         with pytest.raises(UserError, match="give one of them, beside --imatrix"):
             convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", **both))
-
-
-@pytest.mark.slow
-def test_what_is_noted_of_an_importance_matrix(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """The keys of llama-quantize, with its types; texts are cut after 127 bytes."""
-    row = np.arange(1.0, 257)
-    folder = tmp_path / ("n" * 120)
-    folder.mkdir()
-    path = legacy(folder / "i.dat", {"blk.0.attn_q.weight": (10, row), "blk.0.ffn_up.weight": (1, row)})
-    for include, count in (((), 2), (("ffn",), 1)):
-        out = tmp_path / "x.gguf"
-        convert(ConvertOptions.of(uneven("llama"), out, imatrix=path, effort="fast", include_weights=include))
-        fields = gguf.GGUFReader(out).fields
-        found = {key: (field.types[0].name, field.contents()) for key, field in fields.items() if "imatrix" in key}
-        assert found == {
-            "quantize.imatrix.file": ("STRING", str(path)[:127]), "quantize.imatrix.dataset": ("STRING", "text.txt"),
-            "quantize.imatrix.entries_count": ("UINT32", count), "quantize.imatrix.chunks_count": ("UINT32", 7),
-        }  # fmt: skip

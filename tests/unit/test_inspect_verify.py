@@ -13,7 +13,7 @@ import pytest
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.family import FAMILY, TrellisType
+from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
 from gguf_itq3s.codec.types import ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.inspect import contents, verify
@@ -60,25 +60,6 @@ def test_inspect_counts_levels(tmp_path: Path) -> None:
     assert ternary["levels"] == {"-1": 0.25, "0": 0.25, "1": 0.5}
     assert ternary["scales"] == [0.5, 0.5] and ternary["zero_blocks"] == 0
     assert zero["scales"] == [0, 0] and zero["zero_blocks"] == 2
-
-
-@pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
-def test_inspect_counts_the_levels_of_every_type(row: TrellisType, tmp_path: Path) -> None:
-    weights = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
-    data = blocks.quantize(weights, row.format, effort="fast")
-    (_, tensor) = contents.inspect_file(typed_file(tmp_path / "x.gguf", row.type, data))["tensors"]
-    indices, _, d, _ = blocks.unpack(data.reshape(-1, row.format.block_bytes), row.format)
-    counts = np.bincount(indices.ravel(), minlength=row.format.levels.size) / weights.size
-    assert tensor["levels"] == dict(zip(map(str, row.format.levels), counts, strict=True))
-    assert tensor["bits_per_weight"] == row.format.bits_per_weight
-    assert tensor["scales"] == [float(d.min()), float(d.max())]
-
-
-def test_inspect_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(file)]) == 0
-    assert "blk.1.attn_output.weight" in capsys.readouterr().out
-    assert main(["inspect", str(file), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["tensors"]) == len(gguf.GGUFReader(file).tensors)
 
 
 def test_verify_against_checkpoint_and_f16(file: Path, model: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import ALL_LINEAR, change, save_adapter
-from checkpoints import SIZES
-from gguf_files import arrays, metadata, types, values
+from gguf_files import arrays, metadata
 from gguf_files import tensors as tensors_of
 from gguf_itq3s import cli, upstream
 from gguf_itq3s.base.errors import UserError
@@ -131,56 +130,6 @@ def test_experts_are_scaled_in_their_stack(
 def convert_f16(base: Path, tmp_path: Path) -> dict[str, np.ndarray]:
     convert(ConvertOptions.of(base, tmp_path / "base-f16.gguf", outtype="f16"))
     return arrays(tmp_path / "base-f16.gguf")
-
-
-@pytest.mark.slow
-def test_fused_matrices_are_scaled(tokenizer: Path, tmp_path: Path) -> None:
-    """Phi-3 has one matrix for q, k and v, and one for gate and up."""
-    import transformers
-
-    from checkpoints import save_model
-
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.Phi3Config(**{**SIZES, "num_key_value_heads": 4}, pad_token_id=0)
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.4)
-    base = save_model(model.half(), tmp_path / "phi3", tokenizer)
-    convert(ConvertOptions.of(base, tmp_path / "m.gguf", outtype="f16", fold_norms=True), io.StringIO())
-    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    adapter = save_adapter(base, tmp_path / "adapter", targets)
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=tmp_path / "m.gguf"))
-    assert sorted(done.scaled) == sorted(f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_qkv", "ffn_up"))
-    gain = load_file(base / "model.safetensors")["model.layers.1.input_layernorm.weight"].float().numpy()
-    a = load_file(adapter / "adapter_model.safetensors")
-    a_qkv = a["base_model.model.model.layers.1.self_attn.qkv_proj.lora_A.weight"].numpy()
-    np.testing.assert_array_equal(arrays(tmp_path / "out.gguf")["blk.1.attn_qkv.weight.lora_a"], a_qkv * gain)
-
-
-def test_output_matrix_and_embedding_stay(
-    uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
-) -> None:
-    base = uneven("llama")
-    adapter = save_adapter(base, tmp_path / "adapter", ("lm_head", "q_proj"))
-    done = convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base, model=folded("llama")))
-    assert "output.weight" in done.matrices and sorted(done.scaled) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
-
-
-@pytest.mark.slow
-def test_scaled_before_it_is_rounded(
-    uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
-) -> None:
-    base = uneven("llama")
-    adapter = save_adapter(base, tmp_path / "adapter", rank=32)
-    for outtype, kind in (("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")):
-        convert_lora(LoraOptions(adapter, tmp_path / f"{outtype}.gguf", base, outtype, folded("llama")))
-        assert types(tmp_path / f"{outtype}.gguf")["blk.0.attn_q.weight.lora_a"].name == kind
-    exact, rounded = (tensors_of(tmp_path / f"{name}.gguf") for name in ("f32", "f16"))
-    for name, tensor in exact.items():
-        np.testing.assert_array_equal(values(rounded[name]), values(tensor).astype(np.float16).astype(np.float32))
 
 
 def test_without_folding_the_config_is_enough(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,24 +30,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: in
     assert (sys.argv, sys.path, gguf.GGUFWriter) == before
     captured = capsys.readouterr()
     return captured.err if code else captured.out
-
-
-def test_dump(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "dump", model)
-    assert "general.file_type = 500" in text and text.count("| ITQ3_S  |") == 16
-    assert "| ITQ3_S  | blk.1.ffn_down.weight" in text
-    assert "blk." not in printed(capsys, "dump", "--no-tensors", model)
-    facts = json.loads(printed(capsys, "dump", "--json", model))
-    assert facts["tensors"]["blk.0.attn_q.weight"]["type"] == "ITQ3_S"
-    assert facts["metadata"]["itq3s.norms_folded"]["value"] is False
-    assert "ITQ3_S" in printed(capsys, "dump", "--markdown", model)
-
-
-@pytest.mark.slow
-def test_help_is_that_of_the_program() -> None:
-    assert "--data-alignment" in subprocess.run(
-        [sys.executable, "-m", "gguf_itq3s.cli", "dump", "--help"], capture_output=True, text=True, check=True
-    ).stdout  # fmt: skip
 
 
 def test_set_metadata_changes_one_number(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from gguf_files import metadata
 from gguf_itq3s.checkpoint import reading
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.convert import command
-from gguf_itq3s.convert.naming import default_name, output_path
+from gguf_itq3s.convert.naming import output_path
 from gguf_itq3s.convert.options import ConvertOptions
 
 Make = Callable[[str], Path]
@@ -102,13 +102,6 @@ def test_a_hostile_card_in_a_conversion(llama_copy: Path) -> None:
     assert all(path.parent == llama_copy for path in llama_copy.parent.rglob("*.gguf"))
 
 
-def test_parts_of_a_model_have_their_prefix() -> None:
-    described = gguf.Metadata(name="Model", basename="Model", size_label="1B")
-    for name in ("mmproj", "mtp"):
-        options = ConvertOptions.of(Path(), **{name: True})  # type: ignore[arg-type]
-        assert default_name(options.request, described, "F16") == f"{name}-Model-F16.gguf"
-
-
 def test_a_model_of_the_hub_is_written_here(checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by upstream's --remote: the name is the repository's, and no file goes into the hub's cache."""
     asked = []
@@ -158,22 +151,3 @@ def test_a_read_only_folder(checkpoint: Make, tmp_path: Path, no_work: None, cap
     tmp_path.chmod(0o555)
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "x.gguf")]) == 1
     assert "cannot be written: Permission denied" in capfd.readouterr().err
-
-
-def test_a_default_name_that_is_a_folder(llama_copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert convert_main([str(llama_copy), "--outtype", "f16", "--dry-run"]) == 0
-    name = Path(capfd.readouterr().out.splitlines()[-1].split("would write ")[1].split(":")[0])
-    name.mkdir()
-    assert convert_main([str(llama_copy), "--outtype", "f16"]) == 1
-    assert f"error: {name}: cannot be written: it is a folder; " in capfd.readouterr().err
-
-
-def test_two_names_are_too_many(checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        convert_main([str(checkpoint("llama")), "a.gguf", "--outfile", "b.gguf"])
-    assert done.value.code == 2 and "--outfile: not allowed with out.gguf" in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_what_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert convert_main([str(tmp_path / "none")]) == 1
-    assert "none: no such folder; " in capfd.readouterr().err

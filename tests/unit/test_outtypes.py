@@ -126,12 +126,6 @@ def test_layers_that_predict_several_tokens(
     assert list(tensors(tmp_path / "coded.gguf")) == list(tensors(theirs))
 
 
-def test_layers_that_an_architecture_cannot_part(checkpoint: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    for option in ("--mtp", "--no-nextn"):
-        assert convert_main([str(checkpoint("llama")), option, "--dry-run"]) == 1
-        assert f"is of an architecture that {option} is not for; leave {option} out" in capfd.readouterr().err
-
-
 @pytest.fixture(scope="session")
 def multimodal(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """A Gemma 3 with a vision tower."""
@@ -160,21 +154,6 @@ def test_projector(outtype: str, multimodal: Path, tmp_path: Path) -> None:
     assert metadata(theirs)["general.architecture"] == "clip" and len(tensors(theirs)) > 20
 
 
-def test_projector_beside_the_model(multimodal: Path, checkpoint: Make, tmp_path: Path, capfd: Any) -> None:
-    (tmp_path / "theirs").mkdir()
-    model = Path(shutil.copytree(multimodal, tmp_path / "Tiny-Gemma"))
-    theirs = upstream_files.write(multimodal, tmp_path / "theirs", FTYPES["auto"], mmproj=True)
-    assert convert_main([str(model), "--mmproj"]) == 0
-    assert [path.name for path in model.glob("*.gguf")] == [theirs.name] == ["mmproj-Tiny-Gemma-BF16.gguf"]
-    assert (model / theirs.name).read_bytes() == theirs.read_bytes()
-    for words, expected in (
-        ([str(model), "--mmproj", "--outtype", "itq3_s"], "cannot be written as itq3_s: a projector is small"),
-        ([str(checkpoint("llama")), "--mmproj"], "architecture LlamaForCausalLM has no projector that can be read; "),
-    ):
-        assert convert_main([*words, "--dry-run"]) == 1
-        assert expected in capfd.readouterr().err
-
-
 # ----------------------------------------------------------------------------------------------------- other options
 
 
@@ -201,18 +180,6 @@ def test_experts_that_an_architecture_cannot_fuse(
         f"error: {checkpoint('mixtral')}: is llama, which has no tensor for --fuse-gate-up-exps; leave "
         "--fuse-gate-up-exps out\n"
     )
-
-
-@pytest.mark.slow
-def test_fused_experts(tokenizer: Path, tmp_path: Path, any_tokenizer: None) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
-    config = transformers.Qwen3NextConfig(**{**SIZES, **experts}, layer_types=["linear_attention", "full_attention"])
-    model = save_model(transformers.Qwen3NextForCausalLM(config).bfloat16(), tmp_path / "model", tokenizer)
-    theirs = upstream_files.write(model, tmp_path / "theirs.gguf", flags=("no_mtp",), fuse_gate_up_exps=True)
-    words = [str(model), str(tmp_path / "ours.gguf"), "--outtype", "f16", "--no-nextn", "--fuse-gate-up-exps"]
-    assert convert_main(words) == 0
-    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
-    assert "blk.1.ffn_gate_up_exps.weight" in tensors(theirs)
 
 
 def test_fp8_as_q8(checkpoint: Make, llama_copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -255,14 +222,6 @@ def test_dense_modules_of_sentence_transformers(
         (model / "modules.json").write_text(json.dumps([{"type": "Dense", "path": bad}]))
         assert convert_main(words) == 1
         assert f"error: {model / 'modules.json'}: names " in capfd.readouterr().err
-
-
-def test_supported_models_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert_main(["--print-supported-models"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    conversion = upstream.load_conversion()
-    count = len(conversion.TEXT_MODEL_MAP) + len(conversion.MMPROJ_MODEL_MAP)
-    assert len(said) == count + 2 and "  - LlamaForCausalLM" in said and "MMPROJ models:" in said
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from gguf_files import arrays, metadata
 from gguf_itq3s.base.errors import UserError
@@ -22,7 +22,7 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.programs.lora import LoraOptions, convert_lora
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
-from training import promised_and_found, train, windows, with_adapter
+from training import train, windows, with_adapter
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +72,6 @@ def test_gradients_are_those_of_the_decoded_model(trained: tuple[Any, Path, list
     assert len(found[0]) == 28 and found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         assert (gradient - found[1][name]).norm() <= 1e-4 * found[1][name].norm(), name
-
-
-def test_a_step_lowers_the_loss_by_what_its_gradient_says(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
-    promised, found = promised_and_found(trained[0], windows(uneven("llama"), 4, 64), 0.005)
-    assert found == pytest.approx(promised, rel=0.1)
-
-
-@pytest.mark.slow
-def test_an_adapter_is_loaded_again(trained: tuple[Any, Path, list[float]], uneven: Any) -> None:
-    model, folder, _ = trained
-    tokens = windows(uneven("llama"), 1, 32)
-    again = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32), folder / "adapter"
-    )
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-    assert again.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 35)
 
 
 @pytest.mark.parametrize("base", ["original", "packed"])
@@ -144,23 +127,6 @@ def test_an_adapter_of_an_unfolded_packed_model(folded: Path, uneven: Any, tmp_p
     assert config["base_model_name_or_path"] == str(uneven("llama"))
     done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), model=folded))
     assert done.folded and len(done.scaled) == 10
-
-
-@pytest.mark.slow
-def test_the_trainer(trained: tuple[Any, Path, list[float]], tmp_path: Path) -> None:
-    """Transformers' own, after PEFT's preparation of quantized models; without an adapter it refuses."""
-    model = AutoModelForCausalLM.from_pretrained(trained[1] / "packed", dtype=torch.bfloat16)
-    options = TrainingArguments(str(tmp_path), report_to=[], max_steps=2, per_device_train_batch_size=2, use_cpu=True)
-    generator = torch.Generator().manual_seed(0)
-    samples = [torch.randint(3, 500, (16,), generator=generator) for _ in range(4)]
-    data: Any = [{"input_ids": tokens, "labels": tokens} for tokens in samples]
-    with pytest.raises(ValueError, match="attach trainable adapters on top of the quantized model"):
-        Trainer(model, options, train_dataset=data)
-    model = peft.prepare_model_for_kbit_training(model)
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert np.isfinite(Trainer(model, options, train_dataset=data).train().training_loss)
-    assert sum(".lora_" in name for name, _ in model.named_parameters()) == 28
 
 
 def test_packed_matrices_are_not_merged_into(trained: tuple[Any, Path, list[float]]) -> None:

@@ -97,15 +97,6 @@ def test_a_type_of_llama_cpps_needs_no_patch(checkpoint: Callable[[str], Path], 
     assert "gguf-itq3s build" not in card and "Any llama.cpp" in card and "by `gguf-itq3s eval`" not in card
 
 
-def test_the_card_names_the_types(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A mix of two bits has tensors of three."""
-    convert(ConvertOptions.of(checkpoint("llama"), tmp_path / "m.gguf", effort="fast", outtype="itq2_s"))
-    assert main(["publish", str(tmp_path)]) == 0
-    card = (tmp_path / "README.md").read_text()
-    assert "tensors of the type ITQ3_S, 3.125 bits or ITQ2_S, 2.0625 bits a weight" in card
-    assert {"itq2_s", "itq3_s"} <= set(front_matter(card)["tags"])  # type: ignore[call-overload]
-
-
 @pytest.mark.slow
 def test_a_card_of_somebodys_own_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "README.md").write_text("mine")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gguf_files import tensors, values
-from gguf_itq3s.cli import convert_main, main
+from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import ternary
 from selection import some
 
@@ -69,21 +69,6 @@ def test_auto_is_exact(ternary_model: Path, tmp_path: Path, qtype: str) -> None:
     assert fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{qtype.upper()}"]
 
 
-@pytest.mark.parametrize("granularity", ["row", "block"])
-def test_finer_scales_are_exact(checkpoint: Callable[[str], Path], tmp_path: Path, granularity: str) -> None:
-    def change(_: str, weight: torch.Tensor) -> torch.Tensor:
-        rows, columns = weight.shape
-        step = columns if granularity == "row" else 256
-        scales = 2.0 ** -(1 + torch.arange(rows * columns // step) % 7)
-        return (torch.sign(weight) * scales.repeat_interleave(step).reshape(rows, columns)).float()
-
-    model = edit(checkpoint("llama"), tmp_path / "model", change)
-    f16 = convert(model, tmp_path / "f16.gguf", "--outtype", "f16")
-    found = convert(model, tmp_path / "t.gguf")
-    assert found["blk.0.ffn_down.weight"].tensor_type == Q.TQ2_0
-    assert (values(found["blk.0.ffn_down.weight"]) == values(f16["blk.0.ffn_down.weight"])).all()
-
-
 def test_one_ordinary_matrix_keeps_its_type(ternary_model: Path, tmp_path: Path) -> None:
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         if "layers.1.mlp.up" in name:
@@ -94,18 +79,6 @@ def test_one_ordinary_matrix_keeps_its_type(ternary_model: Path, tmp_path: Path)
     found = convert(model, tmp_path / "t.gguf")
     assert found["blk.1.ffn_up.weight"].tensor_type.name == "ITQ3_S"
     assert found["blk.0.ffn_up.weight"].tensor_type == Q.TQ2_0
-
-
-@pytest.mark.slow
-def test_off_and_ordinary_models_are_left_alone(
-    checkpoint: Callable[[str], Path], ternary_model: Path, tmp_path: Path
-) -> None:
-    off = convert(ternary_model, tmp_path / "off.gguf", "--ternary", "off")
-    assert [t.tensor_type.name for t in off.values()].count("ITQ3_S") == 15
-    assert not any(t.tensor_type in (Q.TQ1_0, Q.TQ2_0) for t in off.values())
-    plain = convert(checkpoint("llama"), tmp_path / "plain.gguf")
-    assert {name: t.tensor_type for name, t in plain.items()} == {name: t.tensor_type for name, t in off.items()}
-    assert "itq3s.ternary" not in gguf.GGUFReader(tmp_path / "plain.gguf").fields
 
 
 @pytest.mark.parametrize(
@@ -171,11 +144,3 @@ def test_experts_have_a_scale_each(checkpoint: Callable[[str], Path], tmp_path: 
     scales = [float(np.abs(expert).max()) for expert in experts]
     assert len(set(scales)) > 4
     assert [len(np.unique(np.abs(expert))) for expert in experts] == [2] * 8
-
-
-def test_report_command(ternary_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ternary", str(ternary_model), "--json"]) == 0
-    facts = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
-    assert facts["blk.0.attn_q.weight"]["ternary"] == "tensor" and facts["blk.0.attn_q.weight"]["exact"]
-    assert facts["blk.0.attn_q.weight"]["errors"]["optimal"] == 0
-    assert facts["token_embd.weight"]["ternary"] is None

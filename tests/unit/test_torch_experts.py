@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.torch import PackedExperts, PackedLinear, products, use_path
+from gguf_itq3s.torch import PackedExperts, use_path
 from gguf_itq3s.torch.experts import Stack
 from packed import TYPES, packed_rows
 from storage import StorageTracker
@@ -91,60 +90,6 @@ def test_what_the_experts_compute_and_its_gradient(qtype: Type, path: str) -> No
     for ours, theirs in zip(got, wanted, strict=True):
         assert error(ours, theirs) < 4e-6
     assert got[1][3, 1] == 0  # a choice of no expert
-
-
-def test_the_matrices_are_those_of_packed_layers() -> None:
-    """Each expert for itself: the bytes and the products of :class:`PackedLinear`."""
-    weights = random(EXPERTS, 2 * INNER, HIDDEN) / 20
-    layer = PackedExperts.from_weights(weights, random(EXPERTS, HIDDEN, INNER, seed=1) / 20, gate, effort="fast")
-    linear = PackedLinear.from_weight(weights[3], effort="fast")
-    assert torch.equal(layer.gate_up_proj[3], linear.weight)
-    assert layer.gate_up_proj.shape == (EXPERTS, 2 * INNER, HIDDEN // 256 * 100)
-    down = PackedLinear.from_blocks(layer.down_proj[3])
-    x = random(4, HIDDEN, seed=3)
-    one = layer(x, torch.full((4, 1), 3), torch.ones(4, 1))
-    assert error(one, down(gate(linear(x)))) < 1e-6
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_each_stack_has_the_blocks_of_its_columns(path: str) -> None:
-    """ITQ3_S where it fits, ITQ3_N where it does not."""
-    first, down = random(3, 2 * 320, 256) / 20, random(3, 256, 320, seed=1) / 20
-    layer = PackedExperts.from_weights(first, down, gate, effort="fast")
-    assert [stack.qtype.name for stack in layer.stacks.values() if stack.qtype] == ["ITQ3_S", "ITQ3_N"]
-    assert torch.equal(layer.down_proj[1], PackedLinear.from_weight(down[1], effort="fast").weight)
-    x, index, routing = routed(3, 256)
-    expected = plain(decoded(layer), x, index, routing)
-    with use_path(path):
-        assert error(layer(x, index, routing), expected) < 2e-6
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
-def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None:
-    layer = built()
-    x, index, routing = routed()
-    expected = plain(decoded(layer), x, index, routing)
-    with use_path(path):
-        y = layer(x.to(dtype), index, routing)
-        assert y.dtype == dtype and error(y.float(), expected) < tolerance
-        with torch.autocast("cpu", dtype):
-            assert error(layer(x, index, routing), expected) < tolerance
-
-
-def test_gradients_of_gradients() -> None:
-    layer = built(experts=3, hidden=256)
-    x, index, routing = (t.double() if t.is_floating_point() else t for t in routed(3, 256, 4))
-    x.requires_grad_()
-    run = functools.partial(_run, layer, index, routing)
-    for path in PATHS:
-        with use_path(path):
-            assert torch.autograd.gradcheck(run, x, fast_mode=True)
-            assert torch.autograd.gradgradcheck(run, x, fast_mode=True)
-
-
-def _run(layer: PackedExperts, index: torch.Tensor, routing: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return layer(x, index, routing)
 
 
 def test_floats_transposed_and_biases() -> None:
@@ -231,18 +176,3 @@ def test_no_expert_is_made_whole() -> None:
     forward, both = measured["dense"]
     assert forward.largest == one and both.largest == one  # the test can fail
     assert max(forward.peak, both.peak) < 3.5 * one < experts * one / 2  # the matrix, and a part as it is decoded
-
-
-def test_the_rotation_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
-    own = products.rotate
-
-    def watched(x: torch.Tensor, path: str | None, block: int) -> torch.Tensor:
-        shapes.append(tuple(x.shape))
-        return own(x, path, block)
-
-    monkeypatch.setattr(products, "rotate", watched)
-    layer = built()
-    x, index, routing = routed()
-    layer(x, index, routing)
-    assert shapes == [(TOKENS, HIDDEN), (2 * TOKENS, INNER)]  # of the tokens; of what each choice has between the two

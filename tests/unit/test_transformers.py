@@ -84,12 +84,6 @@ def test_what_stays(uneven: Callable[[str], Path]) -> None:
     assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
 
 
-def test_checkpoints_that_are_no_safetensors(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    torch.save(load_file(uneven("llama") / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    shutil.copyfile(uneven("llama") / "config.json", tmp_path / "config.json")
-    assert len(packed(load(tmp_path, ITQ3SConfig(**FAST)))) == 14
-
-
 @pytest.mark.parametrize("qtype", ["itq3_s", "itq2_s"])
 def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
     qtype: str, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -114,24 +108,6 @@ def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
             name: repr(layer) for name, layer in layers.items()
         }
         assert torch.equal(logits(again), logits(model))
-
-
-def test_columns_that_are_no_whole_blocks_stay(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="2 linear layers stay as they are.*not whole blocks: model.layers.0.mlp.down"):
-        model = load(checkpoint("llama-odd"), ITQ3SConfig("tq2_0", ternarize=True))
-    assert len(packed(model)) == 12 and type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert torch.equal(logits(again), logits(model))
-
-
-@pytest.mark.slow
-def test_tied_matrices_stay(uneven: Callable[[str], Path]) -> None:
-    model = load(uneven("llama-tied"), ITQ3SConfig(modules_to_not_convert=[], **FAST))
-    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.float16
-    model = load(uneven("llama"), ITQ3SConfig(modules_to_not_convert=[], **FAST))
-    assert isinstance(model.lm_head, PackedLinear)
-    assert torch.isfinite(logits(model)).all()
 
 
 @pytest.mark.slow
@@ -215,29 +191,9 @@ def test_saved_and_loaded_again(saved: tuple[Any, Path]) -> None:
     assert torch.equal(again.generate(TOKENS[:1], **options), model.generate(TOKENS[:1], **options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
-def test_device_maps(device_map: Any, saved: tuple[Any, Path], uneven: Callable[[str], Path]) -> None:
-    """By accelerate, of a saved model and while one is quantized."""
-    model, folder = saved
-    again = load(folder, device_map=device_map, dtype=torch.bfloat16)
-    quantized = load(uneven("llama"), ITQ3SConfig(**FAST), device_map=device_map, dtype=torch.bfloat16)
-    assert torch.equal(logits(again), logits(quantized))
-    assert again.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert difference(logits(again), logits(model)) < 0.05
-
-
 def test_the_disk_is_no_place_for_packed_layers(saved: tuple[Any, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be offloaded to the disk"):
         load(saved[1], device_map={"": "disk"}, offload_folder=tmp_path)
-
-
-def test_dequantized(saved: tuple[Any, Path]) -> None:
-    model = load(saved[1], dtype=torch.float32)
-    before = logits(model)
-    dense = model.dequantize()
-    assert not packed(dense) and not hasattr(dense.config, "quantization_config")
-    assert difference(logits(dense), before) < 1e-4
 
 
 def changed(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
@@ -338,12 +294,6 @@ def test_names_are_no_patterns(saved: tuple[Any, Path], tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_config_is_not_written_to(uneven: Callable[[str], Path]) -> None:
-    config = ITQ3SConfig(**FAST)
-    load(uneven("llama"), config)
-    assert config.modules_to_not_convert is None
-
-
 # ---------------------------------------------------------------------------------------------------------- GGUF files
 
 
@@ -427,14 +377,6 @@ def test_files_that_are_refused(
 ) -> None:  # fmt: skip
     with pytest.raises(UserError, match=message):
         load_gguf(rewritten(converted("llama"), tmp_path / "damaged.gguf", change))
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file; give a GGUF file"):
-        load_gguf(tmp_path / "missing.gguf")
-    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    with pytest.raises(UserError, match="is not a complete GGUF file"):
-        load_gguf(tmp_path / "short.gguf")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,14 +17,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from checkpoints import MIXTURES, SIZES, save_model
+from checkpoints import MIXTURES
 from gguf_files import rewritten
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.convert.options import ConvertOptions
-from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.torch import PackedExperts, PackedLinear, quantizer, stacked
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from loading import FAST, TOKENS, difference, load, logits
@@ -112,25 +108,6 @@ def test_dequantized(name: str, quantized: Callable[[str], Any]) -> None:
     assert torch.equal(floats.generate(TOKENS[:1], max_new_tokens=3, do_sample=False), ids)
 
 
-def test_a_model_shrinks(uneven: Callable[[str], Path], saved: tuple[Any, Path]) -> None:
-    model, folder = saved
-    matrices = sum(
-        layer.num_experts * s.rows * s.columns for layer in packed(model).values() for s in layer.stacks.values()
-    )
-    held = sum(parameter.numel() for layer in packed(model).values() for parameter in layer.parameters())
-    assert held * 8 / matrices == 3.125
-    sizes = [(place / "model.safetensors").stat().st_size for place in (uneven("qwen3-moe"), folder)]
-    assert sizes[1] < 0.45 * sizes[0]  # of float16, with embeddings that are a good part of so small a model
-
-
-def test_gradients_reach_adapters(saved: tuple[Any, Path]) -> None:
-    """Through routing and experts, to what is before them."""
-    model = saved[0]
-    inputs = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
-    model(inputs_embeds=inputs).logits.float().square().mean().backward()
-    assert inputs.grad is not None and torch.isfinite(inputs.grad).all() and inputs.grad.abs().sum() > 0
-
-
 @pytest.mark.slow
 def test_one_expert_at_a_time(
     uneven: Callable[[str], Path], quantized: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
@@ -156,23 +133,6 @@ def test_one_expert_at_a_time(
     assert max(largest) == 512 * 256 * 4  # gate and up of one expert
 
 
-def test_ternary_experts_lose_nothing(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """With a scale for each expert, as the converter has it."""
-    from gguf_itq3s.codec import ternary
-
-    shutil.copytree(uneven("qwen3-moe"), tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    for name, weight in tensors.items():
-        if "proj" in name:
-            tensors[name] = torch.from_numpy(ternary.ternarize(weight.float().numpy(), "absmean").weights()).half()
-    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    model = load(tmp_path / "model", ITQ3SConfig("tq2_0"), dtype=torch.float32)
-    assert len(packed(model)) == 2
-    assert difference(logits(model), logits(load(tmp_path / "model", dtype=torch.float32))) < 1e-5
-    with pytest.raises(ValueError, match=r"experts.(gate_up|down)_proj: is not ternary; use qtype itq3_s"):
-        load(uneven("qwen3-moe"), ITQ3SConfig("tq2_0", modules_to_not_convert=["self_attn", "lm_head"]))
-
-
 @pytest.mark.slow
 def test_what_stays(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """Experts by name, one of their two matrices by name, and the gate of shared experts."""
@@ -187,52 +147,6 @@ def test_what_stays(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path)), logits(model))
     unread = load_file(uneven("qwen2-moe") / "model.safetensors")["model.layers.1.mlp.experts.2.down_proj.weight"]
     assert torch.equal(layer.down_proj[2], unread.float())
-
-
-@pytest.fixture(scope="module")
-def narrow(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen 3 whose experts' second matrices have 320 columns."""
-    kind, changes = MIXTURES["qwen3-moe"]
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**{**SIZES, **changes, "moe_intermediate_size": 320})
-    return save_model(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("narrow") / "model", tokenizer)
-
-
-@pytest.mark.slow
-def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(narrow: Path, tmp_path: Path) -> None:
-    """As in the converter's file."""
-    model = load(narrow, ITQ3SConfig(**FAST), dtype=torch.float32)
-    layer = packed(model)["model.layers.1.mlp.experts"]
-    assert {name: stack.qtype.name for name, stack in layer.stacks.items() if stack.qtype} == {
-        "gate_up_proj": "ITQ3_S", "down_proj": "ITQ3_N"
-    }  # fmt: skip
-    convert(ConvertOptions.of(narrow, tmp_path / "model.gguf", pure=True, effort="fast"), io.StringIO())
-    file = load_gguf(tmp_path / "model.gguf", dtype=torch.float32)
-    theirs = packed(file)["model.layers.1.mlp.experts"]
-    assert repr(theirs) == repr(layer) and torch.equal(theirs.down_proj, layer.down_proj)
-    for number, one in enumerate((model, file)):
-        one.save_pretrained(tmp_path / str(number))
-        assert torch.equal(logits(load(tmp_path / str(number))), logits(one))
-
-
-@pytest.mark.slow
-def test_columns_that_are_no_whole_blocks_stay(narrow: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="not whole blocks: model.layers.0.mlp.experts.down_proj"):
-        model = load(narrow, ITQ3SConfig("tq2_0", ternarize=True))
-    layer = packed(model)["model.layers.0.mlp.experts"]
-    assert layer.gate_up_proj.dtype == torch.uint8 and layer.down_proj.shape == (4, 256, 320)
-    model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(load(tmp_path / "saved")), logits(model))
-
-
-@pytest.mark.slow
-def test_weights_that_are_no_numbers(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    shutil.copytree(uneven("qwen3-moe"), tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 4] = float("nan")
-    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.gate_up_proj: has NaN or infinite weights; repair"):
-        load(tmp_path / "model", ITQ3SConfig(**FAST))
 
 
 # ---------------------------------------------------------------------------------------------- classes of experts
@@ -290,15 +204,6 @@ def test_layouts_that_are_not() -> None:
     odd.__class__ = Clamped
     assert "in a way that is not known" in str(stacked.find(odd))
     assert not stacked.is_stacked(nn.Linear(4, 4))
-
-
-def test_unknown_experts_stay_floats(uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked, "_computes_the_same", lambda _: False)
-    with pytest.warns(UserWarning, match=r"2 modules of experts stay floats, model.layers.0.mlp.experts, .*not known"):
-        model = load(uneven("mixtral-few"), ITQ3SConfig(**FAST), dtype=torch.float32)
-    assert not packed(model)
-    assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 512, 256)
-    assert "model.layers.1.mlp.experts.down_proj" in model.config.quantization_config.modules_to_not_convert
 
 
 # --------------------------------------------------------------------------------------------------- saved and loaded
@@ -393,22 +298,6 @@ def test_a_file_with_gate_and_up_in_one(converted: Callable[..., Path], tmp_path
     assert len(packed(apart)) == 2
     for path, layer in packed(apart).items():
         assert torch.equal(packed(fused)[path].gate_up_proj, layer.gate_up_proj)
-
-
-@pytest.mark.slow
-def test_a_file_of_several_types(converted: Callable[..., Path]) -> None:
-    """The second matrices in another type, and those of one layer in a packed one of their own."""
-    types = (("blk.0.ffn_down_exps", "q8_0"), ("blk.1.ffn_up_exps", "f16"))
-    model = load_gguf(converted("qwen3-moe", pure=False, tensor_types=types), dtype=torch.float32)
-    kinds = {
-        path: [stack.qtype.name if stack.qtype else None for stack in layer.stacks.values()]
-        for path, layer in packed(model).items()
-    }
-    assert kinds == {"model.layers.0.mlp.experts": ["ITQ3_S", None], "model.layers.1.mlp.experts": [None, "ITQ3_S"]}
-    whole = load_gguf(converted("qwen3-moe"), dtype=torch.float32)
-    first, second = (m.model.layers[0].mlp.experts for m in (model, whole))
-    assert torch.equal(first.gate_up_proj, second.gate_up_proj)
-    assert 0 < difference(second.dequantize("down_proj"), first.down_proj) < 0.2
 
 
 @pytest.mark.parametrize(

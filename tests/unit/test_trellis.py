@@ -48,32 +48,6 @@ def test_search_is_optimal(states: int, fmt: Format) -> None:
         assert got == pytest.approx(best, rel=1e-5)
 
 
-#: Of the variance: what scalar quantization with as many bits leaves (Lloyd-Max), and what 64 states come below.
-GAINS = {2: (0.0345, 0.023), 1: (0.1175, 0.0835)}
-
-
-@of_formats
-def test_more_states_never_hurt_and_64_gain_what_the_format_expects(fmt: Format) -> None:
-    y = (np.random.default_rng(3).standard_normal((256, 200)) * fmt.rms_in_levels).astype(np.float32)
-    errors = {}
-    for states, trellis in UNGERBOECK.items():
-        indices, _ = search(y, trellis, fmt.levels)
-        errors[states] = float(np.mean((y - fmt.levels[indices]) ** 2)) / fmt.rms_in_levels**2
-    ordered = [errors[s] for s in sorted(errors)]
-    assert all(a > b for a, b in itertools.pairwise(ordered))
-    scalar, expected = GAINS[fmt.symbol_bits]
-    assert errors[64] < expected < errors[4] < scalar
-
-
-@of_formats
-def test_columns_do_not_depend_on_each_other(fmt: Format) -> None:
-    y = (np.random.default_rng(4).standard_normal((256, 33)) * fmt.rms_in_levels).astype(np.float32)
-    together = search(y, fmt.trellis, fmt.levels)
-    alone = [search(np.ascontiguousarray(y[:, [i]]), fmt.trellis, fmt.levels) for i in range(33)]
-    for part in (0, 1):
-        np.testing.assert_array_equal(together[part], np.concatenate([a[part] for a in alone], axis=1))
-
-
 @of_formats
 def test_nearest_symbols_breaks_ties_downwards(fmt: Format) -> None:
     levels = fmt.level_values

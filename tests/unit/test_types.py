@@ -18,12 +18,7 @@ from gguf_itq3s.codec.family import (
     TrellisType,
     add_member,
     file_version,
-    is_rotated,
-    is_trellis,
-    rotation,
-    trellis_type,
 )
-from gguf_itq3s.codec.types import NUMPY_TYPES, bits_per_weight
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 
@@ -44,27 +39,6 @@ def test_the_table() -> None:
 
 
 @of_types
-def test_members_are_found_by_name_and_number(row: TrellisType) -> None:
-    assert gguf.GGMLQuantizationType(row.type.value) is row.type is gguf.GGMLQuantizationType[row.name]
-    assert gguf.LlamaFileType(row.file_type.value) is row.file_type is gguf.LlamaFileType[f"MOSTLY_{row.name}"]
-    assert row.type in list(gguf.GGMLQuantizationType) and row.type.name == row.name
-    assert gguf.GGML_QUANT_SIZES[row.type] == (row.format.block, row.format.block_bytes)
-    assert bits_per_weight(row.type) == row.format.bits_per_weight
-    assert row.type in NUMPY_TYPES
-    assert getattr(gguf_itq3s, row.name) is row.type
-
-
-@of_types
-def test_the_table_is_asked_by_type(row: TrellisType) -> None:
-    assert is_trellis(row.type) and is_rotated(row.type) and trellis_type(row.type) is row
-    other = gguf.GGMLQuantizationType.Q4_K
-    assert not is_trellis(other) and not is_rotated(other)
-    assert (rotation(row.type), rotation(other)) == (row.format.block, 1)
-    with pytest.raises(ValueError, match="Q4_K is not trellis-coded; use one of .*" + row.name):
-        trellis_type(other)
-
-
-@of_types
 def test_gguf_quants_uses_the_codec(row: TrellisType) -> None:
     x = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
     data = gguf.quants.quantize(x, row.type)
@@ -73,14 +47,6 @@ def test_gguf_quants_uses_the_codec(row: TrellisType) -> None:
     decoded = blocks.dequantize(data, fmt=row.format)
     np.testing.assert_array_equal(gguf.quants.dequantize(data, row.type), decoded)
     np.testing.assert_array_equal(gguf_itq3s.dequantize(data, qtype=row.type), decoded)
-
-
-@of_types
-def test_lazy_tensors_are_quantized_on_demand(row: TrellisType) -> None:
-    x = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
-    lazy = gguf.quants.quantize(gguf.LazyNumpyTensor.from_eager(x), row.type)
-    assert lazy.shape == (40, 512 // row.format.block * row.format.block_bytes)
-    np.testing.assert_array_equal(gguf.LazyNumpyTensor.to_eager(lazy), blocks.quantize(x, row.format))
 
 
 @of_types
