@@ -57,14 +57,13 @@ class PackedExperts(nn.Module):
     parameter without gradient; floats are as Transformers has them.
 
     The input is rotated once for all experts. Then one expert after the other is decoded, by slices within the
-    product, as :class:`gguf_itq3s.torch.PackedLinear` does: the paths and their tolerances are the same. The path
-    ``dense`` decodes one expert's matrix at a time, and keeps none.
+    product, as :class:`gguf_itq3s.torch.PackedLinear` does: the paths and their tolerances are the same.
 
     Attributes:
         stacks: what the two matrices are, by name.
         num_experts: how many.
         gate: (s, rows of the first matrix) -> (s, columns of the second), what lies between the two.
-        path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
+        path: ``reference``, ``triton``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
         watch: called with the name of a stack of floats, the number of an expert and the product of its matrix, before
             a bias is added; or None.
     """
@@ -175,8 +174,6 @@ class PackedExperts(nn.Module):
         path = paths.choose(x.device, self.path)
         if stack.qtype is None:
             out = self._floats(name, x, ends, tokens)
-        elif path == "dense":
-            out = grouped.product(x, weight, stack.qtype, ends, tokens=tokens, path=path)
         else:
             kind = decode.layout(stack.qtype)
             source = products.rotate(x, path, kind.block) if kind.rotated else x

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 import torch
 
-from . import decode, paths, products, transform
+from . import decode, products, transform
 from .products import IMPLEMENTATIONS, operator, without_autocast
 
 _PRODUCT: Final = IMPLEMENTATIONS["gguf_itq3s::product"]
 _TRANSPOSED: Final = IMPLEMENTATIONS["gguf_itq3s::product_transposed"]
-_DEQUANTIZE: Final = IMPLEMENTATIONS["gguf_itq3s::dequantize"]
 
 
 def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -31,24 +30,21 @@ def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
 @operator
 def _grouped(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, qtype: int,
-    dtype: torch.dtype, path: str,
+    dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
     count = x.shape[0] if tokens is None else tokens.shape[0]
     out = x.new_zeros((count, weight.shape[1]), dtype=dtype)
     with without_autocast(x):
         for number, rows in parts_of(ends):
             part = x[rows] if tokens is None else x[tokens[rows]]
-            if path == "dense":
-                out[rows] = part @ _DEQUANTIZE(weight[number], qtype, x.dtype).t()
-            else:
-                out[rows] = _PRODUCT(part, weight[number], qtype, dtype, path == "triton")
+            out[rows] = _PRODUCT(part, weight[number], qtype, dtype, triton)
     return out
 
 
 @_grouped.register_fake  # type: ignore[untyped-decorator]
 def _(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, qtype: int,
-    dtype: torch.dtype, path: str,
+    dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
     count = x.shape[0] if tokens is None else tokens.shape[0]
     return x.new_empty((count, weight.shape[1]), dtype=dtype)
@@ -57,16 +53,13 @@ def _(
 @operator
 def _grouped_transposed(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, count: int, qtype: int,
-    dtype: torch.dtype, path: str,
+    dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
     accumulated = transform.accumulation_dtype(x.dtype)
     out = x.new_zeros((count, _columns(weight, qtype)), dtype=accumulated)
     with without_autocast(x):
         for number, rows in parts_of(ends):
-            if path == "dense":
-                part = x[rows] @ _DEQUANTIZE(weight[number], qtype, x.dtype)
-            else:
-                part = _TRANSPOSED(x[rows], weight[number], qtype, accumulated, path == "triton")
+            part = _TRANSPOSED(x[rows], weight[number], qtype, accumulated, triton)
             if tokens is None:
                 out[rows] = part.to(accumulated)
             else:
@@ -77,7 +70,7 @@ def _grouped_transposed(
 @_grouped_transposed.register_fake  # type: ignore[untyped-decorator]
 def _(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, count: int, qtype: int,
-    dtype: torch.dtype, path: str,
+    dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((count, _columns(weight, qtype)), dtype=dtype)
 
@@ -87,26 +80,28 @@ def _columns(weight: torch.Tensor, qtype: int) -> int:
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, tokens, ends, ctx.qtype, _, ctx.path = inputs
+    x, weight, tokens, ends, ctx.qtype, _, ctx.triton = inputs
     ctx.save_for_backward(weight, tokens, ends)
     ctx.count, ctx.dtype = x.shape[0], x.dtype
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     weight, tokens, ends = ctx.saved_tensors
-    found = _grouped_transposed(gradient.contiguous(), weight, tokens, ends, ctx.count, ctx.qtype, ctx.dtype, ctx.path)
+    found = _grouped_transposed(
+        gradient.contiguous(), weight, tokens, ends, ctx.count, ctx.qtype, ctx.dtype, ctx.triton
+    )
     return found, *[None] * 6
 
 
 def _transposed_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, tokens, ends, _, ctx.qtype, _, ctx.path = inputs
+    x, weight, tokens, ends, _, ctx.qtype, _, ctx.triton = inputs
     ctx.save_for_backward(weight, tokens, ends)
     ctx.dtype = x.dtype
 
 
 def _transposed_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     weight, tokens, ends = ctx.saved_tensors
-    found = _grouped(gradient.contiguous(), weight, tokens, ends, ctx.qtype, ctx.dtype, ctx.path)
+    found = _grouped(gradient.contiguous(), weight, tokens, ends, ctx.qtype, ctx.dtype, ctx.triton)
     return found, *[None] * 7
 
 
@@ -121,8 +116,7 @@ def product(
     """``y[i] = W[e] x[tokens[i]]``, e the matrix in whose share of the rows i lies.
 
     Args:
-        x: (t, columns) of a floating dtype; rotated for trellis types on the paths ``reference`` and ``triton``, where
-            the products are with the blocks in their own basis (:func:`.products.product`); on ``dense`` as it is.
+        x: (t, columns) of a floating dtype, rotated for trellis types (:func:`.products.product`).
         weight: uint8 (experts, rows, bytes of a row).
         qtype: its type.
         ends: int64 (experts,): where the rows of each matrix end; those of the next begin there.
@@ -142,7 +136,4 @@ def product(
             f"inputs of shape {tuple(x.shape)} and {tuple(ends.shape)} ends do not match {len(weight)} matrices of "
             f"{columns} columns"
         )
-    chosen = paths.choose(x.device, path)
-    if chosen == "triton" and not products.uses_triton(x, path):
-        chosen = "reference"
-    return _grouped(x, weight, tokens, ends, int(qtype), dtype or x.dtype, chosen)
+    return _grouped(x, weight, tokens, ends, int(qtype), dtype or x.dtype, products.uses_triton(x, path))

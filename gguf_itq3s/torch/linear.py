@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +18,15 @@ class PackedLinear(nn.Linear):
 
     A subclass of ``torch.nn.Linear``, so that what looks for linear layers finds it; ``weight`` holds the blocks.
 
-    The three paths agree, relative to ``|x| |w|``, the norms of the input's row and of the weights' row: in float32 two
-    of them differ by at most 2e-6; in float16 each is within 2**-10, in bfloat16 within 2**-7 of the exact product.
+    The paths agree, relative to ``|x| |w|``, the norms of the input's row and of the weights' row: in float32 they
+    differ by at most 2e-6; in float16 each is within 2**-10, in bfloat16 within 2**-7 of the exact product.
 
     Attributes:
         weight: uint8 (out_features, bytes of a row), a parameter without gradient.
         bias: (out_features,) of a floating dtype, or None.
         qtype: the type of the blocks: a trellis type, TQ1_0 or TQ2_0. It is that of the width: where a type is asked
             for whose blocks of 256 do not fit it, the same code in blocks of 64 (ITQ3_N for ITQ3_S).
-        path: ``reference``, ``triton``, ``dense``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
+        path: ``reference``, ``triton``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
     """
 
     #: The type where none is asked for.
@@ -58,7 +57,6 @@ class PackedLinear(nn.Linear):
         self.weight = nn.Parameter(blocks, requires_grad=False)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
-        self._dense: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
     def from_weight(
@@ -109,7 +107,7 @@ class PackedLinear(nn.Linear):
         Args:
             x: (..., in_features) of a floating dtype; within ``torch.autocast`` it is cast as for nn.Linear.
             rotated: ``gguf_itq3s.torch.rotate(x)``, for several rotated layers of one length of blocks that read the
-                same input; made here without it. ``x`` then only says dtype and, on the path ``dense``, is the input.
+                same input; made here without it. ``x`` then only says the dtype.
             path: in place of the attribute.
 
         Returns:
@@ -123,9 +121,6 @@ class PackedLinear(nn.Linear):
         if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         path = paths.choose(x.device, path or self.path)
-        if path == "dense":
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return nn.functional.linear(x, self._matrix(x.dtype), bias)
         source, kind = x, decode.layout(self.qtype)
         if kind.rotated:
             source = products.rotate(x, path, kind.block) if rotated is None else rotated
@@ -134,13 +129,6 @@ class PackedLinear(nn.Linear):
             out.add_(self.bias.to(out.dtype))
         return out
 
-    def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """The decoded matrix of the path ``dense``, made at its first use and when the blocks have changed."""
-        if self._dense is None or self._dense[0].dtype != dtype or self._dense[1] is not self.weight:
-            with torch.inference_mode(False):  # it may be trained through later
-                self._dense = (self.dequantize(dtype), self.weight)
-        return self._dense[0]
-
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole matrix: (out_features, in_features) in ``dtype``."""
@@ -148,17 +136,6 @@ class PackedLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: blocks are not initialised at random, and what calls this for nn.Linear means the float matrix."""
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedLinear:
-        self._dense = None  # another device or dtype
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._dense = None
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_dense": None}
 
     def extra_repr(self) -> str:
         return (

@@ -1,8 +1,8 @@
-"""Which implementation of a product runs: ``reference``, ``triton`` or ``dense``.
+"""Which implementation of a product runs: ``reference`` or ``triton``.
 
 ``reference`` decodes a slice of the weights at a time with PyTorch's own operators and runs everywhere; ``triton``
 decodes inside one fused kernel, on a GPU (or, with ``TRITON_INTERPRET=1`` in the environment, in Triton's interpreter
-on the CPU); ``dense`` decodes the matrix once, in the dtype of the input, and keeps it.
+on the CPU).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-PATHS: Final = ("reference", "triton", "dense")
+PATHS: Final = ("reference", "triton")
 
 # Looked up once, where torch.compile does not have to follow.
 _HAS_TRITON: Final = importlib.util.find_spec("triton") is not None

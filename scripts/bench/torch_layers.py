@@ -65,13 +65,12 @@ def contenders(weight: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[Laye
     plain.weight.data.copy_(weight)
     found: dict[str, tuple[Layer, torch.Tensor, int]] = {FLOAT: (plain, plain.weight, plain.weight.nbytes)}
     default = paths.choose(device)
-    for qtype, path in ((ITQ3_S, default), (ITQ3_S, "reference"), (ITQ3_S, "dense"), (TQ2_0, default)):
+    for qtype, path in ((ITQ3_S, default), (ITQ3_S, "reference"), (TQ2_0, default)):
         if not decode.layout_for(qtype, columns).fits(columns):
             continue
         layer = PackedLinear.from_weight(weight, qtype=qtype, effort="fast").to(device)
         layer.path = path
-        size = weight.numel() * dtype.itemsize if path == "dense" else layer.weight.nbytes
-        found[f"{layer.qtype.name}, {path}"] = (layer, layer.dequantize(dtype), size)
+        found[f"{layer.qtype.name}, {path}"] = (layer, layer.dequantize(dtype), layer.weight.nbytes)
     if device.type == "cuda" and importlib.util.find_spec("bitsandbytes"):
         import bitsandbytes  # type: ignore[import-not-found]
 
@@ -93,7 +92,7 @@ def copies(layer: Layer, size: int, cache: int) -> list[Layer]:
 def seconds(layers: list[Layer], x: torch.Tensor, count: int) -> float:
     """Time of one call, over ``count`` of them, the copies in turn."""
     with torch.no_grad():
-        for layer in layers:  # tunes, makes tables and dense matrices
+        for layer in layers:  # tunes, makes tables
             layer(x)
         if x.is_cuda:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

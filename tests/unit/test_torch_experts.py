@@ -13,13 +13,11 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from gguf_itq3s.codec.types import ITQ3_S
-from gguf_itq3s.torch import PackedExperts, use_path
+from gguf_itq3s.torch import PackedExperts
 from gguf_itq3s.torch.experts import Stack
 from packed import TYPES, packed_rows
-from storage import StorageTracker
 
 EXPERTS, HIDDEN, INNER, TOKENS = 5, 512, 256, 11
-PATHS = ["reference", "dense"]
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
@@ -73,9 +71,8 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach() - b.detach()).norm() / b.detach().norm())
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
-def test_what_the_experts_compute_and_its_gradient(qtype: Type, path: str) -> None:
+def test_what_the_experts_compute_and_its_gradient(qtype: Type) -> None:
     layer = built(qtype)
     x, index, routing = routed()
     x.requires_grad_()
@@ -83,9 +80,8 @@ def test_what_the_experts_compute_and_its_gradient(qtype: Type, path: str) -> No
     weights = decoded(layer)
     expected = plain(weights, x, index, routing)
     wanted = torch.autograd.grad(expected.square().sum(), (x, routing))
-    with use_path(path):
-        y = layer(x, index, routing)
-        got = torch.autograd.grad(y.square().sum(), (x, routing))
+    y = layer(x, index, routing)
+    got = torch.autograd.grad(y.square().sum(), (x, routing))
     assert y.dtype == torch.float32 and error(y, expected) < 2e-6
     for ours, theirs in zip(got, wanted, strict=True):
         assert error(ours, theirs) < 4e-6
@@ -151,28 +147,3 @@ def test_pytorchs_ways(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.slow
-def test_no_expert_is_made_whole() -> None:
-    """On the path reference slices of one expert; on dense one expert at a time, forward and backward."""
-    experts, hidden, inner = 8, 1024, 1024
-    layer = built(ITQ3_S, experts, hidden, inner)
-    x, index, routing = routed(experts, hidden, 24)
-    one = 2 * inner * hidden * 4
-    layer(x[:1], index[:1], routing[:1])  # makes the tables
-    measured = {}
-    for path in PATHS:
-        x.requires_grad_(False)
-        with use_path(path):
-            with torch.no_grad(), StorageTracker() as tracker:
-                layer(x, index, routing)
-            x.requires_grad_()
-            with StorageTracker() as whole:
-                layer(x, index, routing).sum().backward()
-        measured[path] = tracker, whole
-    for tracker in measured["reference"]:
-        assert tracker.largest <= one / 4 and tracker.peak < one
-    forward, both = measured["dense"]
-    assert forward.largest == one and both.largest == one  # the test can fail
-    assert max(forward.peak, both.peak) < 3.5 * one < experts * one / 2  # the matrix, and a part as it is decoded

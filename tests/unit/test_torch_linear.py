@@ -75,19 +75,16 @@ def test_rotation_is_the_codecs_and_its_own_inverse(block: int, monkeypatch: pyt
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("path", ["reference", "dense"])
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize(
     ("rows", "columns", "outputs"), [(1, 256, 7), (3, 768, 33), (17, 1024, 5), (0, 256, 3), (2, 512, 1)]
 )
-def test_product_is_that_of_the_dequantized_matrix(
-    qtype: Type, rows: int, columns: int, outputs: int, path: str
-) -> None:
+def test_product_is_that_of_the_dequantized_matrix(qtype: Type, rows: int, columns: int, outputs: int) -> None:
     data = torch.from_numpy(packed_rows(qtype, outputs, columns))
     layer = PackedLinear.from_blocks(data, matrix(1, outputs)[0], qtype=qtype)
     x = matrix(rows, columns, 1)
     expected = torch.from_numpy(gguf.quants.dequantize(data.numpy(), qtype))
-    y = layer(x, path=path)
+    y = layer(x)
     assert y.dtype == torch.float32 and y.shape == (rows, outputs)
     assert_close(y - layer.bias, x, expected, 3e-6)  # the bias rounds once more
 
@@ -99,32 +96,31 @@ def test_rows_that_are_no_multiple_of_256(qtype: Type, columns: int) -> None:
     data = torch.from_numpy(packed_rows(qtype, 7, columns))
     expected = torch.from_numpy(gguf.quants.dequantize(data.numpy(), qtype))
     layer = PackedLinear.from_blocks(data, qtype=qtype)
-    for path in ("reference", "dense"):
-        x, g = matrix(3, columns, 1).requires_grad_(), matrix(3, 7, 2)
-        y = layer(x, path=path)
-        y.backward(g)
-        assert x.grad is not None
-        assert_close(y.detach(), x.detach(), expected, 2e-6)
-        assert_close(x.grad, g, expected.t(), 2e-6)
+    x, g = matrix(3, columns, 1).requires_grad_(), matrix(3, 7, 2)
+    y = layer(x)
+    y.backward(g)
+    assert x.grad is not None
+    assert_close(y.detach(), x.detach(), expected, 2e-6)
+    assert_close(x.grad, g, expected.t(), 2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
-@pytest.mark.parametrize("path", ["reference", "dense"])
-def test_half_precision(dtype: torch.dtype, tolerance: float, path: str) -> None:
+def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
     layer = PackedLinear.from_weight(matrix(65, 512))
     x = matrix(9, 512, 1).to(dtype)
-    y = layer(x, path=path)
+    y = layer(x)
     assert y.dtype == dtype
     assert_close(y, x, layer.dequantize(), tolerance)
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
-def test_gradient_is_that_of_the_dense_path(qtype: Type) -> None:
+def test_gradient_is_that_of_the_decoded_matrix(qtype: Type) -> None:
     layer = PackedLinear.from_blocks(torch.from_numpy(packed_rows(qtype, 33, 768)), qtype=qtype)
     gradients = []
-    for path in ("reference", "dense"):
+    decoded = layer.dequantize()
+    for compute in (layer, lambda x: x @ decoded.t()):
         x = matrix(2 * 3, 768, 1).view(2, 3, 768).requires_grad_()
-        layer(x, path=path).square().sum().backward()
+        compute(x).square().sum().backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4 * float(gradients[1].abs().max()))
     half = matrix(2, 768).bfloat16().requires_grad_()
@@ -195,33 +191,20 @@ def test_state_goes_through_safetensors(layer: PackedLinear, tmp_path: Path) -> 
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     other = PackedLinear(512, 9)
     x = matrix(3, 512, 1)
-    other(x, path="dense")  # must not outlive the loading
     other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
-    assert torch.equal(other(x), layer(x)) and torch.equal(other(x, path="dense"), layer(x, path="dense"))
+    assert torch.equal(other(x), layer(x))
 
 
 def test_copies_and_pickles(layer: PackedLinear) -> None:
     x = matrix(3, 512, 1)
-    y = layer(x, path="dense")
-    layer.path = "dense"
-    size = len(pickle.dumps(layer))
-    assert size < 9 * 512 * 2  # without the dense matrix
+    y = layer(x)
+    layer.path = "reference"
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), y) and other.path == "dense" and other.qtype == layer.qtype
-
-
-def test_dense_matrix_follows_the_dtype_and_the_blocks(layer: PackedLinear) -> None:
-    x = matrix(2, 512)
-    layer(x.half(), path="dense")
-    assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
-    layer.weight = torch.nn.Parameter(quantize(matrix(9, 512, 5)), requires_grad=False)
-    assert_close(layer(x, path="dense") - layer.bias, x, layer.dequantize(), 3e-6)
+        assert torch.equal(other(x), y) and other.path == "reference" and other.qtype == layer.qtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["reference", "dense"])
-def test_compiles_in_one_graph(layer: PackedLinear, path: str) -> None:
-    layer.path = path
+def test_compiles_in_one_graph(layer: PackedLinear) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = matrix(3, 512, 1).requires_grad_()
@@ -247,14 +230,8 @@ def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PackedLinear.from_weight(matrix(2, 256))
     x = matrix(1, 256)
     for bad in (lambda: layer(x, path="fast"), lambda: use_path("fast").__enter__()):
-        with pytest.raises(ValueError, match="unknown path 'fast'; use one of reference, triton, dense"):
+        with pytest.raises(ValueError, match="unknown path 'fast'; use one of reference, triton"):
             bad()
-    with use_path("dense"):
-        layer(x, path="reference")
-    assert layer._dense is not None
-    layer.float()
-    layer(x)
-    assert layer._dense is None
     monkeypatch.setattr("gguf_itq3s.torch.paths._INTERPRETED", False)
     with pytest.raises(RuntimeError, match="needs"):
         layer(x, path="triton")
