@@ -11,7 +11,6 @@ from . import __version__, upstream
 from .base.errors import report_errors
 from .calibrate import command as calibrate
 from .convert import command as convert
-from .distill import command as distill
 from .evaluate import command as evaluate
 from .inspect import contents, find_ternary, plan, verify
 from .programs import lora, metadata
@@ -23,7 +22,6 @@ from .upstream import build
 SUBCOMMANDS = (
     convert,
     calibrate,
-    distill,
     contents,
     verify,
     evaluate,

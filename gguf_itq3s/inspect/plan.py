@@ -3,8 +3,7 @@
 Shapes come from the headers of the safetensors files if those are there, else from building the model of
 ``config.json`` on torch's meta device, with the tensors that the index names. llama.cpp's conversion makes GGUF tensors
 of them as it would of the weights, and the converter's type policy says what each becomes. The mixes of llama.cpp's own
-types (``--outtype q3_k_m``) need the built library. ``--scaling`` asks the scaling laws of ternary and 16-bit models
-instead (:mod:`.scaling_plan`).
+types (``--outtype q3_k_m``) need the built library.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
 from ..checkpoint.validation import check_counts, read_json
 from ..codec.family import FAMILY
 from ..codec.types import bits_per_weight
-from . import scaling_plan
 
 #: Types of the table, by descending size.
 WEIGHT_TYPES: Final = tuple(
@@ -235,7 +233,7 @@ def text(result: Mapping[str, Any]) -> str:
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``plan``."""
     parser = subparsers.add_parser("plan", help="sizes by type, KV cache, and what fits", description=__doc__)
-    parser.add_argument("model", type=Path, nargs="?", help="Hugging Face folder; config.json and the index are enough")
+    parser.add_argument("model", type=Path, help="Hugging Face folder; config.json and the index are enough")
     parser.add_argument("--ctx", type=positive, default=4096, help="tokens of context (default: %(default)s)")
     parser.add_argument("--vram", type=report.parse_size, metavar="SIZE", help="memory there is, such as 32GiB or 24GB")
     parser.add_argument(
@@ -249,49 +247,14 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     trust.add_argument(parser)
-    scaling_plan.add_arguments(parser)
     parser.set_defaults(run=run, needs_source=True)
-
-
-def matrix_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:
-    """Weights of a checkpoint without its token embedding and output matrix, as the scaling laws count them.
-
-    Raises:
-        UserError: as :func:`read_shapes`.
-    """
-    checkpoint = open_without_weights(folder, trust_remote_code=trust_remote_code)
-    ends = ("token_embd.weight", "output.weight")
-    return sum(tensor.size for tensor in checkpoint.tensors if tensor.name not in ends)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    if args.scaling:
-        return _run_scaling(args)
-    for option in ("params", "tokens", "flops", "plot"):
-        if getattr(args, option) is not None:
-            raise UserError(f"--{option}", "asks the scaling law", "add --scaling")
-    if args.model is None:
-        raise UserError("MODEL", "is not given", "give a Hugging Face folder, or --scaling")
     result = plan(
         args.model, args.ctx, args.vram, outtypes=args.outtypes, fallback=args.fallback,
         trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     print(json.dumps(result, indent=1) if args.json else text(result))
-    return 0
-
-
-def _run_scaling(args: argparse.Namespace) -> int:
-    for option, value in (("--vram", args.vram), ("--outtype", args.outtypes or None)):
-        if value is not None:
-            raise UserError(option, "is not for --scaling", "leave one of them out")
-    parameters = args.params
-    if args.model is not None:
-        if parameters is not None:
-            raise UserError("--params", "contradicts the folder, whose parameters are counted", "give one of them")
-        parameters = matrix_parameters(args.model, trust_remote_code=args.trust_remote_code)
-    result = scaling_plan.consult(parameters, args.tokens, args.flops)
-    if args.plot is not None:
-        scaling_plan.plot(args.plot, result)
-    print(json.dumps(result, indent=1) if args.json else scaling_plan.text(result))
     return 0

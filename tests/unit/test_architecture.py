@@ -57,7 +57,7 @@ def test_the_ways_lead_through_files_that_are_there() -> None:
 
 
 def test_what_imports_torch_at_its_head() -> None:
-    """The rooms torch and calibrate, and the files of distill that compute: what the page says."""
+    """The rooms torch and calibrate: what the page says."""
     found = set()
     for path in PACKAGE.glob("*/*.py"):
         names = []
@@ -68,7 +68,7 @@ def test_what_imports_torch_at_its_head() -> None:
                 names.append(node.module or "")
         if any(name.partition(".")[0] in ("torch", "transformers") for name in names):
             found.add(path.parent.name)
-    assert found == {"torch", "distill", "calibrate"}
+    assert found == {"torch", "calibrate"}
 
 
 @pytest.mark.slow

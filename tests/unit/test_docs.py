@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from gguf_itq3s.codec.family import FAMILY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,16 +37,6 @@ def test_the_format_description() -> None:
     for row in FAMILY.values():
         assert f"| tensor type `{row.name}` | {int(row.type)} |" in page
         assert f"| file type `MOSTLY_{row.name}` in `general.file_type` | {int(row.file_type)} |" in page
-
-
-@pytest.mark.slow
-def test_picture_is_drawn(tmp_path: Path) -> None:
-    for name in ("first.svg", "second.svg"):
-        done = script("tables/format_picture.py", "--out", tmp_path / name)
-        assert done.returncode == 0, done.stderr
-    first = (tmp_path / "first.svg").read_text()
-    assert first == (tmp_path / "second.svg").read_text()
-    assert "100 bytes for 256 weights" in first
 
 
 def test_make_without_a_target_lists_the_targets() -> None:

@@ -126,5 +126,3 @@ def test_mixes_of_llama_quantize_need_the_build(llama_70b: Path, capsys: pytest.
     assert rows[-2:] == ["Q8_0", "ITQ3_S"]
     assert main(["plan", str(llama_70b), "--outtype", "q3_k_m"]) == 1
     assert f"{llama_70b}: Q3_K_M needs the built library; run make build" in capsys.readouterr().err
-    assert main(["plan", "--scaling", "--outtype", "q3_k_m"]) == 1
-    assert "--outtype: is not for --scaling" in capsys.readouterr().err

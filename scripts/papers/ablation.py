@@ -1,23 +1,40 @@
-"""Variants of the ITQ3_S block for the ablations of arXiv 2603.27914: rotation, code, scale, zero-point, sub-blocks.
+#!/usr/bin/env python3
+"""Ablations of the ITQ3_S paper (arXiv 2603.27914) on a model and its two outlier twins.
 
-Each variant is a function of weights to the weights that come back. Scales and zero-points are rounded to float16 as
-a file would hold them, so the error of a variant is the error of its bytes; only the bytes themselves are not made.
+    scripts/papers/ablation.py models/demo-llama --update scripts/papers/README.md
+
+Rotation, code, scale, zero-point and sub-blocks: each variant is a function of weights to the weights that come back.
+Scales and zero-points are rounded to float16 as a file would hold them, so the error of a variant is the error of its
+bytes; only the bytes themselves are not made. Every matrix of the blocks is replaced, embedding and output head stay.
+Results are remembered, so an interrupted study goes on where it was.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from math import erf, exp, pi, sqrt
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import positive, report_errors
 from gguf_itq3s.codec.formats import ITQ3_S_FORMAT
+from gguf_itq3s.codec.ternary import optimal_scales
 from gguf_itq3s.codec.transform import BLOCK, FloatArray, fwht_columns
 from gguf_itq3s.codec.trellis import UNGERBOECK, search
+from scripts.papers.reference import Reference, remembered, test_text
+from scripts.train.twins import make_twins
 
 #: Scale of the ternary code in units of sigma. The paper names three; the optimum of a Gaussian is the fourth.
 TERNARY_SCALES: Final = {"0.798": 0.798, "0.532": 0.532, "0.967": 0.967, "1.224": 1.224}
@@ -51,13 +68,6 @@ class Variant:
     def bits_per_weight(self) -> float:
         """3 bits, and float16 scale, zero-point and sub-block scales (the field is there whether or not it is used)."""
         return 3 + 16 * (2 + (self.sub_blocks if self.sub_blocks > 1 else 0)) / BLOCK
-
-    @property
-    def key(self) -> str:
-        """A short unique name, also used in caches."""
-        code = f"{self.code}-{self.states}" if self.code == "trellis" else self.code
-        parts = [f"fwht{self.rotation}" if self.rotation > 1 else "none", code, self.scale]
-        return " ".join([*parts, *["z"] * self.zero_point, *[f"{self.sub_blocks}s"] * (self.sub_blocks > 1)])
 
 
 @cache
@@ -107,17 +117,13 @@ def _code(y: FloatArray, variant: Variant) -> FloatArray:
     """Nearest levels of weights in units of sigma; levels in units of sigma too."""
     if variant.code == "lloyd-max":
         return _scalar_code(y, np.array(lloyd_max_levels(8), dtype=np.float32))
-    if variant.code == "trellis":
-        unit = np.float32(25.5)
-        indices, _ = search(y * unit, UNGERBOECK[variant.states], ITQ3_S_FORMAT.levels)
-        return ITQ3_S_FORMAT.level_values[indices] / unit
-    raise ValueError(f"unknown code {variant.code!r}; use ternary, lloyd-max or trellis")
+    unit = np.float32(25.5)
+    indices, _ = search(y * unit, UNGERBOECK[variant.states], ITQ3_S_FORMAT.levels)
+    return ITQ3_S_FORMAT.level_values[indices] / unit
 
 
 def _optimal_ternary_scale(x: FloatArray, groups: int) -> FloatArray:
     """The error-minimising ternary scale of each sub-block, exactly (see ``ternary.optimal_scales``)."""
-    from gguf_itq3s.codec.ternary import optimal_scales
-
     length = BLOCK // groups
     return optimal_scales(x.reshape(groups, length, -1).transpose(0, 2, 1))
 
@@ -183,17 +189,8 @@ def apply(weights: npt.ArrayLike, variant: Variant) -> FloatArray:
 
     Returns:
         float32 (rows, n).
-
-    Raises:
-        ValueError: the size does not fit, or the variant names something unknown.
     """
     matrix = np.ascontiguousarray(weights, dtype=np.float32)
-    if matrix.size % max(BLOCK, variant.rotation):
-        raise ValueError(f"{matrix.size} weights are not whole runs of {max(BLOCK, variant.rotation)}")
-    if variant.code == "ternary" and variant.scale not in (*TERNARY_SCALES, "searched"):
-        raise ValueError(f"unknown ternary scale {variant.scale!r}; use {', '.join(TERNARY_SCALES)} or searched")
-    if variant.code != "ternary" and variant.scale not in ("sigma", "refitted", "searched"):
-        raise ValueError(f"unknown scale {variant.scale!r}; use sigma, refitted or searched")
     blocks = rotate(matrix.ravel(), variant.rotation).reshape(-1, BLOCK)
     out = np.empty_like(blocks)
     for start in range(0, blocks.shape[0], _CHUNK):
@@ -250,3 +247,97 @@ TABLES: Final[dict[str, tuple[tuple[str, Variant], ...]]] = {
         ("trellis, 8 sub-blocks", Variant(sub_blocks=8)),
     ),
 }
+#: The same codes with the RMSNorm gains multiplied into the matrices first.
+FOLDED: Final = (
+    ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
+    ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
+    ("trellis, no rotation", Variant(rotation=1)),
+    ("trellis", Variant()),
+)
+
+
+def distribution(matrices: dict[str, FloatArray]) -> dict[str, list[float]]:
+    """Means over the matrices of each kind: excess kurtosis, then largest magnitude over RMS, before and after FWHT."""
+    kinds: dict[str, list[list[float]]] = {}
+    for name, weights in matrices.items():
+        pair = weights.ravel(), rotate(weights.ravel(), BLOCK)
+        largest = [float(np.abs(x).max() / np.sqrt((x.astype(np.float64) ** 2).mean())) for x in pair]
+        kinds.setdefault(name.rpartition(".")[2], []).append([*map(excess_kurtosis, pair), *largest])
+    return {kind: np.mean(rows, axis=0).tolist() for kind, rows in kinds.items()}
+
+
+class Study:
+    """The variants on one model.
+
+    Args:
+        folder: of the model.
+        chunks: windows of 512 tokens to score.
+        cache: folder of results that are there.
+    """
+
+    def __init__(self, folder: Path, chunks: int, cache: Path) -> None:
+        self.reference, self.cache = Reference(folder, test_text(), chunks), cache
+        self.own = self.reference.matrices()
+        self.digest = (chunks, *(path.read_bytes() for path in sorted(folder.glob("*.safetensors"))))
+
+    def measure(self, variant: Variant, folded: bool) -> dict[str, float]:
+        """Figures of :meth:`Reference.divergence`, and ``error``, the mean over the matrices of |W - W'|^2 / |W|^2."""
+        return dict(remembered(self.cache, partial(self._measure, variant, folded), *self.digest, variant, folded))
+
+    def _measure(self, variant: Variant, folded: bool) -> dict[str, float]:
+        gains = self.reference.norm_gains() if folded else {}
+        changed, errors = {}, []
+        for name, weights in self.own.items():
+            # A zero gain would lose its column; such a channel is dead either way.
+            gain = np.where(gains[name] == 0, np.float32(1), gains[name]) if name in gains else np.float32(1)
+            restored = apply(weights * gain, variant)
+            errors.append(relative_error(weights * gain, restored))
+            changed[name] = restored / gain
+        self.reference.set_matrices(changed)
+        return {"error": float(np.mean(errors)), **self.reference.divergence()}
+
+
+def table(studies: dict[str, Study], rows: Sequence[tuple[str, Variant]], folded: bool = False) -> str:
+    """Error, mean KL divergence and perplexity of each variant on each model."""
+    measures = (("error", "error", ".4f"), ("mean_kld", "KLD", ".4f"), ("perplexity", "PPL", ".2f"))
+    header = ["", "bits", *(f"{name}: {label}" for name in studies for _, label, _ in measures)]
+    lines = []
+    for label, variant in tqdm(rows, unit="row"):
+        found: list[dict[str, Any]] = [study.measure(variant, folded) for study in studies.values()]
+        cells = [format(figures[key], style) for figures in found for key, _, style in measures]
+        lines.append([label, f"{variant.bits_per_weight:g}", *cells])
+    return report.markdown(header, lines)
+
+
+def tables(models: dict[str, Path], chunks: int, cache: Path) -> str:
+    """Everything, as Markdown."""
+    studies = {name: Study(folder, chunks, cache) for name, folder in models.items()}
+    parts = [f"#### {title}\n\n{table(studies, rows)}" for title, rows in TABLES.items()]
+    parts.append(f"#### RMSNorm gains folded into the matrices first\n\n{table(studies, FOLDED, folded=True)}")
+    found = [distribution(study.own) for study in studies.values()]
+    fields = ("kurtosis before", "kurtosis after", "max/RMS before", "max/RMS after")
+    lines = [[kind, *(f"{value:.2f}" for model in found for value in model[kind])] for kind in found[0]]
+    header = ["", *(f"{name}: {field}" for name in models for field in fields)]
+    parts.append("#### Before and after the FWHT of 256\n\n" + report.markdown(header, lines))
+    return "\n".join(parts)
+
+
+@report_errors
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face folder of a model with Llama's names")
+    parser.add_argument("--chunks", type=positive, default=8, help="windows of 512 tokens (default: %(default)s)")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/ablation"), help="twins, results that are there")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="put the tables between their marks in this file")
+    args = parser.parse_args()
+    twins = make_twins(args.model, args.work_dir / "twins")
+    models = {"model": args.model, "weight twin": twins[0], "activation twin": twins[1]}
+    text = tables(models, args.chunks, args.work_dir / "cache")
+    print(text)
+    if args.update:
+        report.replace_section(args.update, "ablation", text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Self-distillation: training a checkpoint to the codes that a file will hold."""
