@@ -16,6 +16,7 @@ import copy
 import io
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -157,12 +158,12 @@ def main() -> int:
     text, base, log = work / "text.txt", work / "base.kld", work / "log.txt"
     text.write_text(test_text(), encoding="utf-8", newline="\n")
     tools.log_probabilities(files["f16"], text, base, args.chunks, 512, log)
-    rows, starts = [], {}
+    rows: list[list[str]] = []
+    starts: dict[str, float] = {}
     for key, row in ROWS.items():
         content = files[key].read_bytes()
-        found = remembered(
-            work, lambda file=files[key]: tools.divergence(file, base, args.chunks * 255, 512, log), content
-        )
+        score = partial(tools.divergence, files[key], base, args.chunks * 255, 512, log)
+        found = remembered(work, score, content)
         starts.setdefault(row.start, found["mean_kld"])
         ratio = f"{found['mean_kld'] / starts[row.start]:.3f}" if row.steps else ""
         rows.append([row.how, f"{found['mean_kld']:.5f} ± {found['mean_kld_error']:.5f}", ratio])

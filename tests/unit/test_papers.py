@@ -16,6 +16,7 @@ from checkpoints import NOVEL
 from gguf_itq3s.calibrate.options import CalibrationOptions
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.codec import blocks
+from gguf_itq3s.codec.ternary import TQ2_0
 from gguf_itq3s.codec.types import ITQ3_S
 from scripts.papers import ablation, coding, distill, qat, residual, scaling
 from scripts.papers.ablation import TABLES, Variant, apply, relative_error
@@ -223,7 +224,7 @@ def test_a_trained_model_is_made_of_codes(uneven: Make) -> None:
 
 def test_a_residual_pass_codes_the_error() -> None:
     weights = GAUSSIAN.reshape(-1, 1024)[:16]
-    for second, most in ((ITQ3_S, 0.00055), (residual.ternary.TQ2_0, 0.0045)):
+    for second, most in ((ITQ3_S, 0.00055), (TQ2_0, 0.0045)):
         found = residual.two_passes(weights, second, 1)
         assert relative_error(weights, found) < most
 
