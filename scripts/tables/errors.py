@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Relative squared error of types of 2 to 4 bits on random rows, as a Markdown table.
 
-    scripts/tables/errors.py                     print it
-    scripts/tables/errors.py --update README.md  put it between the marks in the file
+    scripts/tables/errors.py                         print it
+    scripts/tables/errors.py --update docs/format.md put it between the marks in the file
 
 Every type is coded by its own quantizer in the built library (``make build``), without an importance matrix (one of
 equal values where a quantizer insists on it), and decoded by gguf-py; the rows are one million weights of each
