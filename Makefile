@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 C_FILES := git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all test-unit eval real bench test-arm cuda-check hip-check vulkan-check releases mingw-check gpu-pack fuzz faults soak lint format clean distclean
+.PHONY: help setup build demo test test-all test-unit eval real bench test-arm cuda-check hip-check vulkan-check releases mingw-check gpu-pack fuzz faults lint format clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,9 +103,6 @@ fuzz: build ## try damaged data for SECONDS on kernels, encoders, loader and com
 
 faults: build ## kill conversions and calibrations ROUNDS times, fill disks, write twice
 	$(PY) -m pytest tests/faults -m long --rounds $(ROUNDS)
-
-soak: build ## one hour's worth of requests from 64 clients to llama-server, in minutes
-	$(PY) scripts/check/soak.py --json docs/results/soak.json
 
 lint: $(INSTALLED) ## check style and types
 	$(VENV)/bin/ruff check .

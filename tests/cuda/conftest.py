@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_cuda import HOPPER, TURING, Device, build, write_sources
+from emulated_cuda import HOPPER, Device, build, write_sources
 from tests.cuda.planted import FAULTS
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Devices before Turing, which take a minute each to compile, are for make test-all."""
+    """Devices before Hopper, which take a minute each to compile, are for make test-all."""
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         architecture = parameters.get("architecture")
-        if isinstance(architecture, int) and architecture < TURING:
+        if isinstance(architecture, int) and architecture < HOPPER:
             item.add_marker("long")
 
 

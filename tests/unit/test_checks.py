@@ -1,4 +1,4 @@
-"""scripts/check/releases.py and mingw.py: what they print, and what they say where they cannot work."""
+"""Scripts that check what the tests cannot: the patches on releases of llama.cpp, other compilers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gguf_itq3s import upstream
-from scripts.check import mingw, releases
+from scripts.check import cuda as cuda_check
+from scripts.check import hip, mingw, releases
 
 PAGE = releases.ROOT / "docs" / "platforms.md"
 
@@ -41,20 +42,6 @@ def test_left_out_and_failed_patches_are_told_apart() -> None:
     assert len(rows) == 3 + len(names)  # no row of demos that were not run
 
 
-@pytest.mark.parametrize(("ci", "code"), [("", releases.SKIPPED), ("true", 1)])
-def test_without_the_sources(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ci: str, code: int
-) -> None:
-    def refuse(release: upstream.Release) -> Path:
-        raise upstream.FetchError(f"no {release.name}")
-
-    monkeypatch.setattr(upstream, "fetch_release", refuse)
-    monkeypatch.setenv("CI", ci)
-    monkeypatch.setattr(sys, "argv", ["releases.py"])
-    assert releases.main() == code
-    assert capsys.readouterr().err == "0.3.34: no llama_cpp_python-0.3.34\n"
-
-
 def test_a_required_patch_that_does_not_apply_is_named(tmp_path: Path) -> None:
     source = tmp_path / "llama.cpp" / "ggml" / "src"
     source.mkdir(parents=True)
@@ -72,17 +59,37 @@ def test_mingw_finds_warnings_in_our_files_alone() -> None:
     assert mingw.complaints(log, {"itq-quantize.c"}) == [log.splitlines()[0]]
 
 
-def test_mingw_without_a_compiler(
+def test_without_a_compiler_it_is_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["mingw.py", "--work", str(tmp_path / "work")])
-    assert mingw.main() == mingw.SKIPPED
-    assert capsys.readouterr().err.startswith("skipped: x86_64-w64-mingw32-gcc-posix, ")
+    monkeypatch.setattr(hip, "compilers", list)
+    monkeypatch.setattr(sys, "argv", ["hip.py", "--work", str(tmp_path / "work")])
+    assert hip.main() == hip.SKIPPED
+    assert capsys.readouterr().out == f"skipped: no clang 17 or newer with headers of HIP; install {hip.PACKAGES}\n"
     assert not (tmp_path / "work").exists()
 
 
-def test_mingw_reports_what_does_not_compile() -> None:
-    with pytest.raises(mingw.CheckError, match=r"failed:\nerror: here"):
-        mingw.called([sys.executable, "-c", "print('fine\\nerror: here'); raise SystemExit(1)"])
-    assert mingw.called([sys.executable, "-c", "print('fine')"]) == "fine\n"
+def test_a_file_is_compiled_again_when_what_it_includes_has_changed(tmp_path: Path) -> None:
+    files = {
+        "ggml/src/ggml-cuda/a.cu": '#include "a.cuh"\n',
+        "ggml/src/ggml-cuda/b.cu": '#  include "ggml-cuda/b.cuh"\n#include <a.cuh>\n',
+        "ggml/src/ggml-cuda/a.cuh": '#if 0\n#include "../c.h"\n#endif\n#include "absent.h"\n',
+        "ggml/src/ggml-cuda/b.cuh": '#include "ggml.h"\n#include "b.cuh"\n',
+        "ggml/src/c.h": "",
+        "ggml/include/ggml.h": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def keys() -> list[str]:
+        return [cuda_check.source_key(tmp_path, name, ["-O3"], "13.0") for name in ("a.cu", "b.cu")]
+
+    reached = {"a.cu": 0, "a.cuh": 0, "c.h": 0, "b.cu": 1, "b.cuh": 1, "ggml.h": 1}
+    for name in files:
+        before = keys()
+        with (tmp_path / name).open("a") as file:
+            file.write("// another line\n")
+        changed = [old != new for old, new in zip(before, keys(), strict=True)]
+        assert changed == [n == reached[Path(name).name] for n in range(2)], name
+    assert cuda_check.source_key(tmp_path, "a.cu", ["-O2"], "13.0") != keys()[0]
