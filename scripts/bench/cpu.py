@@ -67,9 +67,12 @@ MEMORY: Final = 256 << 20, 4
 #: Columns of the page's table: tests, and what they measure.
 SHOWN: Final = {
     "generation": "generation, tokens/s", "generation_all": "all cores", "mapped": "mapped, --repack 0",
-    "prompt_4": "4 tokens together, tokens/s", "prompt_512": "prompt of 512", "prompt_512_all": "all cores",
-    "products_1": "product, 1 column, G/s", "products_4": "4 columns", "products_512": "512 columns",
+    "prompt_4": "4 tokens together", "prompt_512": "prompt of 512", "products_1": "product, 1 column, G/s",
 }  # fmt: skip
+#: Measured, and not in the table.
+UNSHOWN: Final = {"F16", "Q8_0"} | {
+    f"{name} (AVX2)" for name in ("TQ2_0", "TQ1_0", "IQ3_XXS", "IQ4_XS", "IQ4_NL", "Q2_K")
+}
 #: What may not be lost: test, numerator, denominator, least ratio; in the build as it is and in that for AVX2.
 TARGETS: Final = (
     ("generation", "ITQ3_S", "Q4_K", 1.25, 1.25), ("generation", "ITQ3_S", "Q3_K", 1.6, 1.8),
@@ -301,7 +304,7 @@ def median(file: Mapping[str, Any], test: str, name: str) -> float | None:
 
 def speeds(file: Mapping[str, Any], tests: Mapping[str, str]) -> str:
     """A row a type, in brackets its build: speeds, and the ratios to Q4_K in the same build."""
-    names = dict.fromkeys(name for test in tests for name in file["samples"].get(test, {}))
+    names = dict.fromkeys(name for test in tests for name in file["samples"].get(test, {}) if name not in UNSHOWN)
     rows = []
     for name in sorted(names, key=lambda name: name.partition(" (")[2]):
         row = [name]
