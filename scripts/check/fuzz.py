@@ -70,7 +70,6 @@ PARTS = [
         "decode", "decoding any bytes as the trellis types, TQ1_0, TQ2_0, against the format's text",
         {"blocks": "blocks"},
     ),
-    Part("dot", "`vec_dot` of this processor against the portable C and float64", {"blocks": "blocks"}),
     Part(
         "mul-mat", "products of 1 to 300 columns and 1 to 600 rows against `vec_dot`, their kernels against portable C",
         {"elements": "elements"},
