@@ -33,6 +33,7 @@ from typing import Final, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gguf_itq3s import upstream
+from gguf_itq3s.codec.family import FAMILY
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FIGURES: Final = ROOT / "docs" / "results" / "cuda_sass.json"
@@ -50,7 +51,7 @@ FLAGS: Final = [
 NVDISASM: Final = "13.5.37"
 #: More instructions than before by more than this are refused.
 TOLERANCE: Final = 0.03
-TYPES: Final = {500: "ITQ3_S", 502: "ITQ2_S", 503: "ITQ3_N", 504: "ITQ2_N", 34: "TQ1_0", 35: "TQ2_0"}
+TYPES: Final = {int(row.type): row.name for row in FAMILY.values()} | {34: "TQ1_0", 35: "TQ2_0"}
 #: Kernels that are ours alone; those of upstream's are ours that have one of our types among their arguments.
 OWN: Final = re.compile(r"itq|q8_1x4|q8_n_h|dequantize_rows_(?:256|64)|get_rows_64")
 #: Whose machine code is counted besides: upstream's kernel around our vec_dot, without its variants.

@@ -320,7 +320,7 @@ def test_quantize_short_blocks_for_mmq(device: Device, with_ids: bool, nblocks: 
         np.testing.assert_array_equal(scales, np.repeat(d[..., None], 2, axis=-1))
 
 
-@pytest.mark.parametrize("name", ["itq3_s", "itq2_n"])
+@pytest.mark.parametrize("name", [LONG_BLOCKS[0], SHORT_BLOCKS[-1]])
 def test_quantize_and_scatter_for_mmq(device: Device, name: str) -> None:
     """Mixture of experts: a token is quantized once and copied to the rows of its experts."""
     ne00, padded, tokens, used, length = 2 * BLOCK, 2 * BLOCK, 3, 2, LENGTHS[name]

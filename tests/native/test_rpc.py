@@ -48,9 +48,8 @@ def server(log: Path) -> Iterator[str]:
 
 def text(model: Path, *options: str) -> tuple[str, str]:
     """Greedy continuation of the prompt by the tools with RPC, and what they log."""
-    done = llama.run_program(
-        llama.BIN / "llama-completion", "-m", model, "-p", PROMPT, "-n", "48", "-no-cnv", "--temp", "0", "-t", "1", *options
-    )  # fmt: skip
+    greedy = ("-p", PROMPT, "-n", "48", "-no-cnv", "--temp", "0", "-t", "1")
+    done = llama.run("llama-completion", "-m", model, *greedy, *options)
     return done.stdout.strip(), done.stderr
 
 

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EMULATE = ROOT / "tests" / "cuda" / "emulate"
 SOURCES = ROOT / "ggml-patch" / "src" / "cuda"
 
-#: Our types; their places are their numbers in the C interfaces.
-TYPES = ("itq3_s", "tq1_0", "tq2_0", "itq2_s", "itq3_n", "itq2_n")
+#: Our types; their places are their numbers in the C interfaces (emulate/device.h).
+TYPES = (*(row.identifier for row in FAMILY.values()), "tq1_0", "tq2_0")
 #: Weights of a block.
 LENGTHS = dict.fromkeys(TYPES, 256) | {row.identifier: row.format.block for row in FAMILY.values()}
 #: Those whose blocks are rotated.

@@ -9,6 +9,7 @@
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
+#include "ggml-itq-types.h"
 #include "ggml.h"
 
 #include <cmath>
@@ -476,8 +477,8 @@ int main(int argc, char ** argv) {
         large(backend, GGML_TYPE_ITQ3_S, 9);
         large(backend, GGML_TYPE_ITQ2_S, 1);
     } else {
-        for (const ggml_type type : { GGML_TYPE_ITQ3_S, GGML_TYPE_ITQ2_S, GGML_TYPE_ITQ3_N, GGML_TYPE_ITQ2_N,
-                                      GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 }) {
+#define OWN_TYPE(NAME, ...) GGML_TYPE_##NAME,
+        for (const ggml_type type : { ITQ_TYPES(OWN_TYPE) GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 }) {
             const bool rotated = type != GGML_TYPE_TQ1_0 && type != GGML_TYPE_TQ2_0;
             for (const int64_t n : columns) {
                 in_turn(backend, type, n);

@@ -29,6 +29,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from gguf_itq3s.codec.family import FAMILY  # noqa: E402
 from scripts.check import cuda as cuda_check  # noqa: E402
 
 SKIPPED: Final = 77
@@ -46,8 +47,9 @@ OPTIONS: Final = (
 )  # fmt: skip
 TARGETS: Final = ("test-backend-ops", "llama-perplexity", "llama-completion")
 #: Types of weights that the check meets: ours, a stranger, and what the model has beside them.
-TYPES: Final = "F32 F16 BF16 ITQ3_S ITQ2_S ITQ3_N ITQ2_N TQ1_0 TQ2_0 Q4_K Q6_K Q8_0 IQ4_NL"
-OURS: Final = "itq3_s|itq2_s|itq3_n|itq2_n|tq1_0|tq2_0"
+OUR_TYPES: Final = (*(row.name for row in FAMILY.values()), "TQ1_0", "TQ2_0")
+TYPES: Final = " ".join(("F32", "F16", "BF16", *OUR_TYPES, "Q4_K", "Q6_K", "Q8_0", "IQ4_NL"))
+OURS: Final = "|".join(OUR_TYPES).lower()
 INTEGERS: Final = {"GGML_VK_FORCE_INTEGER_DOT": "1", "GGML_VK_FORCE_MMVQ": "1"}
 #: Name -> what it sets. Upstream's products of integers by expert are wrong with subgroups of 8, for every type.
 CONFIGURATIONS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -136,9 +138,9 @@ def compile_traps(tree: Path, programs: Path) -> Path:
     """tests/vulkan/traps.cpp, without a warning."""
     program = programs / "traps"
     said = called(
-        ["c++", "-std=c++17", "-O2", "-Wall", "-Wextra", f"-I{tree / 'ggml' / 'include'}",
-         ROOT / "tests" / "vulkan" / "traps.cpp", "-o", program, f"-L{programs}", f"-Wl,-rpath,{programs}", "-lggml",
-         "-lggml-base", "-lggml-cpu"]
+        ["c++", "-std=c++17", "-O2", "-Wall", "-Wextra", f"-I{tree / 'ggml' / 'include'}", "-isystem",
+         tree / "ggml" / "src", ROOT / "tests" / "vulkan" / "traps.cpp", "-o", program, f"-L{programs}",
+         f"-Wl,-rpath,{programs}", "-lggml", "-lggml-base", "-lggml-cpu"]
     )  # fmt: skip
     if "warning" in said:
         raise CheckError(f"warnings in tests/vulkan/traps.cpp:\n{said}")

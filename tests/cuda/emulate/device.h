@@ -3,10 +3,11 @@
 #pragma once
 
 #include "common.cuh"
+#include "ggml-itq-types.h"
 
-// Their numbers in the C interfaces.
-static const ggml_type emulate_types[] = { GGML_TYPE_ITQ3_S, GGML_TYPE_TQ1_0,  GGML_TYPE_TQ2_0,
-                                           GGML_TYPE_ITQ2_S, GGML_TYPE_ITQ3_N, GGML_TYPE_ITQ2_N };
+// Their places are their numbers in the C interfaces.
+#define EMULATE_TYPE(NAME, ...) GGML_TYPE_##NAME,
+static const ggml_type emulate_types[] = { ITQ_TYPES(EMULATE_TYPE) GGML_TYPE_TQ1_0, GGML_TYPE_TQ2_0 };
 
 static inline bool emulate_is_ours(const ggml_type type) {
     return std::find(std::begin(emulate_types), std::end(emulate_types), type) != std::end(emulate_types);

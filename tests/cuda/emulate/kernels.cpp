@@ -2,19 +2,29 @@
 
 #include "common.cuh"
 #include "convert.cuh"
+#include "device.h"
 #include "itq-convert.cuh"
 #include "itq-vecdot.cuh"
 
-// type: 0 ITQ3_S, 1 TQ1_0, 2 TQ2_0, 3 ITQ2_S, 4 ITQ3_N, 5 ITQ2_N. dst: 0 float, 1 half, 2 bfloat16.
+#define FUNCTION_OF_TYPE(NAME, name, ...) \
+    case GGML_TYPE_##NAME:                \
+        return OF_TYPE(NAME, name);
+
+// dst: 0 float, 1 half, 2 bfloat16.
+template <typename dst_t> static auto conversion(const ggml_type type) -> decltype(&dequantize_tq1_0_nc_cuda<dst_t>) {
+#define OF_TYPE(NAME, name) dequantize_##name##_nc_cuda<dst_t>
+    switch (type) {
+        ITQ_TYPES(FUNCTION_OF_TYPE)
+        FUNCTION_OF_TYPE(TQ1_0, tq1_0)
+        FUNCTION_OF_TYPE(TQ2_0, tq2_0)
+        default:
+            abort();
+    }
+#undef OF_TYPE
+}
 template <typename dst_t>
 static void dequantize(const int type, const void * x, void * y, const int64_t * ne, const int64_t * s) {
-    const auto convert = type == 0   ? dequantize_itq3_s_nc_cuda<dst_t>
-                         : type == 1 ? dequantize_tq1_0_nc_cuda<dst_t>
-                         : type == 2 ? dequantize_tq2_0_nc_cuda<dst_t>
-                         : type == 3 ? dequantize_itq2_s_nc_cuda<dst_t>
-                         : type == 4 ? dequantize_itq3_n_nc_cuda<dst_t>
-                                     : dequantize_itq2_n_nc_cuda<dst_t>;
-    convert(x, (dst_t *) y, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
+    conversion<dst_t>(emulate_types[type])(x, (dst_t *) y, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
 }
 extern "C" void emulate_dequantize(const int type, const int dst, const void * x, void * y, const int64_t * ne,
                                    const int64_t * s) {
@@ -37,21 +47,37 @@ extern "C" void emulate_dequantize(const int type, const int dst, const void * x
 // rows, of the numbers and of the result.
 extern "C" void emulate_get_rows(const int type, const void * x, const int32_t * ids, float * y, const int64_t * ne,
                                  const int64_t * nb) {
-    const auto get_rows = type == 4 ? get_rows_64_cuda<float, dequantize_itq3_n<float>>
-                                    : get_rows_64_cuda<float, dequantize_itq2_n<float>>;
-    get_rows(x, ids, y, ne[0], nb[0], nb[1], nb[2], ne[1], ne[2], ne[3], nb[3], nb[4], nb[5], nb[6], nb[7], nb[8],
-             nullptr);
+#define GET_ROWS(NAME, name, ...)                                                                                     \
+    case GGML_TYPE_##NAME:                                                                                            \
+        get_rows_64_cuda<float, dequantize_##name<float>>(x, ids, y, ne[0], nb[0], nb[1], nb[2], ne[1], ne[2], ne[3], \
+                                                          nb[3], nb[4], nb[5], nb[6], nb[7], nb[8], nullptr);         \
+        break;
+    switch (emulate_types[type]) {
+        ITQ_TYPES_64(GET_ROWS)
+        default:
+            abort();
+    }
+}
+
+static auto vec_dot_of(const ggml_type type) -> decltype(&vec_dot_tq1_0_q8_1) {
+    switch (type) {
+#define OF_TYPE(NAME, name) vec_dot_##name##_q8_1
+        ITQ_TYPES_256(FUNCTION_OF_TYPE)
+        FUNCTION_OF_TYPE(TQ1_0, tq1_0)
+        FUNCTION_OF_TYPE(TQ2_0, tq2_0)
+#undef OF_TYPE
+#define OF_TYPE(NAME, name) vec_dot_itq_n_q8_1<GGML_TYPE_##NAME>
+        ITQ_TYPES_64(FUNCTION_OF_TYPE)
+#undef OF_TYPE
+        default:
+            abort();
+    }
 }
 
 // A row of weights times activations as MMVQ splits it over lanes: the lanes' sums are added.
 extern "C" float emulate_vec_dot(const int type, const void * x, const void * y, const int nblocks, const int kbx0) {
-    const auto vec_dot      = type == 0   ? vec_dot_itq3_s_q8_1
-                              : type == 1 ? vec_dot_tq1_0_q8_1
-                              : type == 2 ? vec_dot_tq2_0_q8_1
-                              : type == 3 ? vec_dot_itq2_s_q8_1
-                              : type == 4 ? vec_dot_itq_n_q8_1<GGML_TYPE_ITQ3_N>
-                                          : vec_dot_itq_n_q8_1<GGML_TYPE_ITQ2_N>;
-    const bool short_blocks = type >= 4;
+    const auto vec_dot      = vec_dot_of(emulate_types[type]);
+    const bool short_blocks = ggml_blck_size(emulate_types[type]) == 64;
     const int  qk = short_blocks ? 64 : QK_K, qi = qk / 16;
     const int  vdr = short_blocks ? VDR_ITQ_N_Q8_1_MMVQ : VDR_ITQ3_S_Q8_1_MMVQ;
     float      sum = 0.0f;
