@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 # Processes that run the test files; each takes about a core and two GiB.
 TEST_WORKERS ?= 2
 EVAL_ARGS ?=
-# The model of make real: a name that scripts/tables/real.py knows, a Hugging Face folder, or hf:organisation/name.
+# The model of make real: a name that scripts/eval/real.py knows, a Hugging Face folder, or hf:organisation/name.
 REAL_MODEL ?= qwen2.5-coder-1.5b
 REAL_ARGS ?=
 # Seconds of make fuzz in all, kills of each kind of make faults.
@@ -69,10 +69,10 @@ test-unit: $(INSTALLED) ## run the tests that need no build, but for the slow on
 	@$(PY) -m pytest tests/unit --durations 10 $(PYTEST_ARGS)
 
 eval: build ## compare all types on the bundled model and its twins: KL divergence, perplexity, sizes
-	$(PY) scripts/tables/evaluation.py models/demo-llama $(EVAL_ARGS)
+	$(PY) scripts/eval/bundled.py models/demo-llama $(EVAL_ARGS)
 
 real: build ## compare types on a real model, REAL_MODEL; REAL_ARGS=--quick takes six rows
-	$(PY) scripts/tables/real.py $(REAL_MODEL) $(REAL_ARGS)
+	$(PY) scripts/eval/real.py $(REAL_MODEL) $(REAL_ARGS)
 
 bench: build ## measure the CPU kernels beside llama.cpp's types
 	$(PY) scripts/bench/cpu.py $(BENCH_ARGS)

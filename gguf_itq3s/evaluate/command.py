@@ -1,4 +1,4 @@
-"""The command ``gguf-itq3s eval``: compare quantization types on a text, with a table, JSON and plots."""
+"""The command ``gguf-itq3s eval``: compare quantization types on a text, with a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any, Final
 
 from .. import upstream
 from ..base import report
-from ..base.errors import positive
+from ..base.errors import UserError, positive
 from ..checkpoint import trust
 from ..codec import native
-from . import plots
-from .rows import kv_rows, weight_rows
-from .runner import Settings, evaluate, hash_of, write_json
+from . import tables, wikitext
+from .engine import Evaluation, Result, Settings, Text, chosen, hash_of, write_json
+from .rows import Row, kv_rows, weight_rows
 
 DESCRIPTION: Final = (
     "Quantize a model to every type and compare each file with F16: KL divergence, which is the main figure, and "
     "perplexity. Results are cached by all that decides them; an interrupted evaluation goes on where it was."
 )
+#: What ``--quick`` takes.
+QUICK: Final = ("f16", "q4_k_m-imatrix", "q3_k-pure", "iq3_s-pure", "itq3_s-pure", "convert-pure-sequential")
+WINDOWS: Final = 32
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,16 +36,16 @@ def add_parser(subparsers: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, on any parser."""
     parser.add_argument("model", type=Path, help="Hugging Face folder, or an F16 GGUF file")
-    parser.add_argument("--out", type=Path, help="folder for table, JSON and plots (default: the work folder)")
+    parser.add_argument("--out", type=Path, help="folder for table, JSON and picture (default: the work folder)")
     parser.add_argument(
         "--work-dir", type=Path, default=upstream.cache_dir() / "eval", help="cached results (default: %(default)s)"
     )
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
+    parser.add_argument("--quick", action="store_true", help=f"six rows: {' '.join(QUICK)}")
     parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")
     parser.add_argument(
-        "--chunks", type=int, default=Settings.chunks,
-        help="windows to score, -1 for the whole text (default: %(default)s)",
-    )  # fmt: skip
+        "--chunks", type=int, default=WINDOWS, help="windows to score, -1 for the whole text (default: %(default)s)"
+    )
     parser.add_argument(
         "--ctx", type=positive, default=Settings.context, help="tokens of a window (default: %(default)s)"
     )
@@ -63,48 +66,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from parsed options; every model has its own folder for files, named by its path."""
     work = args.work_dir / f"{args.model.name}-{hash_of(str(args.model.resolve()))[:8]}"
+    text = Text(wikitext.read(args.text or wikitext.test_path()), args.chunks, args.text)
+    try:
+        training: str | None = wikitext.read(args.training_text or wikitext.training_path())
+    except UserError:  # without WikiText-2, a text of the user's own is scored all the same
+        if args.text is None or args.training_text is not None:
+            raise
+        training = None
     return Settings(
-        args.model, work, tuple(args.rows), args.chunks, args.ctx, args.threads, args.keep, args.text,
-        args.training_text, trust_remote_code=args.trust_remote_code,
+        args.model, work, {args.text.name if args.text else "WikiText-2 test": text}, training, context=args.ctx,
+        threads=args.threads, keep=args.keep, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
+
+
+def evaluate(args: argparse.Namespace, settings: Settings) -> dict[str, list[Result]]:
+    """The two tables, or of them the rows that were asked for."""
+    groups: Mapping[str, Sequence[Row]] = {"weights": weight_rows(), "KV cache": kv_rows()}
+    wanted = chosen([row for rows in groups.values() for row in rows], args.rows or (QUICK if args.quick else ()))
+    results = {row["key"]: row for row in Evaluation(settings).run(wanted)}
+    found = {title: [results[row.key] for row in rows if row.key in results] for title, rows in groups.items()}
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def facts_of(settings: Settings, results: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
+    """What ``eval.json`` holds: the figures of a row beside what it is."""
+    (text,) = settings.texts
+    flat = {
+        title: [
+            {**{k: v for k, v in row.items() if k not in ("made", "texts")}, **row["made"], **row["texts"][text]}
+            for row in rows
+        ]
+        for title, rows in results.items()
+    }
+    return {"model": settings.model.name, "text": text, "context": settings.context, "tables": flat}
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    weights, caches = weight_rows(), kv_rows()
     if args.list_rows:
-        for row in [*weights, *caches]:
-            print(f"{row.key:32} {row.label:8} {row.how}")
+        for row in [*weight_rows(), *kv_rows()]:
+            print(f"{row.key:32} {row.type:8} {row.how}")
         return 0
     report.require_matplotlib()
     settings = settings_of(args)
-    results = evaluate(settings, {"weights": weights, "KV cache": caches})
+    results = evaluate(args, settings)
     out = args.out or settings.work
     out.mkdir(parents=True, exist_ok=True)
-    tables = "\n".join(f"#### {title}\n\n{results_table(rows)}" for title, rows in results.items())
-    (out / "eval.md").write_text(tables, encoding="utf-8")
-    text = settings.text.name if settings.text else "WikiText-2 test"
-    facts = {"model": settings.model.name, "text": text, "context": settings.context, "tables": results}
-    write_json(out / "eval.json", facts)
-    if results.get("weights"):
-        plots.pareto(results["weights"], "mean_kld", out / "eval_kld.png")
-        plots.pareto(results["weights"], "perplexity", out / "eval_perplexity.png")
-    print(tables)
-    print(f"table, JSON and plots are in {out}", file=sys.stderr)
+    page = "\n".join(f"#### {title}\n\n{tables.quality(rows)}" for title, rows in results.items())
+    (out / "eval.md").write_text(page, encoding="utf-8")
+    write_json(out / "eval.json", facts_of(settings, results))
+    tables.picture(
+        {"bits per weight of the matrices": results.get("weights", [])}, args.model.name, out / "eval_kld.png"
+    )
+    print(page)
+    print(f"table, JSON and picture are in {out}", file=sys.stderr)
     return 0
-
-
-def results_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The table of a group of rows, by descending size of the file, then by KL divergence."""
-    columns = [
-        "type", "made", "bits/w, file", "bits/w, matrices", "MiB", "PPL", "mean KLD", "99% KLD", "same top, %", "row",
-    ]  # fmt: skip
-    lines = [
-        [r["type"], r["how"], f"{r['file_bits']:.3f}", f"{r['tensor_bits']:.3f}", f"{r['bytes'] / 2**20:.2f}",
-         f"{r['perplexity']:.2f} ± {r['perplexity_error']:.2f}",
-         f"{round(r['mean_kld'], 5) + 0.0:.5f} ± {r['mean_kld_error']:.5f}",  # no minus before a zero
-         f"{r['kld_99']:.4f} ± {r['kld_99_error']:.4f}",
-         f"{100 * r['same_top']:.2f} ± {100 * r['same_top_error']:.2f}", f"`{r['key']}`"]
-        for r in sorted(results, key=lambda r: (-r["file_bits"], r["mean_kld"]))
-    ]  # fmt: skip
-    return report.markdown(columns, lines, left=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import struct
@@ -26,7 +25,6 @@ _PAIRS = {
 #: A line for each window: its number, perplexity, its logarithm over the base's, then the mean KLD so far.
 _WINDOW = re.compile(rf"^ *(\d+) +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±", re.M)
 _TOO_SHORT = re.compile(r"you need at least (\d+) tokens")
-_QUANTILES = {q: re.compile(rf"^{re.escape(q)}%   KLD:\s*{_NUMBER}", re.M) for q in ("99.9", "99.0", "95.0")}
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,10 @@ class Tools:
         return cls(folder, threads)
 
     def digest(self) -> str:
-        """Hash of the tools and their libraries: results made with others are not reused."""
+        """Hash of what the tools were built from, or of their own bytes: results made with others are not reused."""
         digest = hashlib.sha256()
+        if (said := self.folder / "build.txt").is_file():
+            return hashlib.sha256(said.read_bytes()).hexdigest()
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and (path.name.startswith("llama-") or ".so" in path.name or ".dylib" in path.name):
                 digest.update(path.name.encode() + path.read_bytes())
@@ -119,32 +119,28 @@ class Tools:
         return count
 
     def divergence(
-        self, model: Path, base: Path, tokens: int, context: int, log: Path,
+        self, model: Path, base: Path, context: int, log: Path,
         runtime: Sequence[str] = (), environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """KL divergence of a model from the log-probabilities in ``base``; see :func:`parse_divergence`."""
         arguments = ["-m", model, "-c", context, "-t", self.threads, "--kl-divergence", "--kl-divergence-base", base]
         printed = self.run("llama-perplexity", [*arguments, *runtime], log, environment)
         try:
-            return parse_divergence(printed, tokens)
+            return parse_divergence(printed)
         except ValueError as error:
             remedy = "run the command again; the file holds all it printed"
             raise UserError(log, f"llama-perplexity: {error}", remedy) from error
 
 
-def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
+def parse_divergence(text: str) -> dict[str, Any]:
     """Figures of ``llama-perplexity --kl-divergence``.
-
-    The perplexity is the quantized model's own. The tool prints no standard error of the 99% quantile; it is
-    ``sqrt(p (1 - p) / n) / f`` with the density f of an exponential tail through the 95% and 99.9% quantiles.
 
     Args:
         text: what the tool printed.
-        tokens: scored tokens.
 
     Returns:
-        ``perplexity``, ``mean_kld`` (nats), ``kld_99``, ``same_top`` (a share), each with ``_error``; ``windows``, the
-        mean KLD of each window, out of the running means that the tool prints.
+        ``perplexity``, the quantized model's own, ``mean_kld`` (nats), ``same_top`` (a share), each with ``_error``;
+        ``windows``, the mean KLD of each window, out of the running means that the tool prints.
 
     Raises:
         ValueError: a figure or a window is missing.
@@ -155,14 +151,6 @@ def parse_divergence(text: str, tokens: int) -> dict[str, Any]:
             raise ValueError(f"printed no {key}")
         unit = 0.01 if key == "same_top" else 1.0
         result[key], result[f"{key}_error"] = unit * float(found[1]), unit * float(found[2])
-    quantiles = {}
-    for name, pattern in _QUANTILES.items():
-        if not (found := pattern.search(text)):
-            raise ValueError(f"printed no {name}% KLD")
-        quantiles[name] = float(found[1])
-    tail = (quantiles["99.9"] - quantiles["95.0"]) / math.log(0.05 / 0.001)
-    result["kld_99"] = quantiles["99.0"]
-    result["kld_99_error"] = math.sqrt(0.99 * 0.01 / tokens) * tail / 0.01
     sums = [0.0]
     for number, found in enumerate(_WINDOW.finditer(text), 1):
         if int(found[1]) != number:

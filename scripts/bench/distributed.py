@@ -36,8 +36,8 @@ from gguf_itq3s.calibrate.run import Sequential
 from gguf_itq3s.codec.native import processors
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert_together
-from gguf_itq3s.evaluate.ratio import paired
-from gguf_itq3s.evaluate.tools import Tools, base_chunks
+from gguf_itq3s.evaluate.tables import paired
+from gguf_itq3s.evaluate.tools import Tools
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "docs" / "results"
@@ -138,8 +138,7 @@ def divergence(model: Path, base: Path, context: int) -> dict[str, Any]:
         base: logits of the original.
         context: length of their windows.
     """
-    tokens = base_chunks(base) * (context - 1 - context // 2)
-    found = Tools.find(processors()).divergence(model, base, tokens, context, model.with_suffix(".log"))
+    found = Tools.find(processors()).divergence(model, base, context, model.with_suffix(".log"))
     return {key: found[key] for key in ("mean_kld", "mean_kld_error", "windows")}
 
 

@@ -162,7 +162,7 @@ def main() -> int:
     starts: dict[str, float] = {}
     for key, row in ROWS.items():
         content = files[key].read_bytes()
-        score = partial(tools.divergence, files[key], base, args.chunks * 255, 512, log)
+        score = partial(tools.divergence, files[key], base, 512, log)
         found = remembered(work, score, content)
         starts.setdefault(row.start, found["mean_kld"])
         ratio = f"{found['mean_kld'] / starts[row.start]:.3f}" if row.steps else ""

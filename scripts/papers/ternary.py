@@ -53,7 +53,7 @@ def main() -> int:
         done = convert(ConvertOptions.of(args.model / folder, path, **options), io.StringIO())
         if number < 2:  # what the file itself, and then what those of the ternary model are compared with
             tools.log_probabilities(path, text, base, args.chunks, 512, log)
-        found = tools.divergence(path, base, args.chunks * 255, 512, log)
+        found = tools.divergence(path, base, 512, log)
         whole, reference = whole or found["perplexity"], found["perplexity"] if number == 1 else reference
         bits = 8 * path.stat().st_size / sum(row.weights for row in done.rows)
         figures = [f"{found['mean_kld']:.6f}", f"{100 * found['same_top']:.2f}"] if number else ["", ""]

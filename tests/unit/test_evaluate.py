@@ -1,7 +1,8 @@
-"""The evaluation: reading llama-perplexity, rows, caching, report; and two rows on the bundled model."""
+"""The evaluation: reading llama-perplexity, rows, what is remembered, tables, texts."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gguf_itq3s
 import llama
-from gguf_itq3s.base import report
+from gguf_itq3s.base import journal, report
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import main
-from gguf_itq3s.evaluate import command, plots, ratio, runner, tools, wikitext
+from gguf_itq3s.evaluate import command, engine, tables, tools, wikitext
 from gguf_itq3s.evaluate.rows import Row, kv_rows, weight_rows
 
 PRINTED = """
@@ -38,27 +40,19 @@ Same top p: 78.591 ± 0.454 %
 
 
 def test_parse_divergence() -> None:
-    found = tools.parse_divergence(PRINTED, 8160)
+    found = tools.parse_divergence(PRINTED)
     assert found["perplexity"] == 135.78874 and found["perplexity_error"] == 4.830178
     assert found["mean_kld"] == 0.072599 and found["mean_kld_error"] == 0.000671
     assert found["windows"] == [0.07, 0.0752]
-    assert found["kld_99"] == 0.303486
     assert found["same_top"] == pytest.approx(0.78591) and found["same_top_error"] == pytest.approx(0.00454)
-    # sqrt(0.99 * 0.01 / 8160) / f, f = 0.01 / ((0.510132 - 0.186819) / ln 50)
-    assert found["kld_99_error"] == pytest.approx(0.00910, abs=1e-4)
 
 
-@pytest.mark.parametrize("line", ["Mean    KLD", "Same top p", "99.0%   KLD", "Mean PPL(Q)", "   "])
-def test_missing_figures_are_errors(line: str) -> None:
+@pytest.mark.parametrize("line", ["Mean    KLD", "Same top p", "Mean PPL(Q)", "   ", "   1"])
+def test_missing_figures_are_errors(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith(line))
-    with pytest.raises(ValueError, match="printed no"):
-        tools.parse_divergence(text, 100)
-
-
-def test_a_missing_window_is_an_error() -> None:
-    text = "\n".join(row for row in PRINTED.splitlines() if not row.startswith("   1"))
-    with pytest.raises(ValueError, match="printed window 2 where 1 was to come"):
-        tools.parse_divergence(text, 100)
+    monkeypatch.setattr(tools.Tools, "run", lambda *_: text)
+    with pytest.raises(UserError, match=rf"{tmp_path}.*printed (no|window)"):
+        tools.Tools(tmp_path, 1).divergence(tmp_path, tmp_path, 512, tmp_path)
 
 
 def test_ratio_of_paired_windows() -> None:
@@ -66,35 +60,15 @@ def test_ratio_of_paired_windows() -> None:
     rng = np.random.default_rng(1)
     hard = rng.gamma(4, 0.02, 400)
     above, below = 0.7 * hard * rng.normal(1, 0.05, 400), hard * rng.normal(1, 0.05, 400)
-    found, error = ratio.paired(above.tolist(), below.tolist())
+    found, error = tables.paired(above.tolist(), below.tolist())
     assert found == pytest.approx(above.sum() / below.sum())
     picks = rng.integers(400, size=(4000, 400))
     assert error == pytest.approx(np.std(above[picks].sum(1) / below[picks].sum(1)), rel=0.1)
     assert error < 0.2 * found * np.std(hard) / np.mean(hard) / np.sqrt(400) * np.sqrt(2)  # were they not paired
-    assert ratio.paired([2.0, 4.0], [1.0, 2.0]) == (2.0, 0.0)
+    assert tables.paired([2.0, 4.0], [1.0, 2.0]) == (2.0, 0.0)
     for bad in (([1.0], [1.0, 2.0]), ([], []), ([1.0], [0.0])):
         with pytest.raises(ValueError, match=r"paired|zero"):
-            ratio.paired(*bad)
-
-
-def test_table_of_ratios() -> None:
-    rows = {
-        key: {"windows": windows, "mean_kld": float(np.mean(windows))}
-        for key, windows in {"a": [0.1, 0.3], "b": [0.2, 0.6], "c": [0.4, 0.8]}.items()
-    }
-    lines = [("a / best", "a", ("b", "c")), ("a / none", "a", ("d",))]
-    text = ratio.markdown(lines, {"one": rows, "two": {"a": rows["a"]}})
-    assert "0.500 ± 0.000" in text and text.count("| -") == 0 and "a / none" not in text
-    assert [cell.strip() for cell in text.splitlines()[-1].strip("|").split("|")] == ["a / best", "0.500 ± 0.000", "-"]
-
-
-def test_missing_figures_name_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [PRINTED, "[1]91.3,"]
-    monkeypatch.setattr(tools.Tools, "run", lambda *_: answers.pop(0))
-    found = tools.Tools(tmp_path, 1)
-    assert found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)["mean_kld"] == 0.072599
-    with pytest.raises(UserError, match=f"{tmp_path}.*printed no perplexity"):
-        found.divergence(tmp_path, tmp_path, 100, 512, tmp_path)
+            tables.paired(*bad)
 
 
 def test_incomplete_log_probabilities(tmp_path: Path) -> None:
@@ -107,41 +81,117 @@ def test_incomplete_log_probabilities(tmp_path: Path) -> None:
         tools.base_chunks(path)
 
 
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
 def test_rows_are_distinct_and_complete() -> None:
-    weights, caches = weight_rows(), kv_rows()
-    rows = [*weights, *caches]
-    assert len({row.key for row in rows}) == len(rows)
-    types = {row.label for row in weights}
-    assert types >= {
-        "F16",
-        "Q8_0",
-        "Q4_K_M",
-        "IQ4_XS",
-        "Q3_K_S",
-        "Q3_K_M",
-        "IQ3_S",
-        "IQ3_XXS",
-        "Q2_K",
-        "IQ2_XXS",
-        "ITQ3_S",
-        "ITQ2_S",
-        "TQ1_0",
-        "TQ2_0",
-    }
-    for name in ("q4_k_m", "iq4_xs", "q3_k_s", "q3_k_m", "iq3_s"):
-        assert {name, f"{name}-imatrix"} <= {row.key for row in weights}
-    keys = {row.key for row in weights}
-    assert {"iq3_s-pure", "iq3_xxs-imatrix", "iq3_xxs-pure", "q3_k-pure", "itq3_s-pure", "itq3_s-pure-imatrix"} <= keys
-    assert {"convert", "convert-pure-fast", "convert-pure-ternary", "convert-calibrated"} <= keys
-    assert {"iq2_xxs-imatrix", "iq2_xxs-pure-imatrix", "q2_k", "q2_k-pure-imatrix"} <= keys
-    assert not {"iq2_xxs", "iq2_xxs-pure"} & keys  # nobody makes it without
-    assert {"itq2_s", "itq2_s-pure-imatrix", "convert-itq2_s-pure-fisher", "convert-bpw-2.7-fisher"} <= keys
-    assert {"kv-itq3_s-q8_0", "kv-itq3_s-q4_0"} <= {row.key for row in caches}
+    rows = {row.key: row for row in (*weight_rows(), *kv_rows())}
+    assert len(rows) == len(weight_rows()) + len(kv_rows())
+    assert {row.type for row in rows.values()} >= {"F16", "Q8_0", "Q4_K_M", "IQ2_XXS", "ITQ3_S", "ITQ2_S", "TQ1_0"}
+    assert set(command.QUICK) <= set(rows)
+    # Nobody makes them without an importance matrix.
+    assert "iq3_xxs-imatrix" in rows and not {"iq3_xxs", "iq2_xxs", "iq2_xxs-pure", "q8_0-imatrix"} & set(rows)
+    assert rows["iq3_s-pure-imatrix"].command == ("llama-quantize", "--pure", "--imatrix", "{imatrix}", "IQ3_S")
+    assert rows["convert-pure-fisher"].command == (
+        "convert", "--outtype", "itq3_s", "--fold-norms", "--pure", "--calibrate", "{text}", "--tokens", "{tokens}",
+        "--fisher",
+    )  # fmt: skip
+
+
+def test_unknown_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    monkeypatch.setenv("WIKITEXT2", str(tmp_path / "text.txt"))
+    assert main(["eval", str(llama.MODEL), "--text", str(tmp_path / "text.txt"), "--rows", "q9_z"]) == 1
+    assert "no row is called q9_z; take some of: f16" in capsys.readouterr().err
+
+
+def test_matplotlib_is_asked_for_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A plain install lacks it: the command says so at once, and says what to install."""
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("the work began"))
+    assert main(["eval", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: matplotlib: is not installed; pip install 'gguf-itq3s[eval]'\n"
+
+
+# ------------------------------------------------------------------------------------------------- what is remembered
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "same"),
+    [
+        ({"calibration_tokens": 7}, Row("a", "X", "", ("convert", "--calibration", "{calibration}")), False),
+        ({"imatrix_tokens": 7}, Row("a", "X", "", ("llama-quantize", "--imatrix", "{imatrix}", "X")), False),
+        ({"training": "other"}, Row("a", "X", "", ("convert", "--calibrate", "{text}")), False),
+        ({"calibration_tokens": 7, "training": "other"}, Row("a", "X", "", ("llama-quantize", "X")), True),
+        ({"keep": True}, Row("a", "X", "", ("convert", "--calibration", "{calibration}")), True),
+    ],
+)
+def test_results_are_named_by_what_decides_them(changes: dict[str, Any], row: Row, same: bool, tmp_path: Path) -> None:
+    def making(settings: engine.Settings, row: Row = row) -> str:
+        evaluation = object.__new__(engine.Evaluation)
+        evaluation.settings, evaluation.work = settings, tmp_path
+        evaluation.model, evaluation.sources = "tensors and build", "package"
+        return evaluation.making(row)
+
+    plain = engine.Settings(tmp_path, tmp_path, training="a text")
+    assert (making(plain) == making(replace(plain, **changes))) is same
+    assert making(plain) != making(plain, replace(row, command=(*row.command, "--more")))
+    assert making(plain) == making(plain, replace(row, key="b", how="otherwise"))
+
+
+def test_every_module_that_can_change_a_file_decides_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of the package but the rooms above the converter, which it may not import."""
+    package = Path(gguf_itq3s.__file__).parent
+    for path in package.rglob("*.py"):
+        target = tmp_path / path.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    monkeypatch.setattr(journal, "__file__", str(tmp_path / "base" / "journal.py"))
+
+    def digest() -> str:
+        return journal.sources.__wrapped__(*engine.ABOVE)  # not the one that is kept
+
+    before = digest()
+    (tmp_path / "evaluate" / "tables.py").write_text("# other\n")
+    assert digest() == before
+    rooms = {path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    for room in sorted(rooms - set(engine.ABOVE)):
+        (tmp_path / room / "new.py").write_text("# new\n")
+        assert digest() != before, room
+        before = digest()
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def result(key: str, kld: float, *, how: str = "layers, imatrix", sources: str = "now") -> dict[str, Any]:
+    figures = {"mean_kld": kld, "mean_kld_error": kld / 50, "same_top": 0.8, "perplexity": 12.0,
+               "windows": [kld, 1.1 * kld]}  # fmt: skip
+    made = {"bytes": 3 << 20, "weights": 5, "tensor_bits": 4.5, "layer_bits": 3.125, "processor": 90, "memory": 1 << 30}
+    return {"key": key, "type": "ITQ3_S", "how": how, "command": "convert --pure", "sources": sources, "made": made,
+            "texts": {"wiki": figures, "code": {**figures, "mean_kld": kld / 2}}}  # fmt: skip
+
+
+def test_tables(tmp_path: Path) -> None:
+    rows = [result("a", 0.1), result("b", 0.2, sources="before"), result("mix", 0.05, how="mix")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.quality(rows, "now").splitlines()]
+    assert [line[-1] for line in lines[2:5]] == ["`mix`", "`b`", "`a`"]
+    assert lines[4] == ["**ITQ3_S**, layers, imatrix", "3.125", "3.0", "0.1000 ± 0.0020", "0.0500 ± 0.0020", "80.0",
+                        "80.0", "12.00", "12.00", "1.5", "1.00", "`a`"]  # fmt: skip
+    assert lines[3][0].endswith("imatrix†") and "† made by an earlier state" in tables.quality(rows, "now")
+    assert "†" not in tables.quality(rows)
+    found = tables.ratios([("a / b", "a", "b"), ("a / none", "a", "none")], rows)
+    assert found.count("0.500 ± 0.000") == 2 and "none" not in found
+    tables.picture({"layers": rows[:2], "nothing": []}, "Fake", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(json.dumps(rows)) == rows
 
 
 def test_pareto_front() -> None:
     points = [(3.0, 5.0), (2.0, 9.0), (4.0, 5.5), (3.5, 4.0), (2.0, 10.0)]
-    assert plots.pareto_front(points) == [(2.0, 9.0), (3.0, 5.0), (3.5, 4.0)]
+    assert tables.pareto_front(points) == [(2.0, 9.0), (3.0, 5.0), (3.5, 4.0)]
 
 
 def test_sections_are_replaced_in_place(tmp_path: Path) -> None:
@@ -152,6 +202,9 @@ def test_sections_are_replaced_in_place(tmp_path: Path) -> None:
     assert page.read_text() == "head\n<!-- begin a -->\n\nnewer\n\n<!-- end a -->\ntail\n"
     with pytest.raises(UserError, match="begin b"):
         report.replace_section(page, "b", "x")
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
 
 
 def test_text_by_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,26 +245,6 @@ def test_what_is_no_text(content: bytes | None, message: str, tmp_path: Path) ->
         wikitext.read(tmp_path)
 
 
-def test_no_error_names_a_folder_that_nobody_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the variable names and the cache are looked at; the message names those, and the ways out."""
-    monkeypatch.delenv("WIKITEXT2", raising=False)
-    monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: 1 / 0)
-    looked: list[Path] = []
-    is_file = Path.is_file
-
-    def noted(path: Path) -> bool:
-        looked.append(path)
-        return is_file(path)
-
-    monkeypatch.setattr(Path, "is_file", noted)
-    for find in (wikitext.test_path, wikitext.training_path):
-        with pytest.raises(UserError) as raised:
-            find()
-        assert str(raised.value).startswith(str(tmp_path / "cache")) and "shared" not in str(raised.value)
-    assert looked and all(path.is_relative_to(tmp_path) for path in looked)
-
-
 def test_no_text_names_the_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WIKITEXT2", raising=False)
     monkeypatch.setenv("GGUF_ITQ3S_CACHE", str(tmp_path))
@@ -231,40 +264,3 @@ def test_download_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "other.zip"))
     with pytest.raises(UserError, match="sha256"):
         wikitext.test_path()
-
-
-def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(llama.MODEL), "--rows", "q9_z"]) == 1
-    assert "no row is called q9_z; take some of: f16" in capsys.readouterr().err
-
-
-def test_matplotlib_is_asked_for_before_the_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A plain install lacks it: the command says so at once, and says what to install."""
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("the work began"))
-    assert main(["eval", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: matplotlib: is not installed; pip install 'gguf-itq3s[eval]'\n"
-
-
-@pytest.mark.parametrize(
-    ("changes", "row", "same"),
-    [
-        ({"calibration_tokens": 7}, Row("a", "X", "", "package", calibrated=True), False),
-        ({"imatrix_tokens": 7}, Row("a", "X", "", "llama-quantize", ("X",), imatrix=True), False),
-        ({"calibration_tokens": 7}, Row("a", "X", "", "llama-quantize", ("X",)), True),
-        ({"keep": True}, Row("a", "X", "", "package", calibrated=True), True),
-    ],
-)
-def test_results_are_cached_by_what_decides_them(changes: dict[str, Any], row: Row, same: bool, tmp_path: Path) -> None:
-    def path(settings: runner.Settings, digest: str = "text") -> Path:
-        evaluation = object.__new__(runner.Evaluation)
-        evaluation.settings, evaluation.work, evaluation.common = settings, tmp_path, "model, text, tools, windows"
-        evaluation.model = "model, tools"
-        evaluation.__dict__["training"] = tmp_path, digest
-        return evaluation._row_path(row)
-
-    plain = runner.Settings(tmp_path, tmp_path)
-    assert (path(plain) == path(replace(plain, **changes))) is same
-    assert (path(plain) == path(plain, "another training text")) is not (row.imatrix or row.calibrated)

@@ -17,7 +17,7 @@ from fake_hub import TOKEN, FakeHub, fake_hub
 from gguf_itq3s.cli import main
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.evaluate.runner import describe
+from gguf_itq3s.evaluate.engine import describe
 from gguf_itq3s.publish import card as published
 
 

@@ -1,4 +1,4 @@
-"""`make real` without a network and without a real model: fetching, decoding's check, names in the cache, tables."""
+"""`make real` without a network and without a real model: fetching, decoding's check, texts, rows, pages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ import numpy as np
 import pytest
 
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.evaluate.rows import layer_rows, mix_rows
-from gguf_itq3s.evaluate.runner import write_json
-from gguf_itq3s.evaluate.tools import Tools
-from scripts.real import decode, measure, models, texts
-from scripts.real import report as pages
-from scripts.real.measure import Measurement, Setup, Text
-from scripts.tables import real
+from scripts.eval import decode, models, real
 
 PIECES = (b"the first piece, ", b"the second piece")
 
@@ -182,185 +176,40 @@ def test_a_decoded_model_is_compared_with_what_was_published(tmp_path: Path) -> 
         decode.check(published, deeper)
 
 
-def test_marks_of_a_template_are_made_to_be_read(tmp_path: Path) -> None:
-    f16 = write_gguf(tmp_path / "f16.gguf", gguf.GGMLQuantizationType.F16)
-    before = f16.read_bytes()
-    names = texts.with_marks_read(f16, tmp_path / "marks.gguf")
-    fields = gguf.GGUFReader(tmp_path / "marks.gguf").fields
-    assert fields["tokenizer.ggml.token_type"].contents() == [gguf.TokenType.USER_DEFINED, gguf.TokenType.NORMAL]
-    assert fields["tokenizer.ggml.tokens"].contents() == ["<S>", "a"]
-    assert texts.renamed("<s>a <s>", names) == "<S>a <S>" and texts.renamed("<s>", {}) == "<s>"
-    assert f16.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
-
-
-# ---------------------------------------------------------------------------------------------------------- texts
+# ---------------------------------------------------------------------------------------------- texts, rows and pages
 
 
 def test_texts_by_option_environment_or_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (texts.CODE, texts.TRAINING):
-        monkeypatch.delenv(variable, raising=False)
-    assert "def " in texts.code(None) and len(texts.code(None)) == 90_000
-    assert len(texts.training(None)) > 100_000
+    monkeypatch.delenv("REAL_CODE", raising=False)
+    assert "def " in real.code(None) and len(real.code(None)) == 90_000
     own = tmp_path / "own.py"
     own.write_bytes(b"one\r\ntwo\r\n")
-    assert texts.code(own) == "one\ntwo\n"
-    monkeypatch.setenv(texts.TRAINING, str(own))
-    assert texts.training(None) == "one\ntwo\n"
-    monkeypatch.setenv(texts.CODE, str(tmp_path / "none.py"))
+    assert real.code(own) == "one\ntwo\n"
+    monkeypatch.setenv("REAL_CODE", str(tmp_path / "none.py"))
     with pytest.raises(UserError, match="no such file; give a text file, or unset REAL_CODE"):
-        texts.code(None)
-    assert len(texts.questions()) == len(set(texts.questions())) > 16
+        real.code(None)
 
 
-# ---------------------------------------------------------------------------------------------------------- names
-
-ROWS = {row.key: row for row in (*layer_rows(short=True), *mix_rows(short=True))}
-
-
-@pytest.fixture
-def measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
-    """Of a tiny file, with tools that are not run."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "build.txt").write_text("upstream and options")
-    monkeypatch.setattr(Tools, "find", lambda threads: Tools(tools, threads))
-    f16 = write_gguf(tmp_path / "f16.gguf", gguf.GGMLQuantizationType.F16)
-    setup = Setup(tmp_path, f16, tmp_path / "work", (Text("code", "text", 2),), "training", 64, 512, 1)
-    return Measurement(setup)
+def test_rows_are_distinct() -> None:
+    rows = {row.key: row for row in real.every_row()}
+    assert len(rows) == len(real.every_row())
+    named = {name for _, above, below in real.RATIOS for name in (above, below)}
+    assert {*real.QUICK_ROWS, *real.SUMMARY, *named} <= set(rows) and len(real.QUICK_ROWS) == len(real.SUMMARY) == 6
+    assert not any(real.is_short(rows[key]) for key in (*real.QUICK_ROWS, *real.SUMMARY))
+    assert real.is_short(rows["mix-itq3_n-fisher"]) and real.is_short(rows["iq4_nl-imatrix"])
 
 
-def test_names_in_the_cache_follow_what_decides(measurement: Measurement) -> None:
-    plain, learned = ROWS["itq3_s"], ROWS["iq3_s-imatrix"]
-    names = {row: measurement.making(row) for row in (plain, learned)}
-    assert len({measurement.making(row) for row in ROWS.values()}) == len(ROWS)
-    taught = Measurement(replace(measurement.setup, training="another"))
-    assert taught.making(plain) == names[plain] and taught.making(learned) != names[learned]
-    (measurement.tools.folder / "build.txt").write_text("another build")
-    assert Measurement(measurement.setup).making(plain) != names[plain]
-    text = measurement.setup.texts[0]
-    keys = {measurement.text_key(replace(text, **change)) for change in ({}, {"windows": 3}, {"content": "x"})}
-    assert len(keys | {measurement.text_key(replace(text, marked=True))}) == 4
-
-
-def test_what_is_remembered(measurement: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    row, text = ROWS["itq3_s"], measurement.setup.texts[0]
-    assert measurement.found(row) is None
-    write_json(measurement.record(row), {"content": "abc", "sources": "before"})
-    assert measurement.found(row) is None
-    write_json(measurement.score("abc", text), {"mean_kld": 0.5})
-    write_json(measurement._base_record(text), {"tokens": 100})
-    found = measurement.found(row)
-    assert found is not None and found["older"] and found["texts"] == {"code": {"mean_kld": 0.5, "tokens": 100}}
-    assert measurement.found(row, older=False) is None
-    assert measurement.measure(row, older=True) == found
-    monkeypatch.setattr(measurement, "sources", "before")
-    found = measurement.measure(row)
-    assert not found["older"] and json.loads(json.dumps(found))["options"]["pure"] is True
-
-
-def test_rows_of_options_that_are_not_there_are_left_out(
-    measurement: Measurement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = measure.known_flags() - {"--equalize", "--no-equalize"}
-    monkeypatch.setattr(measure, "known_flags", lambda: known)
-    assert measurement.lacks(ROWS["itq3_s-imatrix"]) == "--equalize"
-    assert measurement.lacks(ROWS["itq3_s"]) == measurement.lacks(ROWS["q3_k"]) == ""
-    asked: list[str] = []
-    monkeypatch.setattr(Measurement, "measure", lambda _, row, **options: asked.append(row.key))
-    real.measured(measurement, [ROWS[key] for key in ("q3_k", "itq3_s-imatrix", "itq3_s")], older=False)
-    assert asked == ["q3_k", "itq3_s"]
-    assert "has no --equalize: itq3_s-imatrix\n" in capsys.readouterr().err
-    assert all(flag in measure.known_flags() for flag in measure.flags(ROWS["mix-bpw-3.85"].options) if flag[0] == "-")
-
-
-def test_commands_of_rows(measurement: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Measurement, "imatrix", lambda _: Path("matrix.gguf"))
-    command = measurement._command(ROWS["iq3_s-imatrix"], Path("out.gguf"))
-    assert command[1:6] == ["--pure", "--token-embedding-type", "f16", "--output-tensor-type", "f16"]
-    assert command[6:] == ["--imatrix", "matrix.gguf", str(measurement.setup.f16), "out.gguf", "IQ3_S", "1"]
-    command = measurement._command(ROWS["itq3_s-fisher"], Path("out.gguf"))
-    assert command[3:5] == ["convert", str(measurement.setup.folder)] and "--fisher" in command
-    assert command[command.index("--calibrate") :] == ["--calibrate", str(measurement.training), "--tokens", "64"]
-    assert "--no-fold-norms" in measurement._command(ROWS["itq3_s"], Path("out.gguf"))
-    assert measurement._command(ROWS["iq3_xxs"], Path("out.gguf"))[-2:] == ["IQ3_XXS", "1"]
-
-
-def test_rows_are_chosen_by_pattern() -> None:
-    every = list(ROWS.values())
-    assert [row.key for row in real.chosen(every, ["q3_k*"])] == ["q3_k", "q3_k-imatrix"]
-    with pytest.raises(UserError, match="no row is called nothing; take some of: itq3_s, "):
-        real.chosen(every, ["nothing"])
-    assert len(ROWS) == len(every)
-    assert set(real.QUICK_ROWS) | set(real.SUMMARY) <= set(ROWS) and len(real.QUICK_ROWS) == 6
-    long = {row.key for row in (*layer_rows(), *mix_rows())}
-    assert not {key for key in long if "_n" in key} and set(real.QUICK_ROWS) | set(real.SUMMARY) <= long <= set(ROWS)
-    assert {"itq3_n-fisher", "mix-itq3_n-fisher", "mix-q3_k_s-imatrix", "mix-iq4_nl-imatrix"} <= set(ROWS) - long
-    assert {name for _, above, below in pages.RATIOS for name in (above, *below)} <= set(ROWS)
-
-
-# --------------------------------------------------------------------------------------------------------- tables
-
-
-def result(key: str, kld: float, *, bits: float = 3.125, older: bool = False) -> dict[str, Any]:
-    row = ROWS[key]
-    figures = {
-        "mean_kld": kld, "mean_kld_error": kld / 50, "same_top": 0.8, "perplexity": 12.0, "windows": [kld, 1.1 * kld],
-        "chunks": 2, "tokens": 510, "f16": 11.5, "f16_error": 0.5,
-    }  # fmt: skip
-    made = {"bytes": 3 << 20, "weights": 5_000_000, "file_bits": 5.0, "tensor_bits": bits + 1, "layer_bits": bits,
-            "processor": 90.0, "seconds": 60.0, "memory": 1 << 30}  # fmt: skip
-    return {"key": key, "type": row.label, "how": row.how, "maker": row.maker, "options": {}, "older": older,
-            "made": made, "texts": {"wiki": figures, "code": {**figures, "mean_kld": kld / 2}}}  # fmt: skip
-
-
-def cells(table: str) -> dict[str, list[str]]:
-    """Last cell -> the others, of a table in Markdown."""
-    lines = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines() if "|" in line]
-    return {line[-1]: line[:-1] for line in lines}
-
-
-def some_results() -> list[dict[str, Any]]:
-    return [result("itq3_s", 0.1), result("iq3_s", 0.2, bits=3.4375), result("itq3_s-fisher", 0.05, older=True),
-            result("mix-iq4_xs-imatrix", 0.04, bits=3.67)]  # fmt: skip
-
-
-def test_tables() -> None:
-    rows = some_results()
-    quality = cells(pages.quality(rows[:3]))
-    assert list(quality)[2:] == ["`iq3_s`", "`itq3_s`", "`itq3_s-fisher`"]
-    assert quality["`itq3_s`"][:4] == ["**ITQ3_S**, layers, no data", "3.125", "0.1000 ± 0.0020", "0.0500 ± 0.0020"]
-    assert quality["`itq3_s-fisher`"][0].endswith("Fisher†")
-    assert cells(pages.making(rows))["`itq3_s`"] == ["**ITQ3_S**, layers, no data", "3", "5.000", "1.5", "1.0", "1.00"]
-    assert "| ITQ3_S / IQ3_S, both without data" in pages.ratios(rows) and "0.500 ± 0.000" in pages.ratios(rows)
-    taken = {"prompt": {"ITQ3_S": [2.0, 3.0, 2.0], "Q3_K": [1.0, 1.0, 2.0]}}
-    assert "2.00 (1.00 to 3.00)" in pages.speed(taken, ["Q3_K"])
-    assert [line.split(",")[0] for line in pages.summary(rows, real.SUMMARY).splitlines()[2:]] == [
-        "| IQ3_S", "| **ITQ3_S**", "| **ITQ3_S**"
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_picture(tmp_path: Path) -> None:
-    pages.picture(some_results(), "Fake", tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_page_of_a_model(tmp_path: Path, measurement: Measurement) -> None:
-    setup = replace(measurement.setup, texts=(Text("wiki", "a", 2), Text("code", "b", 2)))
-    rows = [result("itq3_s", 0.1), result("mix-itq3_s", 0.08, older=True)]
-    source = real.Source(models.FIRST, "Fake", tmp_path, setup.f16, tmp_path, None)
-    facts = real.facts_of(source, setup, rows, {"prompt": {name: [1.0] for name in real.SPEED}})
+def test_the_pages_show_the_recorded_results() -> None:
+    """What is measured now takes the place of a row, the others stay; the sections are those of the file."""
+    docs = Path(real.__file__).resolve().parents[2] / "docs"
+    recorded = docs / "results" / "real.json"
+    facts = json.loads(recorded.read_text())
+    new = {**facts["rows"][3], "sources": "new"}
+    rows = real.merged([new], recorded)
+    assert rows == [*facts["rows"][:3], new, *facts["rows"][4:]]
+    assert real.readme_section(facts).strip() in (docs.parent / "README.md").read_text()
     page = real.page_of(facts)
-    assert "Fake, 5.00 M weights" in page and "wiki 2 windows, F16 has perplexity 11.500" in page
-    assert "† made by an earlier state" in page and "prompt / Q4_K" in page
-    docs = tmp_path / "docs"
-    (docs / "results").mkdir(parents=True)
-    (docs / "real.md").write_text(f"<!-- begin real {models.FIRST} -->\n<!-- end real {models.FIRST} -->\n")
-    (tmp_path / "README.md").write_text("<!-- begin real -->\n<!-- end real -->\n")
-    real.write_results(source, facts, rows, docs)
-    assert page.strip() in (docs / "real.md").read_text() and "0.100" in (tmp_path / "README.md").read_text()
-    assert json.loads((docs / "results" / "real.json").read_text())["rows"][0]["key"] == "itq3_s"
+    assert (page.count("` |") == len(rows) and "0.535 ± " in page) or "ITQ3_S / IQ3_S, both without data" in page
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A GGUF file of a model as a Hugging Face folder with float16 weights, by Transformers' own reading of such files.
 
-    scripts/real/decode.py model-q4_k_m.gguf FOLDER
+    scripts/eval/decode.py model-q4_k_m.gguf FOLDER
 
 A file without an output matrix of its own gives a checkpoint with tied embeddings, one with it an untied one, whatever
 the published checkpoint was: quantized, the two matrices are not the same any more.

@@ -1,0 +1,341 @@
+"""The engine of every evaluation: files made by commands, scored on texts, remembered.
+
+KL divergence against the F16 model is the main figure; on small models perplexity hardly moves. Whatever is made is
+remembered by the hash of all that decides it: the tensors of the F16 file, the row's command, the text, the build of
+llama.cpp and every source of this package that the converter may run. An interrupted evaluation goes on where it was.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from tqdm import tqdm
+
+from ..base.errors import UserError
+from ..base.journal import sources, write_text
+from .rows import Row
+from .tools import Tools
+
+Result = dict[str, Any]
+#: What no file depends on: the rooms above the converter.
+ABOVE: Final = ("cli.py", "evaluate", "publish", "programs")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is scored.
+
+    Attributes:
+        content: the text.
+        windows: how many of it are scored, -1 for all.
+        source: the file that errors name.
+    """
+
+    content: str
+    windows: int
+    source: Path | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to evaluate and where to keep things.
+
+    Attributes:
+        model: Hugging Face folder, or an F16 GGUF file.
+        work: folder for files, logs and what is remembered.
+        texts: what is scored, by name.
+        training: what importance matrix and calibration learn from; None for nothing, and no rows that learn.
+        calibration_tokens: how many tokens of it calibrated rows see.
+        imatrix_tokens: how many the importance matrix sees.
+        context: tokens of a window.
+        threads: threads of the tools.
+        keep: leave quantized files and log-probabilities in ``work``.
+        trust_remote_code: Python code of the model folder may run.
+    """
+
+    model: Path
+    work: Path
+    texts: Mapping[str, Text] = field(default_factory=dict)
+    training: str | None = None
+    calibration_tokens: int = 65536
+    imatrix_tokens: int = 16384
+    context: int = 512
+    threads: int = 2
+    keep: bool = False
+    trust_remote_code: bool = False
+
+
+def hash_of(*parts: object) -> str:
+    """A short name for anything that JSON can write."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by JSON in one step."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+class Evaluation:
+    """One model under evaluation.
+
+    Args:
+        settings: what and where.
+
+    Raises:
+        UserError: the model or the tools are missing.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.work = settings, settings.work
+        self.tools = Tools.find(settings.threads)
+        for folder in ("records", "logs", "files"):
+            (self.work / folder).mkdir(parents=True, exist_ok=True)
+        self.build, self.sources = self.tools.digest(), sources(*ABOVE)
+        self.f16 = self._f16_file()
+        state = self.f16.stat()
+        facts = self._remember("f16", lambda: describe(self.f16), str(self.f16), state.st_size, state.st_mtime_ns)
+        self.model = hash_of(facts["content"], self.build)
+
+    def _remember(self, kind: str, make: Callable[[], Result], *parts: object) -> Result:
+        """What ``make`` gives, kept under the hash of ``parts``."""
+        path = self._record(kind, *parts)
+        if not path.is_file():
+            write_json(path, make())
+        return dict(json.loads(path.read_text()))
+
+    def _record(self, kind: str, *parts: object) -> Path:
+        return self.work / "records" / f"{kind}-{hash_of(*parts)}.json"
+
+    # ------------------------------------------------------------------------------------------------- statistics
+
+    def _f16_file(self) -> Path:
+        model = self.settings.model
+        if model.is_file():
+            return model
+        if not model.is_dir():
+            raise UserError(model, "no such file or folder", "give a Hugging Face folder or an F16 GGUF file")
+        files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(model.iterdir()) if p.is_file()]
+        path = self.work / f"f16-{hash_of(str(model.resolve()), files, self.sources)}.gguf"
+        if not path.is_file():
+            for older in self.work.glob("f16-*.gguf"):
+                older.unlink()
+            self._run([*self._package("convert"), model, path, "--outtype", "f16"], "f16")
+        return path
+
+    def _package(self, command: str) -> list[object]:
+        trusted = ["--trust-remote-code"] if self.settings.trust_remote_code else []
+        return [sys.executable, "-m", "gguf_itq3s.cli", command, *trusted]
+
+    @cached_property
+    def training(self) -> Path:
+        """The text to learn from, as a file that is named by what is in it."""
+        content = self.settings.training or ""
+        path = self.work / f"training-{hash_of(content)}.txt"
+        path.write_text(content, encoding="utf-8", newline="\n")
+        return path
+
+    @cached_property
+    def imatrix(self) -> Path:
+        """The importance matrix of the F16 model, made if it is not there."""
+        settings = self.settings
+        path = self.work / f"imatrix-{hash_of(self.model, self.training.name, settings.imatrix_tokens)}.gguf"
+        if not path.is_file():
+            partial = path.with_name(f"partial-{path.name}")  # the tool chooses its format by the suffix
+            windows = max(1, settings.imatrix_tokens // settings.context)
+            arguments = [
+                "-m",
+                self.f16,
+                "-f",
+                self.training,
+                "-o",
+                partial,
+                "--chunks",
+                windows,
+                "-c",
+                settings.context,
+            ]
+            self.tools.run("llama-imatrix", [*arguments, "-t", settings.threads], self.work / "logs" / "imatrix.log")
+            partial.replace(path)
+        return path
+
+    @cached_property
+    def calibration(self) -> Path:
+        """Second moments of the model's activations, collected if they are not there."""
+        tokens = self.settings.calibration_tokens
+        path = self.work / f"calibration-{hash_of(self.model, self.sources, self.training.name, tokens)}"
+        command = [self.settings.model, "--text", self.training, "-o", path, "--tokens", tokens]
+        self._run([*self._package("calibrate"), *command], "calibrate")  # ends at once if the folder is complete
+        return path
+
+    # -------------------------------------------------------------------------------------------------- one row
+
+    def making(self, row: Row) -> str:
+        """Hash of all that decides a row's file."""
+        settings = self.settings
+        taught = (self.training.name, settings.imatrix_tokens, settings.calibration_tokens) if row.learns else ()
+        return hash_of(self.model, row.command, taught, self.sources if row.maker == "convert" else "")
+
+    def lacks(self, row: Row) -> str:
+        """What a row needs that is not there; empty if it can run. The converter reads checkpoints, not GGUF files."""
+        if row.maker == "convert" and not self.settings.model.is_dir():
+            return "the Hugging Face folder"
+        if row.learns and self.settings.training is None:
+            return "a text to learn from (--training-text)"
+        return ""
+
+    def measure(self, row: Row) -> Result:
+        """A row's figures, remembered or found now.
+
+        Returns:
+            ``key``, ``type``, ``how``, ``command``; ``sources``, the hash of the package; ``made``: what
+            :func:`describe` says, seconds by the clock and of all cores, peak memory in bytes; ``texts``: name ->
+            figures of :func:`.tools.parse_divergence`, ``chunks`` and ``tokens`` that were scored.
+
+        Raises:
+            UserError: a tool or the converter failed.
+        """
+        file = self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
+        try:
+            made = self._remember("made", lambda: self._make(row, file), self.making(row))
+            texts = {name: self._scored(row, file, made["content"], text) for name, text in self.settings.texts.items()}
+        finally:
+            if row.command and not self.settings.keep:
+                file.unlink(missing_ok=True)
+        facts = {"key": row.key, "type": row.type, "how": row.how, "command": " ".join(row.command)}
+        return {**facts, "sources": self.sources, "made": made, "texts": texts}
+
+    def _make(self, row: Row, file: Path) -> Result:
+        """Make a row's file, unless it is there, and say what it is like."""
+        taken: Result = {}
+        if not file.is_file():
+            settings, threads = self.settings, str(self.settings.threads)
+            known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
+                     "{imatrix}": lambda: self.imatrix, "{calibration}": lambda: self.calibration}  # fmt: skip
+            program, *options = [known[word]() if word in known else word for word in row.command]
+            # The converter lets a file appear when it is whole; llama-quantize writes as it goes.
+            out = file if row.maker == "convert" else file.with_name(f"partial-{file.name}")
+            if row.maker == "convert":
+                command = [*self._package("convert"), settings.model, out, *options, "--threads", threads]
+            else:
+                *flags, name = options
+                command = [self.tools.folder / str(program), *flags, self.f16, out, name, threads]
+            taken = self._run(command, row.key)
+            out.replace(file)
+        return {**describe(file), **taken}
+
+    def _scored(self, row: Row, file: Path, content: str, text: Text) -> Result:
+        # Two ways to the same bytes, llama-quantize and the converter say, are scored once.
+        key = (self.model, text.content, text.windows, self.settings.context)
+        base = self.work / f"base-{hash_of(*key)}.kld"
+        path = self._record("score", content, *key, row.runtime, row.environment)
+        if path.is_file():
+            return dict(json.loads(path.read_text()))
+        if not file.is_file():
+            self._make(row, file)
+        counted = self._record("base", *key)
+        log = self.work / "logs"
+        if not (base.is_file() and counted.is_file()):
+            source = self.work / "text.txt"
+            source.write_text(text.content, encoding="utf-8", newline="\n")
+            chunks = self.tools.log_probabilities(
+                self.f16, source, base, text.windows, self.settings.context, log / "base.log", text.source
+            )
+            context = self.settings.context
+            write_json(counted, {"chunks": chunks, "tokens": chunks * (context - 1 - context // 2)})
+        facts = json.loads(counted.read_text())
+        figures = self.tools.divergence(
+            file, base, self.settings.context, log / f"score-{row.key}.log", row.runtime,
+            dict(row.environment),
+        )  # fmt: skip
+        write_json(path, {**figures, **facts})
+        return {**figures, **facts}
+
+    def _run(self, command: Sequence[object], name: str) -> Result:
+        """Run a program; its seconds by the clock, those of all cores, and its largest resident set in bytes.
+
+        Raises:
+            UserError: it failed; the message is its own last line.
+        """
+        log = self.work / "logs" / f"{name}.log"
+        words, started = [str(word) for word in command], time.monotonic()
+        with log.open("w", encoding="utf-8") as out:
+            print(*words, file=out, flush=True)
+            # A session of its own: an interruption has to end what the program started, too.
+            process = subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+                raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise UserError(log, f"{name}: {last.removeprefix('error: ')[:300]}", "the file holds all that was printed")
+        seconds, processor = time.monotonic() - started, usage.ru_utime + usage.ru_stime
+        return {"seconds": round(seconds, 1), "processor": round(processor, 1), "memory": usage.ru_maxrss << 10}
+
+    # ------------------------------------------------------------------------------------------------- all rows
+
+    def run(self, rows: Sequence[Row]) -> list[Result]:
+        """Measure rows in order, with a progress bar; rows for which something is missing are left out, and said."""
+        lacks = {row.key: self.lacks(row) for row in rows}
+        for what in dict.fromkeys(filter(None, lacks.values())):
+            left = ", ".join(key for key, lack in lacks.items() if lack == what)
+            print(f"note: left out, they need {what}: {left}", file=sys.stderr)
+        results = []
+        with tqdm([row for row in rows if not lacks[row.key]], unit="row", desc="eval") as bar:
+            for row in bar:
+                bar.set_postfix_str(row.key)
+                results.append(self.measure(row))
+        if not self.settings.keep:  # log-probabilities are large
+            for base in self.work.glob("base-*.kld"):
+                base.unlink()
+        return results
+
+
+def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    """The rows that some pattern fits, all of them without patterns.
+
+    Raises:
+        UserError: none is.
+    """
+    found = [row for row in rows if not patterns or any(fnmatch.fnmatch(row.key, p) for p in patterns)]
+    if not found:
+        known = ", ".join(row.key for row in rows)
+        raise UserError("--rows", f"no row is called {' or '.join(patterns)}", f"take some of: {known}")
+    return found
+
+
+def describe(path: Path) -> Result:
+    """Bytes and weights of a GGUF file; bits of it, of its matrices and of its layers'; a hash of its tensors."""
+    reader = gguf.GGUFReader(path)
+    content = hashlib.sha256()
+    counted = {"file": (0, 0), "tensor": (0, 0), "layer": (0, 0)}
+    for tensor in sorted(reader.tensors, key=lambda t: t.name):  # llama-quantize writes them in another order
+        content.update(f"{tensor.name} {tensor.tensor_type}".encode())
+        content.update(np.ascontiguousarray(tensor.data).data)
+        parts = ["file", *["tensor"] * (len(tensor.shape) > 1)]
+        parts += ["layer"] * (len(tensor.shape) > 1 and tensor.name.startswith("blk."))
+        for part in parts:
+            weights, size = counted[part]
+            counted[part] = weights + int(tensor.n_elements), size + int(tensor.n_bytes)
+    counted["file"] = counted["file"][0], path.stat().st_size
+    bits = {f"{part}_bits": 8 * size / max(weights, 1) for part, (weights, size) in counted.items()}
+    return {"bytes": path.stat().st_size, "weights": counted["file"][0], **bits, "content": content.hexdigest()}

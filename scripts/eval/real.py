@@ -1,0 +1,329 @@
+#!/usr/bin/env python3
+"""Everything that `make real` measures: quantization of a real language model, on prose and on code.
+
+    scripts/eval/real.py                             # Qwen2.5-Coder-1.5B; writes build/real
+    scripts/eval/real.py --quick                     # six rows, with less to learn from
+    scripts/eval/real.py smollm2                     # a model of 135 million weights whose rows are 576 long
+    scripts/eval/real.py FOLDER                      # any Hugging Face folder, or hf:organisation/name
+    scripts/eval/real.py --rows itq3_s 'q3_k*'       # some rows; --list-rows prints them all
+    scripts/eval/real.py --results docs              # and the sections of docs/real.md, README.md, docs/results/*
+
+Interrupt it at any time; the same command goes on from the rows that are done. With --results, rows that are not
+measured now stay in the pages as docs/results has them, with a mark where another state of the package made them;
+--no-measure only writes the pages anew.
+
+=========  =====================================  =================================================================
+text       where it is looked for                 else
+=========  =====================================  =================================================================
+wiki       ``WIKITEXT2``                          downloaded, as by ``gguf-itq3s eval``
+code       ``--code-text``, ``REAL_CODE``         files of Python's own library
+training   ``--training-text``, ``REAL_TRAINING``  the text that comes with the package
+=========  =====================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from gguf_itq3s import upstream
+from gguf_itq3s.base import report
+from gguf_itq3s.base.errors import UserError, positive, report_errors
+from gguf_itq3s.base.journal import sources
+from gguf_itq3s.calibrate.options import BUNDLED
+from gguf_itq3s.calibrate.text import read_text
+from gguf_itq3s.checkpoint.hub import download
+from gguf_itq3s.codec import native
+from gguf_itq3s.codec.family import DEFAULT, FAMILY
+from gguf_itq3s.codec.transform import BLOCK
+from gguf_itq3s.evaluate import tables, wikitext
+from gguf_itq3s.evaluate.engine import ABOVE, Evaluation, Settings, Text, chosen, hash_of, write_json
+from gguf_itq3s.evaluate.rows import FISHER, IMATRIX, SEQUENTIAL, Row, converted, quantized
+from gguf_itq3s.evaluate.tools import Tools
+from scripts.eval import decode, models
+
+# After the package, which sees to it that gguf-py is the one of the llama.cpp source.
+# isort: split
+import gguf
+
+Result = Mapping[str, Any]
+ROOT: Final = Path(__file__).resolve().parents[2]
+#: Text -> windows that are scored.
+WINDOWS: Final = {"wiki": 12, "code": 8}
+#: Of the training text, for importance matrix and calibration alike; of the quick form.
+TOKENS, QUICK_TOKENS = 20480, 8192
+QUICK_ROWS: Final = (
+    "itq3_s", "itq3_s-imatrix", "itq3_s-calibrate", "q3_k-imatrix", "iq3_s-imatrix", "mix-iq4_xs-imatrix",
+)  # fmt: skip
+#: The README's table: what a row is called there.
+SUMMARY: Final = {
+    "iq2_xxs-imatrix": "llama.cpp's IQ2_XXS, with an importance matrix", "itq2_s-fisher": "**our ITQ2_S**, calibrated",
+    "q3_k-imatrix": "llama.cpp's Q3_K, with an importance matrix", "itq3_s": "**our ITQ3_S**, without data",
+    "iq3_s-imatrix": "llama.cpp's IQ3_S, with an importance matrix", "itq3_s-fisher": "**our ITQ3_S**, calibrated",
+}  # fmt: skip
+RATIOS: Final[tuple[tables.Ratio, ...]] = (
+    ("ITQ3_S / IQ3_S, both without data", "itq3_s", "iq3_s"),
+    ("ITQ3_S / Q3_K, both without data", "itq3_s", "q3_k"),
+    ("ITQ3_S, norms folded / as they are", "itq3_s-folded", "itq3_s"),
+    ("ITQ3_S, `--equalize` without text / no data", "itq3_s-equalize", "itq3_s"),
+    ("ITQ3_S `--imatrix`, equalized / not", "itq3_s-imatrix", "itq3_s-imatrix-plain"),
+    ("ITQ3_S `--imatrix` / IQ3_S, imatrix", "itq3_s-imatrix", "iq3_s-imatrix"),
+    ("ITQ3_S `--calibrate` / ITQ3_S, no data", "itq3_s-calibrate", "itq3_s"),
+    ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "itq3_s-fisher", "iq3_s-imatrix"),
+    ("ITQ2_S `--calibrate --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", "iq2_xxs-imatrix"),
+    ("ITQ2_S `--calibrate --fisher` / Q2_K, imatrix", "itq2_s-fisher", "q2_k-imatrix"),
+    ("ITQ3_N `--calibrate --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", "q3_k-imatrix"),
+    ("ITQ3_N `--calibrate --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
+    ("mix of ITQ3_S `--calibrate --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
+    ("`--target-bpw 2.7 --calibrate --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", "mix-q2_k-imatrix"),
+    ("`--target-bpw 3.85 --calibrate --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-3.85", "mix-iq4_xs-imatrix"),
+    ("`--target-bpw 4.3 --calibrate --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-4.3", "mix-iq4_xs-imatrix"),
+)
+PICTURE: Final = "real_kld"
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def every_row() -> list[Row]:
+    """The matrices of the layers in one type, embedding and output in F16; then whole files as a user makes them."""
+    outer = ("--token-embedding-type", "f16", "--output-tensor-type", "f16")
+    plain = ("--no-fold-norms", "--no-equalize")
+    ways = (
+        ("", "no data", ("--no-fold-norms",)), ("-imatrix", "imatrix, equalized", ("--equalize", *IMATRIX)),
+        ("-calibrate", "calibrated in sequence", SEQUENTIAL), ("-fisher", "calibrated in sequence, Fisher", FISHER),
+    )  # fmt: skip
+    # What equalization and folding are worth is shown of one type.
+    more = (
+        ("-folded", "no data, folded", ("--fold-norms",)), ("-equalize", "equalized, no text given", ("--equalize",)),
+        ("-imatrix-plain", "imatrix, not equalized", (*plain, *IMATRIX)),
+        ("-calibrate-plain", "calibrated in sequence, not equalized", (*plain, *SEQUENTIAL)),
+    )  # fmt: skip
+    rows = []
+    for own in FAMILY.values():
+        options = ("--outtype", own.identifier, "--pure", *outer)
+        found = (*ways, *more) if own is DEFAULT else ways
+        rows += converted(own.identifier, own.name, "layers, ", found, *options)
+    for qtype in ("Q3_K", "IQ3_S", "IQ3_XXS", "IQ4_XS", "Q4_K", "Q2_K", "IQ2_XXS", "IQ4_NL"):
+        name = {"Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S"}.get(qtype, qtype)
+        rows += quantized(qtype.lower(), qtype, "layers", "--pure", *outer, name)
+    mixes = (("", ", no data", ()), ("-imatrix", ", imatrix", IMATRIX), *((e, f", {h}", o) for e, h, o in ways[2:]))
+    for own in FAMILY.values():
+        rows += converted(f"mix-{own.identifier}", own.name, "mix", mixes, "--outtype", own.identifier)
+    for bits in ("2.7", "3.85", "4.3"):
+        sized = (("", ", calibrated in sequence, Fisher", FISHER),)
+        rows += converted(f"mix-bpw-{bits}", "mix", f"types for {bits} bits", sized, "--target-bpw", bits)
+    for name in ("IQ3_XXS", "IQ3_S", "Q3_K_M", "Q3_K_S", "IQ4_XS", "IQ4_NL", "Q4_K_M", "Q2_K", "IQ2_XXS"):
+        rows += [row for row in quantized(f"mix-{name.lower()}", name, "mix", name) if row.learns]
+    return rows
+
+
+def is_short(row: Row) -> bool:
+    """Whether a row is for models with rows that are no multiple of 256."""
+    return row.key.removeprefix("mix-").startswith(("itq3_n", "itq2_n", "iq4_nl", "q3_k_s"))
+
+
+def has_short_rows(path: Path) -> bool:
+    """Whether a matrix of the layers of a file has rows that are no multiple of 256."""
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name.startswith("blk.")]
+    return any(len(tensor.shape) > 1 and int(tensor.shape[0]) % BLOCK for tensor in tensors)
+
+
+# ------------------------------------------------------------------------------------------------ model and texts
+
+
+def prepare(asked: str, cache: Path) -> tuple[str, str, Path, Path]:
+    """A model as a Hugging Face folder, fetched and decoded if that has not been done.
+
+    Args:
+        asked: a name of :data:`.models.MODELS`, a folder, or ``hf:organisation/name``.
+        cache: what is fetched and made goes below it.
+
+    Returns:
+        Its short name, its title, the folder, and the folder of everything else.
+
+    Raises:
+        UserError: there is no such model, or it cannot be had.
+    """
+    if (known := models.MODELS.get(asked)) is not None:
+        folder = cache / asked / "hf"
+        if not folder.is_dir():
+            decode.decode(models.fetch(asked, known, cache / asked), folder)
+        return asked, known.title, folder, cache / asked
+    if asked.startswith("hf:"):
+        folder, title = download(asked.removeprefix("hf:")), asked.removeprefix("hf:").partition("@")[0]
+    else:
+        folder = Path(asked).expanduser()
+        title = folder.resolve().name
+    if not (folder / "config.json").is_file():
+        remedy = f"give one, hf:organisation/name, or {' or '.join(models.MODELS)}"
+        raise UserError(folder, "is no Hugging Face folder", remedy)
+    name = title.rpartition("/")[2]
+    return name, title, folder, cache / f"{name}-{hash_of(str(folder.resolve()))[:8]}"
+
+
+def given(option: Path | None, variable: str) -> Path | None:
+    """A file by an option or a variable of the environment, None if neither names one.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    value = option or (Path(os.environ[variable]).expanduser() if os.environ.get(variable) else None)
+    if value is not None and not value.is_file():
+        raise UserError(value, "no such file", f"give a text file, or unset {variable}")
+    return value
+
+
+def code(option: Path | None) -> str:
+    """Source code: of Python's library, for who has none of the kind that the model is for."""
+    if path := given(option, "REAL_CODE"):
+        return wikitext.read(path)
+    found = [importlib.util.find_spec(name) for name in ("tarfile", "argparse", "heapq", "difflib")]
+    return "\n".join(Path(str(spec.origin)).read_text(encoding="utf-8") for spec in found if spec)[:90_000]
+
+
+# ----------------------------------------------------------------------------------------------------------- pages
+
+
+def page_of(facts: Mapping[str, Any]) -> str:
+    """The section of a model."""
+    rows, now = facts["rows"], sources(*ABOVE)
+    scored = ", ".join(f"{name} {WINDOWS[name]} windows" for name in rows[0]["texts"])
+    parts = [
+        f"{facts['model']}, {report.count(rows[0]['made']['weights'])} weights; windows of {facts['context']} tokens, "
+        f"the second halves are scored: {scored}. Importance matrix and calibration: {facts['training_tokens']} tokens "
+        "of one text.\n"
+    ]
+    for title, whole in (("Layers in one type, embedding and output in F16; bits are those of the layers:\n", False),
+                         ("Whole files as a user makes them; bits are those of all matrices:\n", True)):  # fmt: skip
+        if members := [row for row in rows if row["key"].startswith("mix-") == whole]:
+            parts += [title, tables.quality(members, now)]
+    return "\n".join([*parts, "Mean KL divergence over that of another row, the same windows, paired errors:\n",
+                      tables.ratios(RATIOS, rows)])  # fmt: skip
+
+
+def draw(facts: Mapping[str, Any], path: Path) -> None:
+    """The picture of a model."""
+    rows = facts["rows"]
+    panels = {
+        "the layers' bits (embedding and output in F16)": [row for row in rows if not row["key"].startswith("mix-")],
+        "bits of all matrices (whole files)": [row for row in rows if row["key"].startswith("mix-")],
+    }
+    tables.picture(panels, f"{facts['model']}, {report.count(rows[0]['made']['weights'])} weights", path)
+
+
+def readme_section(facts: Mapping[str, Any]) -> str:
+    """The pictures and the short table that the README begins with."""
+    by_key = {row["key"]: row for row in facts["rows"]}
+    pictures = (
+        f"![KL divergence from F16 over bits per weight, {facts['model']}](docs/results/{PICTURE}.png)",
+        "![tokens per second over the tokens evaluated together](docs/results/columns.png)",
+    )
+    head = report.markdown(["how much is lost (lower is better)", "how fast (higher is better)"], [pictures], left=2)
+    found = sorted((key for key in SUMMARY if key in by_key), key=lambda key: -by_key[key]["texts"]["wiki"]["mean_kld"])
+    lines = [
+        [SUMMARY[key], f"{tables.bits_of(by_key[key]):.3f}",
+         *(f"{figures['mean_kld']:.3f}" for figures in by_key[key]["texts"].values()),
+         f"{100 * by_key[key]['texts']['wiki']['same_top']:.1f}"]
+        for key in found
+    ]  # fmt: skip
+    said = (
+        f"KL divergence from the 16-bit {facts['model']} on WikiText-2 and on Python source, where the matrices of its "
+        "layers are in the type, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
+    )
+    header = ["", "bits a weight", "KLD, prose", "KLD, code", "same word, %"]
+    return f"{head}\n{said}\n\n{report.markdown(header, lines)}"
+
+
+def write_pages(name: str, facts: Mapping[str, Any], docs: Path) -> None:
+    """The sections of the pages; the README's is of the first model alone."""
+    suffix = "" if name == models.FIRST else f"_{name}"
+    draw(facts, docs / "results" / f"{PICTURE}{suffix}.png")
+    link = f"\n![KL divergence from F16 over bits per weight, {facts['model']}](results/{PICTURE}{suffix}.png)\n"
+    report.replace_section(docs / "real.md", f"real {name}", page_of(facts) + link)
+    write_json(docs / "results" / f"real{suffix}.json", facts)
+    if name == models.FIRST:
+        report.replace_section(docs.parent / "README.md", "real", readme_section(facts))
+
+
+def merged(rows: Sequence[Result], older: Path) -> list[Result]:
+    """What was measured now, and beside it what a file of results has of the other rows, in order."""
+    known = json.loads(older.read_text())["rows"] if older.is_file() else []
+    found = {row["key"]: row for row in (*known, *rows)}
+    return [found[row.key] for row in every_row() if row.key in found]
+
+
+@report_errors
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "model", nargs="?", default=models.FIRST,
+        help=f"{', '.join(models.MODELS)}, a Hugging Face folder, or hf:organisation/name (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
+    parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")
+    parser.add_argument("--quick", action="store_true", help="six rows, with less to learn from")
+    parser.add_argument("--code-text", type=Path, metavar="FILE", help="source code (default: REAL_CODE)")
+    parser.add_argument("--training-text", type=Path, metavar="FILE", help="to learn from (default: REAL_TRAINING)")
+    parser.add_argument("--tokens", type=positive, help=f"of it (default: {TOKENS}, quick {QUICK_TOKENS})")
+    parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep quantized files")
+    parser.add_argument("--no-measure", action="store_true", help="with --results: only write the pages anew")
+    parser.add_argument(
+        "--work-dir", type=Path, default=upstream.cache_dir() / "real", help="models and results (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "real", help="tables (default: build/real)")
+    parser.add_argument("--results", type=Path, metavar="DOCS", help="folder of real.md to update, with its results")
+    args = parser.parse_args()
+    every = every_row()
+    if args.list_rows:
+        for row in every:
+            print(f"{row.key:24} {row.type:8} {row.how}")
+        return 0
+    if args.results and args.quick:
+        raise UserError(args.results, "is not for the quick form", "leave --quick or --results out")
+    report.require_matplotlib()
+    asked = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
+    Tools.find(args.threads)  # first: the model takes minutes to come
+    suffix = "" if args.model == models.FIRST else f"_{args.model}"
+    older = args.results / "results" / f"real{suffix}.json" if args.results else Path("none")
+    if args.no_measure:
+        facts = json.loads(older.read_text())
+        write_pages(args.model, facts, args.results)
+        return 0
+    name, title, folder, work = prepare(args.model, args.work_dir)
+    training = given(args.training_text, "REAL_TRAINING")
+    tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
+    texts = {"wiki": wikitext.read(wikitext.test_path()), "code": code(args.code_text)}
+    evaluation = Evaluation(Settings(
+        folder, work, {text: Text(content, WINDOWS[text]) for text, content in texts.items()},
+        read_text(BUNDLED) if training is None else wikitext.read(training), tokens, tokens, threads=args.threads,
+        keep=args.keep,
+    ))  # fmt: skip
+    if (published := work / f"{name}.gguf").is_file():
+        decode.check(published, evaluation.f16)
+    short = has_short_rows(evaluation.f16)
+    rows: list[Result] = [*evaluation.run([row for row in asked if args.rows or short or not is_short(row)])]
+    facts = {"model": title, "context": 512, "training_tokens": tokens, "rows": merged(rows, older)}
+    out = args.out / name
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "real.md").write_text(page_of(facts), encoding="utf-8")
+    write_json(out / "real.json", facts)
+    draw(facts, out / f"{PICTURE}.png")
+    print(page_of(facts))
+    print(f"tables, JSON and picture are in {os.path.relpath(out)}", file=sys.stderr)
+    if args.results:
+        write_pages(name, facts, args.results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
