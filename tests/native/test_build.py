@@ -53,17 +53,6 @@ def test_another_clone_takes_the_build_from_the_cache(tmp_path: Path) -> None:
     assert version.returncode == 0 and upstream.SOURCE in version.stdout + version.stderr
 
 
-def test_the_demo_takes_the_tools_where_they_are_built(tmp_path: Path) -> None:
-    """What make demo builds is a part of them, and takes none of them away."""
-    folder = clone(tmp_path / "clone")
-    assert build(folder).returncode == 0
-    done = subprocess.run(
-        ["cmake", "--build", "build/cmake", "--target", "demo"], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "llama.cpp (llama) is up to date" in done.stdout, done.stdout + done.stderr
-    assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (llama.BIN / "llama-cli").read_bytes()
-
-
 def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> None:
     folder, cache = clone(tmp_path / "clone"), tmp_path / "cache"
     made = build(folder)
@@ -81,24 +70,6 @@ def test_a_build_in_the_cache_counts_only_with_its_content(tmp_path: Path) -> No
     assert again.returncode and "is not what was built there; building it again" in again.stderr
     assert "could not be configured" in again.stderr
     assert (folder / "build" / "bin" / "llama-cli").read_bytes() == (entry / "bin" / "llama-cli").read_bytes()
-
-
-@pytest.mark.long
-def test_programs_are_added_to_a_build_from_the_cache(tmp_path: Path) -> None:
-    folder = clone(tmp_path / "clone")
-    bin_folder = folder / "build" / "bin"
-    # Asked for at once, or later: the tools are not built again, and what was added stays.
-    for programs in ("", "llama-gguf, llama-cli", ""):
-        done = build(folder, ITQ3S_TARGETS=programs)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "llama.cpp (llama) is up to date" in done.stdout
-        if programs:
-            assert "llama-cli is one of the tools that are always built" in done.stdout
-            made = re.findall(r"llama.cpp \(llama-gguf\) is (?:built|up to date): (.*)", done.stdout)
-            assert os.listdir(Path(made[0]) / "bin") == ["llama-gguf"]
-    file = tmp_path / "file.gguf"
-    llama.run_program(bin_folder / "llama-gguf", file, "w")
-    assert file.read_bytes().startswith(b"GGUF")
 
 
 @pytest.mark.parametrize(
@@ -206,38 +177,6 @@ def stamps(folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.long
-def test_a_rebuild_touches_only_what_changed(prepare: tuple[Path, Path]) -> None:
-    folder, script = prepare
-    ours = folder / "ggml-patch"
-
-    def changed() -> set[str]:
-        before = stamps(folder / "tree")
-        subprocess.run(["cmake", "-P", script], check=True)
-        after = stamps(folder / "tree")
-        return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-
-    subprocess.run(["cmake", "-P", script], check=True)
-    assert "GGML_TYPE_ITQ3_S" in (folder / "tree" / "ggml" / "include" / "ggml.h").read_text()
-    assert changed() == set()
-
-    with (ours / "src" / "format" / "itq-decode.c").open("a") as file:
-        file.write("// changed\n")
-    assert changed() == {"ggml/src/itq-decode.c"}
-
-    (ours / "src" / "cpu" / "arch" / "x86").mkdir(parents=True, exist_ok=True)
-    (ours / "src" / "cpu" / "arch" / "x86" / "new.c").write_text("int x;\n")
-    assert changed() == {"ggml/src/ggml-cpu/itq3s/arch/x86/new.c"}
-    (ours / "src" / "cpu" / "arch" / "x86" / "new.c").unlink()
-    assert changed() == {"ggml/src/ggml-cpu/itq3s/arch/x86/new.c"}
-
-    # a patch that goes leaves the plain file behind
-    (ours / "patches" / "0007-quantize-tool.patch").unlink()
-    assert changed() == {"tools/quantize/quantize.cpp"}
-    plain = upstream.fetch_source() / "tools" / "quantize" / "quantize.cpp"
-    assert (folder / "tree" / "tools" / "quantize" / "quantize.cpp").read_bytes() == plain.read_bytes()
-
-
 def test_an_optional_patch_that_does_not_apply_is_left_out(prepare: tuple[Path, Path]) -> None:
     folder, script = prepare
     patches = folder / "ggml-patch" / "patches" / "optional"
@@ -261,26 +200,6 @@ def test_an_optional_patch_that_does_not_apply_is_left_out(prepare: tuple[Path, 
     left_out = "warning: optional patches that do not apply to this llama.cpp are left out:"
     assert printed == [left_out, "  0099-other: Without it, nothing is missing."]
     assert found == without
-
-
-def test_a_patch_that_needs_one_left_out_is_left_out_with_its_files(prepare: tuple[Path, Path]) -> None:
-    folder, script = prepare
-    patches, cuda = folder / "ggml-patch" / "patches" / "optional", folder / "tree" / "ggml" / "src" / "ggml-cuda"
-
-    def prepared() -> list[str]:
-        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]]
-
-    assert prepared() == []
-    assert (cuda / "itq-mma.cu").exists() and "GGML_CUDA_ITQ3S_FUSED" in (cuda / "CMakeLists.txt").read_text()
-    # The second file of the folder fails: what the first one did is undone as well.
-    broken = patches / "0010-cuda" / "0011-mmvq.patch"
-    broken.write_text(broken.read_text().replace('#include "quantize.cuh"', '#include "other.cuh"', 1))
-    assert prepared() == ["0010-cuda", "0014-cuda-fused", "0016-cuda-share"]
-    plain = upstream.fetch_source() / "ggml" / "src" / "ggml-cuda"
-    assert {p.name: p.read_bytes() for p in cuda.glob("*.cu*")} == {p.name: p.read_bytes() for p in plain.glob("*.cu*")}
-    assert (cuda / "CMakeLists.txt").read_bytes() == (plain / "CMakeLists.txt").read_bytes()
 
 
 @pytest.mark.long

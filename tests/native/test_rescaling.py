@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -71,32 +70,3 @@ def test_equalized_files_predict_what_the_model_predicts(
     # Rounding sends a token whose experts are nearly tied elsewhere.
     limit = 1e-3 if name == "mixtral" else 1e-5
     assert abs(found[1]) < limit + 2 * abs(found[0])
-
-
-def embeddings(model: Path, pooling: str) -> np.ndarray:
-    """What llama-embedding gives for two sentences: float64 (2, n), normalised."""
-    done = llama.run(
-        "llama-embedding", "-m", model, "--pooling", pooling, "--embd-output-format", "array", "-t", "1",
-        "-p", "The old house stood at the end of the lane.\nShe wrote a letter to the captain of the ship.",
-    )  # fmt: skip
-    found = np.array(json.loads(done.stdout))
-    assert found.shape[0] == 2 and found.shape[1] >= 256
-    return found / np.linalg.norm(found, axis=1, keepdims=True)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bundled"])
-def test_pooled_embeddings_do_not_change(
-    name: str, pooling: str, uneven: Callable[[str], Path], tmp_path: Path
-) -> None:
-    base = llama.MODEL if name == "bundled" else uneven(name)
-    plain, folded = tmp_path / "plain.gguf", tmp_path / "folded.gguf"
-    convert(ConvertOptions.of(base, plain, outtype="f16"))
-    convert(ConvertOptions.of(base, folded, outtype="f16", fold_norms=True))
-    assert not np.array_equal(arrays(folded)["output_norm.weight"], np.ones(256, np.float32))
-    before, after = embeddings(plain, pooling), embeddings(folded, pooling)
-    cosines = (before * after).sum(axis=1)
-    print(f"{name}, {pooling}: 1 - cosine = {1 - cosines}")
-    assert cosines.min() > 1 - 1e-5
-    # Two sentences are told apart, so that equal embeddings say something.
-    assert before[0] @ before[1] < 1 - 1e-3

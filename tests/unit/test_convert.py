@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from gguf_itq3s.cli import main
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.blocks import dequantize, quantize
 from gguf_itq3s.codec.family import trellis_type
-from gguf_itq3s.codec.types import ITQ2_N, ITQ2_S, ITQ3_N, ITQ3_S
+from gguf_itq3s.codec.types import ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output
@@ -177,26 +175,6 @@ def small_model(**changes: object) -> policy.Model:
 
 
 @pytest.mark.parametrize(
-    "columns,target,expected",
-    [
-        (256, ITQ3_S, ITQ3_S), (320, ITQ3_S, ITQ3_N), (352, ITQ3_S, Type.IQ4_NL), (300, ITQ3_S, Type.F16),
-        (256, ITQ2_S, ITQ2_S), (320, ITQ2_S, ITQ2_N), (352, ITQ2_S, Type.IQ4_NL), (300, ITQ2_S, Type.F16),
-        (256, ITQ3_N, ITQ3_N), (320, ITQ3_N, ITQ3_N), (352, ITQ3_N, Type.IQ4_NL), (300, ITQ3_N, Type.F16),
-        (320, Type.TQ2_0, Type.Q8_0), (300, Type.TQ1_0, Type.F16),
-    ],
-)  # fmt: skip
-def test_fallbacks(columns: int, target: Type, expected: Type) -> None:
-    choice = policy.choose("blk.0.ffn_up.weight", (64, columns), Type.F16, target, small_model())
-    assert choice == policy.Choice(expected, target)
-
-
-def test_every_chain_of_fallbacks_ends() -> None:
-    for wanted in policy.FALLBACKS:
-        assert policy.fit(wanted, 31) == Type.F16
-        assert gguf.GGML_QUANT_SIZES[policy.fit(wanted, 32)][0] <= 32
-
-
-@pytest.mark.parametrize(
     "name,shape",
     [
         ("cls.weight", (768, 768)), ("cls.output.weight", (3, 768)), ("blk.0.ssm_alpha.weight", (32, 2048)),
@@ -213,13 +191,6 @@ def test_heads_gates_and_few_rows_stay(name: str, shape: tuple[int, ...]) -> Non
     assert policy.choose(name, shape, Type.F16, ITQ3_S, small_model(), overrides=named).type == Type.Q8_0
     stock = policy.choose(name, shape, Type.F16, Type.Q4_K, small_model(), mixed={name: Type.Q4_K}).type
     assert stock == (Type.F16 if name.startswith("cls") else Type.Q4_K)
-
-
-def test_steps_of_a_state_space_are_in_eight_bits() -> None:
-    for target in (ITQ3_S, ITQ2_S):
-        choice = policy.choose("blk.0.ssm_x.weight", (288, 8192), Type.F16, target, small_model())
-        assert choice.type == Type.Q8_0
-    assert policy.choose("blk.0.ssm_in.weight", (288, 8192), Type.F16, ITQ3_S, small_model()).type == ITQ3_S
 
 
 def test_types_upstream_insists_on_stay() -> None:
@@ -459,36 +430,6 @@ def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Encoder, "encode", counted)
     return sizes
-
-
-@pytest.mark.slow
-def test_a_continued_conversion_keeps_what_is_there(
-    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The finished tensors are neither encoded again nor written again, and their bytes stay."""
-    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
-    convert(ConvertOptions.of(checkpoint("llama"), whole, effort="fast"))
-    made = gguf.GGUFReader(whole).tensors
-    sizes = interrupt_after(5, monkeypatch)
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 5 of 21 tensors; the same command continues"):
-        convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
-    journal, partial = tmp_path / "out.gguf.partial.journal", tmp_path / "out.gguf.partial"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line.get("name") for line in lines] == [None, *(tensor.name for tensor in made[:5])]
-    # Another byte in the second tensor, with its checksum: only what is kept can bring it into the file.
-    start, stop = int(made[1].data_offset), int(made[1].data_offset + made[1].n_bytes)
-    data = bytearray(partial.read_bytes())
-    data[start] ^= 1
-    partial.write_bytes(data)
-    lines[2]["crc32"] = zlib.crc32(data[start:stop])
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
-    assert continued(capsys.readouterr().err) == (5, 21)
-    assert sizes[6:] == [tensor.n_elements for tensor in made[5:]]
-    expected = bytearray(whole.read_bytes())
-    expected[start] ^= 1
-    assert out.read_bytes() == expected
 
 
 @pytest.mark.slow

@@ -132,29 +132,11 @@ def convert_f16(base: Path, tmp_path: Path) -> dict[str, np.ndarray]:
     return arrays(tmp_path / "base-f16.gguf")
 
 
-def test_without_folding_the_config_is_enough(
-    adapter: Path, uneven: Callable[[str], Path], folded: Callable[[str], Path], tmp_path: Path
-) -> None:
-    base = tmp_path / "config-only"
-    base.mkdir()
-    shutil.copyfile(uneven("llama") / "config.json", base / "config.json")
-    assert len(convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", base)).matrices) == 14
-    with pytest.raises(UserError, match=r"config-only: holds no model\*\.safetensors"):
-        convert_lora(LoraOptions(adapter, tmp_path / "out2.gguf", base, model=folded("llama")))
-    assert "out2.gguf" not in entries(tmp_path)
-
-
 def test_rank_stabilised_alpha(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """llama.cpp divides by the rank, PEFT by its root."""
     change(adapter, use_rslora=True, lora_alpha=3)
     convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
     assert metadata(tmp_path / "out.gguf")["adapter.lora.alpha"] == 6
-
-
-def test_invocation_tokens_are_carried(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    change(adapter, alora_invocation_tokens=[5, 6], invocation_string="hello")
-    convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
-    assert metadata(tmp_path / "out.gguf")["adapter.alora.invocation_tokens"] == [5, 6]
 
 
 @pytest.mark.parametrize(

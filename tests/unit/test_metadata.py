@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import shutil
 import sys
 from collections.abc import Callable
@@ -30,27 +29,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: in
     assert (sys.argv, sys.path, gguf.GGUFWriter) == before
     captured = capsys.readouterr()
     return captured.err if code else captured.out
-
-
-def test_set_metadata_changes_one_number(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = model.read_bytes()
-    printed(capsys, "set-metadata", "--force", model, "tokenizer.ggml.eos_token_id", "7")
-    assert metadata(model)["tokenizer.ggml.eos_token_id"] == 7
-    after = model.read_bytes()
-    assert len(after) == len(before)
-    assert sum(x != y for x, y in zip(before, after, strict=True)) == 1
-    assert "'no.such.key' not found" in printed(capsys, "set-metadata", "--force", model, "no.such.key", "7", code=1)
-    assert model.read_bytes() == after
-
-
-def test_set_metadata_asks_first(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = model.read_bytes()
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    said = printed(capsys, "set-metadata", model, "tokenizer.ggml.eos_token_id", "7", code=1)
-    assert said.splitlines()[-1].endswith("has to be confirmed, and nobody can be asked; give --force")
-    assert model.read_bytes() == before
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -111,21 +111,6 @@ def nextn(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option,flag,count", [("--mtp", "mtp_only", 1), ("--no-nextn", "no_mtp", 2), ("", "", 3)])
-def test_layers_that_predict_several_tokens(
-    option: str, flag: str, count: int, nextn: Path, tmp_path: Path, any_tokenizer: None
-) -> None:
-    theirs = upstream_files.write(nextn, tmp_path / "theirs.gguf", flags=(flag,) if flag else ())
-    words = [option] if option else []
-    assert convert_main([str(nextn), str(tmp_path / "ours.gguf"), "--outtype", "f16", *words]) == 0
-    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()
-    layers = {name.split(".")[1] for name in tensors(theirs) if name.startswith("blk.")}
-    assert len(layers) == count
-    assert convert_main([str(nextn), str(tmp_path / "coded.gguf"), "--effort", "fast", *words]) == 0
-    assert list(tensors(tmp_path / "coded.gguf")) == list(tensors(theirs))
-
-
 @pytest.fixture(scope="session")
 def multimodal(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """A Gemma 3 with a vision tower."""

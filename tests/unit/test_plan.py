@@ -97,21 +97,6 @@ def test_sliding_window_layers_keep_their_window() -> None:
     assert plan.cache_bytes(plan.layers_of(config), 8192, Q.F16) == token * (8192 + 1024)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("32GiB", 32 << 30),
-        ("24 GB", 24_000_000_000),
-        ("512", 512),
-        ("1.5MiB", 3 << 19),
-        ("2k", 2000),
-        ("4.5 gb", 4_500_000_000),
-    ],
-)
-def test_parse_size(text: str, size: int) -> None:
-    assert report.parse_size(text) == size
-
-
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path)]) == 1
     assert "config.json: no such file; give a Hugging Face folder" in capsys.readouterr().err

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file, save_file
 
 from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import PackedExperts
@@ -127,23 +121,6 @@ def test_shapes_and_mistakes() -> None:
         PackedExperts(2, {"up_proj": Stack(256, 300, ITQ3_S), "down_proj": Stack(300, 256)}, torch.relu)
     with pytest.raises(ValueError, match="stacks of matrices are needed; the shapes are"):
         PackedExperts.from_weights(random(4, 256), random(4, 256), gate)
-
-
-@pytest.mark.slow
-def test_pytorchs_ways(tmp_path: Path) -> None:
-    layer = built()
-    x, index, routing = routed()
-    y = layer(x, index, routing)
-    save_file(layer.state_dict(), tmp_path / "experts.safetensors")
-    stacks = copy.deepcopy(layer.stacks)
-    other = PackedExperts(EXPERTS, stacks, gate)
-    other.load_state_dict(load_file(tmp_path / "experts.safetensors"))
-    for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.half().float()):
-        assert torch.equal(same(x, index, routing), y)
-    assert {parameter.dtype for parameter in layer.half().parameters()} == {torch.uint8}
-    assert "ITQ3_S" in repr(layer) and "experts=5" in repr(layer)
-    compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert error(compiled(x, index, routing), y) < 1e-6
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 
 import gguf
@@ -17,7 +15,6 @@ from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.family import FAMILY, TrellisType, is_trellis
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.torch import (
     PackedLinear,
     TernaryLinear,
@@ -27,7 +24,6 @@ from gguf_itq3s.torch import (
     replace_linears,
     rotate,
     transform,
-    use_path,
 )
 from packed import TYPES, deviation, matrix, packed_rows
 
@@ -131,13 +127,6 @@ def test_gradient_is_that_of_the_decoded_matrix(qtype: Type) -> None:
 # --------------------------------------------------------------------------------------------------------- quantizing
 
 
-@pytest.mark.parametrize("convert", [lambda w: w, lambda w: w.numpy(), lambda w: w.to(torch.float64)])
-def test_quantize_writes_the_codecs_bytes(convert) -> None:  # type: ignore[no-untyped-def]
-    weight = matrix(5, 512)
-    packed = quantize(convert(weight), effort="fast")
-    np.testing.assert_array_equal(packed.numpy(), blocks.quantize(weight.numpy(), effort="fast"))
-
-
 @pytest.mark.parametrize(("short", "asked"), SHORT.items(), ids=lambda t: t.name)
 def test_a_width_asks_for_shorter_blocks(short: Type, asked: Type) -> None:
     """As the converter writes it; where both fit, the type that is asked for."""
@@ -195,14 +184,6 @@ def test_state_goes_through_safetensors(layer: PackedLinear, tmp_path: Path) -> 
     assert torch.equal(other(x), layer(x))
 
 
-def test_copies_and_pickles(layer: PackedLinear) -> None:
-    x = matrix(3, 512, 1)
-    y = layer(x)
-    layer.path = "reference"
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), y) and other.path == "reference" and other.qtype == layer.qtype
-
-
 @pytest.mark.slow
 def test_compiles_in_one_graph(layer: PackedLinear) -> None:
     torch._dynamo.reset()
@@ -213,28 +194,6 @@ def test_compiles_in_one_graph(layer: PackedLinear) -> None:
     (gradient,) = torch.autograd.grad(y.square().sum(), x)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.slow
-def test_operators_follow_pytorchs_rules() -> None:
-    x = matrix(2, 256).requires_grad_()
-    packed = quantize(matrix(3, 256))
-    torch.library.opcheck(products._rotate, (x, 256, False))
-    torch.library.opcheck(products._product, (x, packed, int(ITQ3_S), torch.float32, False))
-    gradient = matrix(2, 3).requires_grad_()
-    torch.library.opcheck(products._product_transposed, (gradient, packed, int(ITQ3_S), torch.float32, False))
-    torch.library.opcheck(products._dequantize, (packed, int(ITQ3_S), torch.float16))
-
-
-def test_paths_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = PackedLinear.from_weight(matrix(2, 256))
-    x = matrix(1, 256)
-    for bad in (lambda: layer(x, path="fast"), lambda: use_path("fast").__enter__()):
-        with pytest.raises(ValueError, match="unknown path 'fast'; use one of reference, triton"):
-            bad()
-    monkeypatch.setattr("gguf_itq3s.torch.paths._INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="needs"):
-        layer(x, path="triton")
 
 
 def test_linears_of_a_model_are_replaced() -> None:

@@ -66,28 +66,6 @@ def test_experts(found: Any, name: str) -> None:
     assert max(found["experts"][name]) < 1e-6
 
 
-def test_rotation(found: Any) -> None:
-    """The same order of operations as in numpy: the same bits."""
-    assert found["rotation"]["exact"]
-    assert found["rotation"]["bfloat16"] < 0.02
-    assert found["rotation"]["empty"] == [0, 768]
-
-
-@pytest.mark.parametrize("split", ["1", "2", "3", "5"])
-def test_shares_of_the_columns(found: Any, split: str) -> None:
-    assert found["tiles"][split] <= FLOAT32
-    assert found["tiles"][f"{split} again"] == 0, "the sum depends on chance"
-    assert found["tiles"]["gradient"] <= FLOAT32
-
-
-def test_pytorchs_ways(found: Any) -> None:
-    others = found["others"]
-    assert others.pop("empty") == [2, 0, 5]
-    assert {name: others[name] for name in ("compiled", "shared rotation")} == {"compiled": 0, "shared rotation": 0}
-    assert others["float64"] < 1e-14
-    assert max(others.values()) <= FLOAT32
-
-
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """To machine code for two of NVIDIA's and one of AMD's, with tensor cores in use; nothing runs."""
     compiled = program("triton_compile.py", tmp_path)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import shutil
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,7 @@ from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import ternary
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.torch import PackedLinear, quantizer
+from gguf_itq3s.torch import PackedLinear
 from gguf_itq3s.torch.config import QTYPES
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
 from loading import FAST, TOKENS, difference, load, logits
@@ -110,25 +106,6 @@ def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
         assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.slow
-def test_one_matrix_at_a_time(uneven: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a matrix is coded, those before it are gone, and the model holds no other in floats."""
-    seen: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-    own = quantizer.ITQ3SQuantizer._pack
-
-    def watched(self: Any, matrix: Any, weight: torch.Tensor) -> Any:
-        gc.collect()
-        alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(weight))
-        return own(self, matrix, weight)
-
-    monkeypatch.setattr(quantizer.ITQ3SQuantizer, "_pack", watched)
-    model = load(uneven("llama"), ITQ3SConfig(**FAST))
-    assert len(seen) == 14 and alive == [0] * 14
-    assert all(layer.weight.dtype == torch.uint8 for layer in packed(model).values())
-
-
 @pytest.fixture(scope="module")
 def trits(uneven: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers' matrices are ternary."""
@@ -189,11 +166,6 @@ def test_saved_and_loaded_again(saved: tuple[Any, Path]) -> None:
     assert stored["model.layers.0.mlp.up_proj.weight"] == torch.uint8
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(again.generate(TOKENS[:1], **options), model.generate(TOKENS[:1], **options))
-
-
-def test_the_disk_is_no_place_for_packed_layers(saved: tuple[Any, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be offloaded to the disk"):
-        load(saved[1], device_map={"": "disk"}, offload_folder=tmp_path)
 
 
 def changed(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
@@ -377,19 +349,6 @@ def test_files_that_are_refused(
 ) -> None:  # fmt: skip
     with pytest.raises(UserError, match=message):
         load_gguf(rewritten(converted("llama"), tmp_path / "damaged.gguf", change))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "old", ["import sys; sys.modules['transformers.core_model_loading'] = None",
-            "import transformers; transformers.__version__ = '5.22.2'"]
-)  # fmt: skip
-def test_an_old_transformers_is_named(old: str) -> None:
-    """Of version 4, and one that would leave packed weights at zero."""
-    code = f"{old}; import gguf_itq3s.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode and "needs transformers 5.23 or later" in last and "pip install -U transformers" in last
 
 
 def test_a_file_is_read_behind_the_gate(converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
