@@ -79,13 +79,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
-def evaluate(args: argparse.Namespace, settings: Settings) -> dict[str, list[Result]]:
+def evaluate(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Result]]]:
     """The two tables, or of them the rows that were asked for."""
     groups: Mapping[str, Sequence[Row]] = {"weights": weight_rows(), "KV cache": kv_rows()}
     wanted = chosen([row for rows in groups.values() for row in rows], args.rows or (QUICK if args.quick else ()))
+    settings = settings_of(args)  # texts may have to be downloaded
     results = {row["key"]: row for row in Evaluation(settings).run(wanted)}
     found = {title: [results[row.key] for row in rows if row.key in results] for title, rows in groups.items()}
-    return {title: rows for title, rows in found.items() if rows}
+    return settings, {title: rows for title, rows in found.items() if rows}
 
 
 def facts_of(settings: Settings, results: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
@@ -108,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{row.key:32} {row.type:8} {row.how}")
         return 0
     report.require_matplotlib()
-    settings = settings_of(args)
-    results = evaluate(args, settings)
+    settings, results = evaluate(args)
     out = args.out or settings.work
     out.mkdir(parents=True, exist_ok=True)
     page = "\n".join(f"#### {title}\n\n{tables.quality(rows)}" for title, rows in results.items())

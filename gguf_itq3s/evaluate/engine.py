@@ -10,11 +10,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +24,7 @@ from tqdm import tqdm
 from ..base.errors import UserError
 from ..base.journal import sources, write_text
 from .rows import Row
-from .tools import Tools
+from .tools import Tools, run_program
 
 Result = dict[str, Any]
 #: What no file depends on: the rooms above the converter.
@@ -265,31 +261,7 @@ class Evaluation:
         return {**figures, **facts}
 
     def _run(self, command: Sequence[object], name: str) -> Result:
-        """Run a program; its seconds by the clock, those of all cores, and its largest resident set in bytes.
-
-        Raises:
-            UserError: it failed; the message is its own last line.
-        """
-        log = self.work / "logs" / f"{name}.log"
-        words, started = [str(word) for word in command], time.monotonic()
-        with log.open("w", encoding="utf-8") as out:
-            print(*words, file=out, flush=True)
-            # A session of its own: an interruption has to end what the program started, too.
-            process = subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-                raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
-            raise UserError(log, f"{name}: {last.removeprefix('error: ')[:300]}", "the file holds all that was printed")
-        seconds, processor = time.monotonic() - started, usage.ru_utime + usage.ru_stime
-        return {"seconds": round(seconds, 1), "processor": round(processor, 1), "memory": usage.ru_maxrss << 10}
+        return dict(run_program(command, self.work / "logs" / f"{name}.log"))
 
     # ------------------------------------------------------------------------------------------------- all rows
 

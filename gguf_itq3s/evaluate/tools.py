@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import signal
 import struct
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +27,38 @@ _PAIRS = {
 #: A line for each window: its number, perplexity, its logarithm over the base's, then the mean KLD so far.
 _WINDOW = re.compile(rf"^ *(\d+) +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±", re.M)
 _TOO_SHORT = re.compile(r"you need at least (\d+) tokens")
+
+
+def run_program(command: Sequence[object], log: Path, environment: Mapping[str, str] | None = None) -> dict[str, float]:
+    """Run a program with its output in a log; its end is waited for, and an interruption ends it.
+
+    Returns:
+        ``seconds`` by the clock, ``processor``, those of all cores, ``memory``, its largest resident set in bytes.
+
+    Raises:
+        UserError: it failed; the message names the log.
+    """
+    words, started = [str(word) for word in command], time.monotonic()
+    with log.open("w", encoding="utf-8") as out:
+        print(*words, file=out, flush=True)
+        # A session of its own: an interruption has to end what the program started, too.
+        process = subprocess.Popen(
+            words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
+        what = f"{Path(words[0]).name} ended with code {process.returncode}: {last.removeprefix('error: ')[:300]}"
+        raise UserError(log, what, "the file holds all it printed")
+    processor = round(usage.ru_utime + usage.ru_stime, 1)
+    return {"seconds": round(time.monotonic() - started, 1), "processor": processor, "memory": usage.ru_maxrss << 10}
 
 
 @dataclass(frozen=True)
@@ -71,20 +105,8 @@ class Tools:
         Raises:
             UserError: it failed; the message names the log.
         """
-        command = [str(self.folder / name), *map(str, arguments)]
-        with log.open("w", encoding="utf-8") as out:
-            out.write(" ".join(command) + "\n")
-            out.flush()
-            # Ctrl-C, or SIGTERM as KeyboardInterrupt, leaves no tool behind: run kills it.
-            code = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})}, check=False,
-            ).returncode  # fmt: skip
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if code:
-            last = (text.strip().splitlines() or ["no output"])[-1][:200]
-            raise UserError(log, f"{name} ended with code {code}: {last}", "the file holds all it printed")
-        return text
+        run_program([self.folder / name, *arguments], log, environment)
+        return log.read_text(encoding="utf-8", errors="replace")
 
     def log_probabilities(
         self, model: Path, text: Path, base: Path, chunks: int, context: int, log: Path, source: Path | None = None
@@ -96,19 +118,8 @@ class Tools:
         """
         partial = base.with_suffix(".partial")
         limit = ["--chunks", str(chunks)] if chunks > 0 else []
-        arguments = [
-            "-m",
-            model,
-            "-f",
-            text,
-            "-c",
-            context,
-            "-t",
-            self.threads,
-            "--kl-divergence-base",
-            partial,
-            *limit,
-        ]
+        arguments = ["-m", model, "-f", text, "-c", context, "-t", self.threads, *limit]
+        arguments += ["--kl-divergence-base", partial]
         printed = self.run("llama-perplexity", arguments, log)
         if found := _TOO_SHORT.search(printed):  # it ends with code 0
             partial.unlink(missing_ok=True)

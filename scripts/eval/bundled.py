@@ -82,8 +82,7 @@ def main() -> int:
     if args.list_rows:
         return command.run(args)
     report.require_matplotlib()
-    settings = command.settings_of(args)
-    results = command.evaluate(args, settings)
+    settings, results = command.evaluate(args)
     whole, twins = not args.rows and not args.quick, {}
     if whole:
         twins["model"] = [row for row in results["weights"] if row["key"] in TWIN_ROWS]

@@ -98,10 +98,8 @@ def test_rows_are_distinct_and_complete() -> None:
     )  # fmt: skip
 
 
-def test_unknown_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a text")
-    monkeypatch.setenv("WIKITEXT2", str(tmp_path / "text.txt"))
-    assert main(["eval", str(llama.MODEL), "--text", str(tmp_path / "text.txt"), "--rows", "q9_z"]) == 1
+def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(llama.MODEL), "--rows", "q9_z"]) == 1
     assert "no row is called q9_z; take some of: f16" in capsys.readouterr().err
 
 
