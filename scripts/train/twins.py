@@ -34,31 +34,28 @@ from gguf_itq3s.checkpoint import channels, shards
 
 TWINS = ("weight-twin", "activation-twin")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_REMEDY = "give a model with Llama's names, without fused or expert matrices"
 FACTORS = (4.0, 8.0, 16.0, 32.0)
 
 Tensors = dict[str, torch.Tensor]
-
-
-class TwinError(RuntimeError):
-    """The model cannot be rescaled; the message says why."""
 
 
 def norm_readers(tensors: Tensors, tied: bool) -> dict[str, list[str]]:
     """Norm gain -> the weights that read it, by tensor name.
 
     Raises:
-        TwinError: a reader is missing, or no norm was found.
+        UserError: a reader is missing, or no norm was found.
     """
     layers = {int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     readers = channels.readers_in_checkpoint(sorted(tensors), max(layers, default=-1) + 1)
     if not any("input_layernorm" in norm for norm in readers):
-        raise TwinError("no model.layers.N.input_layernorm.weight: not a model with Llama's names")
+        raise UserError("model.layers.N.input_layernorm.weight", "is not there", _REMEDY)
     if tied:
         readers.pop("model.norm.weight", None)
     for norm, weights in readers.items():
         wanted = 3 if "input_layernorm" in norm else 2 if "post_attention_layernorm" in norm else 1
         if len(weights) != wanted:
-            raise TwinError(f"{norm}: a matrix that reads it is missing; fused or expert matrices are not handled")
+            raise UserError(norm, "a matrix that reads it is missing", _REMEDY)
     return dict(sorted(readers.items()))  # the order in which channels are drawn
 
 
@@ -76,7 +73,7 @@ def make_twin(tensors: Tensors, twin: str, channels: int, seed: int, tied: bool)
         A new dictionary; untouched tensors are shared with ``tensors``.
 
     Raises:
-        TwinError: as :func:`norm_readers`, or a rescaled tensor overflows its dtype.
+        UserError: as :func:`norm_readers`, or a rescaled tensor overflows its dtype.
     """
     rng = np.random.default_rng(seed)
     result = dict(tensors)
@@ -91,7 +88,7 @@ def make_twin(tensors: Tensors, twin: str, channels: int, seed: int, tied: bool)
         for weight in weights:
             result[weight] = (tensors[weight].float() / factor).to(tensors[weight].dtype)
             if not torch.isfinite(result[weight]).all():
-                raise TwinError(f"{weight}: a rescaled weight does not fit {tensors[weight].dtype}")
+                raise UserError(weight, f"a rescaled weight does not fit {tensors[weight].dtype}", _REMEDY)
     return result
 
 
@@ -99,19 +96,19 @@ def read_model(model_dir: Path) -> tuple[Tensors, bool]:
     """All tensors of a model folder, and whether its output head is tied to the embedding.
 
     Raises:
-        TwinError: no config, no weights, or a model type with other names.
+        UserError: no config, no weights, or a model type with other names.
     """
     config = model_dir / "config.json"
     if not config.is_file():
-        raise TwinError(f"{config}: not found; give the folder of a Hugging Face model")
+        raise UserError(config, "is not there", _REMEDY)
     settings = json.loads(config.read_text())
     if settings.get("model_type") not in MODEL_TYPES:
-        raise TwinError(f"{config}: model type {settings.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}")
+        raise UserError(
+            config, f"model type {settings.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}", _REMEDY
+        )
     tensors: Tensors = {}
     for path in shards.find(model_dir, settings).files:
         tensors.update(load_file(path))
-    if not tensors:
-        raise TwinError(f"{model_dir}: no *.safetensors file")
     return tensors, bool(settings.get("tie_word_embeddings", False))
 
 
@@ -132,12 +129,9 @@ def make_twins(model_dir: Path, out: Path, channels: int = 6, seed: int = 0) -> 
     Raises:
         UserError: the model cannot be rescaled.
     """
-    try:
-        tensors, tied = read_model(model_dir)
-        for twin in TWINS:
-            write_model(make_twin(tensors, twin, channels, seed, tied), model_dir, out / twin)
-    except TwinError as error:
-        raise UserError(model_dir, str(error), "give a model with Llama's names") from error
+    tensors, tied = read_model(model_dir)
+    for twin in TWINS:
+        write_model(make_twin(tensors, twin, channels, seed, tied), model_dir, out / twin)
     return [out / twin for twin in TWINS]
 
 
