@@ -77,12 +77,6 @@ def _tabulate(header: Sequence[str], rows: Iterable[Sequence[str]], form: str, l
     )
 
 
-def bold_least(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """``cells`` with the one of the least value in bold; ties are all in bold."""
-    known = [v for v in values if v is not None]
-    return [f"**{c}**" if known and v == min(known) else c for c, v in zip(cells, values, strict=True)]
-
-
 def replace_section(path: Path, name: str, text: str) -> None:
     """Put ``text`` between the marks ``<!-- begin name -->`` and ``<!-- end name -->`` of a file.
 

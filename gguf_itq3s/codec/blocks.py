@@ -5,8 +5,7 @@ A block holds n consecutive weights of a row (docs/format.md)::
 
     uint8 qs[n * b / 8]   symbols of b bits    2: q[t] = (qs[t % (n/4)] >> 2*(t / (n/4))) & 3
                                                1: q[t] = (qs[t / 8] >> (t % 8)) & 1
-                                               3: two bits as of 2, then the third as of 1
-    uint8 sel[n / 8]      selector bits        s[t] = (sel[t / 8] >> (t % 8)) & 1
+                        uint8 sel[n / 8]      selector bits        s[t] = (sel[t / 8] >> (t % 8)) & 1
     fp16  d               scale
     fp16  z               zero-point in level units, where the format has one
 """
@@ -68,23 +67,6 @@ def _unpack_bits(packed: ByteArray) -> IndexArray:
     return np.unpackbits(np.ascontiguousarray(packed), axis=0, bitorder="little")
 
 
-def _pack_symbols(symbols: IndexArray, bits: int) -> ByteArray:
-    """Symbols of ``bits`` bits: uint8 (n, m) -> (n * bits / 8, m)."""
-    if bits == 1:
-        return _pack_bits(symbols)
-    planes = _pack_planes(symbols & np.uint8(3))
-    return planes if bits == 2 else np.concatenate([planes, _pack_bits(symbols >> np.uint8(2))])
-
-
-def _unpack_symbols(packed: ByteArray, bits: int) -> IndexArray:
-    """The inverse of :func:`_pack_symbols`: uint8 (n * bits / 8, m) -> (n, m)."""
-    if bits == 1:
-        return _unpack_bits(packed)
-    planes, rest = np.split(packed, [2 * packed.shape[0] // bits])
-    low = _unpack_planes(planes)
-    return low if bits == 2 else low | _unpack_bits(rest) << np.uint8(2)
-
-
 def pack(
     indices: IndexArray,
     selectors: IndexArray,
@@ -105,7 +87,7 @@ def pack(
         uint8 (m, bytes of a block).
     """
     blocks = np.empty((indices.shape[1], fmt.block_bytes), dtype=np.uint8)
-    blocks[:, : fmt.symbol_bytes] = _pack_symbols(indices >> np.uint8(2), fmt.symbol_bits).T
+    blocks[:, : fmt.symbol_bytes] = (_pack_bits if fmt.symbol_bits == 1 else _pack_planes)(indices >> np.uint8(2)).T
     blocks[:, fmt.symbol_bytes : fmt.scale_offset] = _pack_bits(selectors).T
     scales = [d, z] if fmt.zero_point else [d]
     blocks[:, fmt.scale_offset :] = np.stack(scales, axis=1).astype("<f2").view(np.uint8)
@@ -130,7 +112,7 @@ def unpack(
     """
     if blocks.ndim != 2 or blocks.shape[1] != fmt.block_bytes:
         raise ValueError(f"{fmt.name} blocks have shape (m, {fmt.block_bytes}), not {blocks.shape}")
-    symbols = _unpack_symbols(blocks[:, : fmt.symbol_bytes].T, fmt.symbol_bits)
+    symbols = (_unpack_bits if fmt.symbol_bits == 1 else _unpack_planes)(blocks[:, : fmt.symbol_bytes].T)
     selectors = _unpack_bits(blocks[:, fmt.symbol_bytes : fmt.scale_offset].T)
     indices = (symbols << np.uint8(2)) + fmt.trellis.subsets(selectors)
     scales = np.ascontiguousarray(blocks[:, fmt.scale_offset :]).view("<f2").astype(np.float16)

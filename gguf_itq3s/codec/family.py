@@ -54,7 +54,6 @@ class TrellisType:
         fallback: the type in its place where a row is not whole blocks.
         follows: the file type whose mix llama-quantize makes.
         in_mix: types of that mix, and what takes their place.
-        rotated: whether a block is the Walsh-Hadamard transform of its weights.
         version: least ``itq3s.version`` of a file that holds it.
     """
 
@@ -64,7 +63,6 @@ class TrellisType:
     fallback: Type
     follows: LlamaFileType
     in_mix: Mapping[Type, Type]
-    rotated: bool = True
     version: int = 1
 
     @property
@@ -132,11 +130,6 @@ def file_version(types: Iterable[Type]) -> int:
 FILE_VERSIONS: Final = tuple(sorted({row.version for row in FAMILY.values()}))
 
 
-def is_rotated(qtype: Type) -> bool:
-    """Whether blocks of a type are rotated, so that they are rounded with the Hessian of the rotated inputs."""
-    return qtype in FAMILY and FAMILY[qtype].rotated
-
-
 def rotation(qtype: Type) -> int:
     """How many weights of a row are rotated together in a type; 1 where none are."""
-    return FAMILY[qtype].format.block if is_rotated(qtype) else 1
+    return FAMILY[qtype].format.block if qtype in FAMILY else 1

@@ -42,19 +42,16 @@ class Format:
 
     Attributes:
         name: as in messages.
-        symbol_bits: bits of a symbol, 1 to 3; the four subsets have ``2 ** symbol_bits`` levels each.
+        symbol_bits: bits of a symbol, 1 or 2; the four subsets have ``2 ** symbol_bits`` levels each.
         levels: int8 (4 * 2 ** symbol_bits,), ascending, at most 63, in units of d/32; index ``4 * symbol + subset``.
         trellis: which subset a weight is read from; 64 states at most, as searches keep 31 bits of a path.
         rms_in_levels: RMS of a block in level units at the start scale 1.
         starts: effort -> start scales relative to the first, in the order they are tried.
         zero_point: whether a float16 zero-point follows the scale.
-        block: weights of a block, 16, 64 or 256 (so that the rotation's scale is exact in float32).
+        block: weights of a block, 64 or 256 (so that the rotation's scale is exact in float32).
         ternary: the literal ternary code, where the levels have one.
         peak_in_levels: the largest magnitude of a block in level units at the start scale 1; None where the RMS says
             where to start.
-
-    Raises:
-        ValueError: the level table is not of the size that the symbol bits ask for, or the other parts do not fit.
     """
 
     name: str
@@ -67,22 +64,6 @@ class Format:
     block: int = BLOCK
     ternary: TernaryCode | None = None
     peak_in_levels: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.symbol_bits <= 3:
-            raise ValueError(f"symbols of {self.symbol_bits} bits: there are layouts for 1, 2 and 3")
-        if np.abs(self.levels.astype(np.int64)).max(initial=0) > 63:
-            raise ValueError("levels beyond 63: kernels take 7 bits")
-        if self.trellis.states > 64:
-            raise ValueError(f"a trellis of {self.trellis.states} states: at most 64")
-        if self.levels.size != 4 << self.symbol_bits:
-            raise ValueError(f"{self.levels.size} levels are not four subsets of {1 << self.symbol_bits}")
-        if tuple(self.starts) != EFFORTS:
-            raise ValueError(f"start scales are of the efforts {', '.join(EFFORTS)}, not of {', '.join(self.starts)}")
-        if self.block not in (16, 64, BLOCK):
-            raise ValueError(f"a block of {self.block} weights: its length is 16, 64 or {BLOCK}")
-        if self.ternary and not self.zero_point:
-            raise ValueError("a ternary code without a zero-point")
 
     @property
     def symbol_bytes(self) -> int:

@@ -98,9 +98,14 @@ def _k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     return _halves(blocks, 0) * scale.astype(np.float32), _halves(blocks, 2) * minimum.astype(np.float32)
 
 
-def _put_q4_k(blocks: ByteArray, codes: CodeArray) -> ByteArray:
-    blocks[:, 16:] = _planes(_unsigned(codes, 0), 2, 32)
-    return blocks
+def _put(start: int, stop: int, count: int, width: int, zero: int = 0) -> Callable[[ByteArray, CodeArray], ByteArray]:
+    """Codes plus ``zero``, packed into bytes ``start`` to ``stop`` as :func:`_planes` does."""
+
+    def put(blocks: ByteArray, codes: CodeArray) -> ByteArray:
+        blocks[:, start:stop] = _planes(_unsigned(codes, zero), count, width)
+        return blocks
+
+    return put
 
 
 def _put_q5_k(blocks: ByteArray, codes: CodeArray) -> ByteArray:
@@ -144,27 +149,12 @@ def _q2_k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     )
 
 
-def _put_q2_k(blocks: ByteArray, codes: CodeArray) -> ByteArray:
-    blocks[:, 16:80] = _planes(_unsigned(codes, 0), 4, 32)
-    return blocks
-
-
 def _first_half(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     return _no_minimum(_halves(blocks, 0))
 
 
 def _put_q8_0(blocks: ByteArray, codes: CodeArray) -> ByteArray:
     blocks[:, 2:] = codes.view(np.uint8)
-    return blocks
-
-
-def _put_q4_0(blocks: ByteArray, codes: CodeArray) -> ByteArray:
-    blocks[:, 2:] = _planes(_unsigned(codes, 8), 2, 16)
-    return blocks
-
-
-def _put_iq4_nl(blocks: ByteArray, codes: CodeArray) -> ByteArray:
-    blocks[:, 2:] = _planes(_unsigned(codes, 0), 2, 16)
     return blocks
 
 
@@ -175,23 +165,18 @@ def _iq4_xs_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     return _no_minimum(_halves(blocks, 0) * scale.astype(np.float32))
 
 
-def _put_iq4_xs(blocks: ByteArray, codes: CodeArray) -> ByteArray:
-    blocks[:, 8:] = _planes(_unsigned(codes, 0), 2, 16)
-    return blocks
-
-
 _IQ4: Final = np.array(IQ4_LEVELS, dtype=np.float32)
 
 #: The types, and how each is taken apart.
 GRIDS: Final[Mapping[Type, Grid]] = {
-    Type.Q2_K: Grid(16, 0, 3, None, _q2_k_scales, _put_q2_k),
+    Type.Q2_K: Grid(16, 0, 3, None, _q2_k_scales, _put(16, 80, 4, 32)),
     Type.Q3_K: Grid(16, -4, 3, None, _q3_k_scales, _put_q3_k),
-    Type.Q4_K: Grid(32, 0, 15, None, _k_scales, _put_q4_k),
+    Type.Q4_K: Grid(32, 0, 15, None, _k_scales, _put(16, 144, 2, 32)),
     Type.Q5_K: Grid(32, 0, 31, None, _k_scales, _put_q5_k),
     Type.Q6_K: Grid(16, -32, 31, None, _q6_k_scales, _put_q6_k),
-    Type.IQ4_XS: Grid(32, 0, 15, _IQ4, _iq4_xs_scales, _put_iq4_xs),
-    Type.IQ4_NL: Grid(32, 0, 15, _IQ4, _first_half, _put_iq4_nl),
-    Type.Q4_0: Grid(32, -8, 7, None, _first_half, _put_q4_0),
+    Type.IQ4_XS: Grid(32, 0, 15, _IQ4, _iq4_xs_scales, _put(8, 136, 2, 16)),
+    Type.IQ4_NL: Grid(32, 0, 15, _IQ4, _first_half, _put(2, 18, 2, 16)),
+    Type.Q4_0: Grid(32, -8, 7, None, _first_half, _put(2, 18, 2, 16, zero=8)),
     # -128 would overflow in kernels that take absolute values.
     Type.Q8_0: Grid(32, -127, 127, None, _first_half, _put_q8_0),
 }

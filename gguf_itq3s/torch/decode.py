@@ -60,8 +60,6 @@ def _symbol_words(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
     symbols = blocks[..., : fmt.symbol_bytes]
     if fmt.symbol_bits == 1:
         return _spread_bits(symbols.contiguous())
-    if fmt.symbol_bits > 2:
-        raise ValueError(f"{fmt.name}: symbols of {fmt.symbol_bits} bits cannot be unpacked here")
     # A copy in any case: one block alone is contiguous where it stands, between others, and there no words begin.
     planes = symbols.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.stack([planes >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
@@ -175,9 +173,9 @@ def _ternary(qtype: QType, values: Callable[[torch.Tensor], torch.Tensor]) -> La
 
 def _trellis(qtype: QType) -> Layout:
     """The unit of the levels is d/32."""
-    row, fmt = FAMILY[qtype], FAMILY[qtype].format
+    fmt = FAMILY[qtype].format
     values = functools.partial(_trellis_values, fmt=fmt)
-    return Layout(qtype, values, fmt.block, fmt.block_bytes, fmt.scale_offset, 2.0**-5, rotated=row.rotated, fmt=fmt)
+    return Layout(qtype, values, fmt.block, fmt.block_bytes, fmt.scale_offset, 2.0**-5, rotated=True, fmt=fmt)
 
 
 #: The types a layer can have.
