@@ -2,7 +2,7 @@
 """Everything that `make eval` measures: all types on the bundled model, quantized KV caches, and two outlier twins.
 
     scripts/eval/bundled.py models/demo-llama                 # writes build/eval
-    scripts/eval/bundled.py models/demo-llama --results docs  # and the sections of docs/results.md, docs/results/*
+    scripts/eval/bundled.py models/demo-llama --results docs  # and the sections of docs/results.md, its picture
 
 Interrupt it at any time; the same command goes on from the rows that are done.
 """
@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
     parser.set_defaults(work_dir=ROOT / "build" / "eval")
-    parser.add_argument("--results", type=Path, help="folder of results.md to update, with results/eval*")
+    parser.add_argument("--results", type=Path, help="folder of results.md to update, with its picture")
     args = parser.parse_args()
     if args.list_rows:
         return command.run(args)
@@ -90,12 +90,12 @@ def main() -> int:
         for name, folder in zip(TWINS, make_twins(args.model, args.work_dir / "twins"), strict=True):
             twin = Evaluation(replace(settings, model=folder, work=args.work_dir / name))
             twins[name.replace("-", " ")] = twin.run(few)
-    out = args.results / "results" if args.results else args.out or args.work_dir
+    out = args.out or args.work_dir
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "eval.json", {**command.facts_of(settings, results), "twins": twins})
-    tables.picture(
-        {"bits per weight of the matrices": results.get("weights", [])}, args.model.name, out / "eval_kld.png"
-    )
+    pictures = args.results / "results" if args.results else out
+    panels = {"bits per weight of the matrices": results.get("weights", [])}
+    tables.picture(panels, args.model.name, pictures / "eval_kld.png")
     for name, text in sections(results, twins).items():
         print(f"### {name}\n\n{text}")
         if args.results and whole:
