@@ -24,8 +24,8 @@ import transformers
 import upstream_files
 from calibrating import options
 from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, NOVEL, SIZES, save_model
-from gguf_itq3s.calibrate import mixture
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate import experts
+from gguf_itq3s.calibrate.statistics import calibrate
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -152,12 +152,11 @@ def llama_copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``few(size)``: every layer of experts is large, and that many are in memory together."""
+    """``few(size)``: that many experts of a layer are in memory together."""
 
     def set_to(size: int) -> None:
-        monkeypatch.setattr(mixture, "BOUND", 1)
         monkeypatch.setattr(
-            mixture.Mixture,
+            experts.LayerExperts,
             "groups",
             lambda self, _: [range(i, min(i + size, self.count)) for i in range(0, self.count, size)],
         )

@@ -9,26 +9,13 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-#: What activations can be kept in, with the bytes of a number and the ending of the files.
-DTYPES: Final = {"float32": (4, "f32"), "bfloat16": (2, "bf16")}
-
-
-class Activations(Protocol):
-    """What :func:`activations` gives: an array in a file, float32 to whoever reads or writes parts of it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-    def __setitem__(self, index: Any, values: Any, /) -> None: ...
-
-    def flush(self) -> None: ...
+from .options import DTYPES
 
 
 class Bfloat16Array:
@@ -59,6 +46,10 @@ class Bfloat16Array:
         self._halves.flush()
 
 
+#: What :func:`activations` gives: an array in a file, float32 to whoever reads or writes parts of it.
+Activations: TypeAlias = np.memmap | Bfloat16Array
+
+
 def widened(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """The numbers whose upper halves are given, of any shape."""
     wide = np.asarray(halves).astype(np.uint32)
@@ -68,8 +59,6 @@ def widened(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """float32 of any shape, rounded to bfloat16, as the upper halves; NaN stays NaN."""
-    import torch
-
     return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
@@ -88,7 +77,7 @@ def activations(
         number: of the layer.
         shape: of the array.
         mode: as :class:`numpy.memmap` takes it.
-        dtype: one of :data:`DTYPES`.
+        dtype: one of :data:`.options.DTYPES`.
         partial: whether it is written still.
 
     Returns:

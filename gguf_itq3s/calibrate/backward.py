@@ -5,40 +5,44 @@ gradient is the Fisher information, the second derivative of the KL divergence f
 model runs forward once, the inputs of every layer going to disk, then backward layer by layer, each layer computed anew
 with gradients; one layer's weights are in memory at any time.
 
-Of several processes each runs its windows; the sums of a layer are added up, and the first one writes them. Labels are
-drawn for all windows in one order, so that they do not depend on the number of processes.
+Experts run in groups outside their layer (:mod:`.experts`), backward too: the products of each group are computed anew
+with gradients, which go to the sums and to the gradients of what came into the experts; with these the rest of the
+layer is differentiated. Of several processes each runs its windows; the sums of a layer are added up, and the first one
+writes them. Labels are drawn for all windows in one order, so that they do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from ..base.journal import Journal, save_arrays
+from ..checkpoint import experts as names
 from ..codec.transform import rotation_block
-from ..torch import PackedExperts, stacked
+from . import experts
 from .activations import Activations, activation_path, activations
-from .folders import keep_own, own_folder
+from .experts import Batch, LayerExperts, Loaded, Routed
 from .gradients import PRIOR, GradientSums, check_finite
-from .groups import Reader
-from .joining import own_batch
+from .inputs import Reader
 from .layers import LayeredModel
 from .moments import Moment, rotated
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
 from .shares import Batches, Share, share, split
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
-#: In the folder, those of the inputs of layers.
+#: In the folder, those of the inputs of layers, and what is kept of a layer's experts.
 _GRADIENTS: Final = "gradients"
+_KEPT: Final = "experts"
 #: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
 CHUNK: Final = 256
 
@@ -65,30 +69,24 @@ class OutputFisher:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
         Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
-        by all tokens, and drawn to what is known of it otherwise (:meth:`GradientSums.shrink`), as the others are to a
-        multiple of the identity (:meth:`GradientSums.draw_to_identity`).
+        by all tokens, and shrunk to what is known of it otherwise, as the others are to a
+        multiple of the identity (:meth:`GradientSums.shrink_to_identity`).
         """
-        with safe_open(self.folder / _file(number), framework="numpy") as file:
-            names = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
-            return [file.get_tensor(name) for name in names]
+        for path in sorted(self.folder.glob(f"{_stem(number)}*" if reader.expert is not None else _file(number))):
+            with safe_open(path, framework="numpy") as file:
+                found = sorted(name for name in file.keys() if name.rpartition("/")[0] == reader.entry)  # noqa: SIM118
+                if found:
+                    return [file.get_tensor(name) for name in found]
+        return []
 
-    def shared_blocks(self, reader: Reader, number: int, owner: int | None) -> list[np.ndarray]:
-        """The same from the first rank, which has the files.
-
-        Args:
-            reader: the matrix.
-            number: of its layer.
-            owner: the rank that needs them, the others get none; None where all need them.
-        """
-        ranks = self._ranks
-        found = self.blocks(reader, number) if ranks.first else []
-        sizes = ranks.tell([len(block) for block in found])
-        if owner is None:
-            found = found or [np.empty((size, size), dtype=np.float32) for size in sizes]
-            for block in found:
-                ranks.send(0, block)
-            return found
-        return [ranks.hand(0, owner, block) for block in found or [np.empty((s, s), np.float32) for s in sizes]]
+    def shared_blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
+        """The same on all ranks, from the first one, which has the files."""
+        found = self.blocks(reader, number) if self._ranks.first else []
+        sizes = self._ranks.broadcast_object([len(block) for block in found])
+        found = found or [np.empty((size, size), dtype=np.float32) for size in sizes]
+        for block in found:
+            self._ranks.broadcast(block)
+        return found
 
     def output(self) -> np.ndarray:
         """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""
@@ -131,7 +129,7 @@ class OutputFisher:
             journal.begin(len(records or ()))
             for record in records or ():
                 state.update(record)
-        key, state = ranks.tell((key, state))
+        key, state = ranks.broadcast_object((key, state))
         keep_own(self.folder.parent, key, ranks, "gradients", (self.folder.name,))
         if not state["left"]:
             return
@@ -156,11 +154,11 @@ class OutputFisher:
         shape = (*inputs.shape, model.hidden)
 
         def done(**changes: int) -> None:
-            ranks.meet()  # all have written what comes behind it
+            ranks.barrier()  # all have written what comes behind it
             state.update(changes)
             if ranks.first:
                 journal.note(changes)
-            ranks.meet()
+            ranks.barrier()
 
         there = self._has(folder, state, model.layers, model.dtype)
         left = state["left"]  # layers below this one are to come
@@ -181,11 +179,9 @@ class OutputFisher:
                 self._last(model, shape, own, _chances(text, batch))
             bar.update()
             for number in range(backward - 1, -1, -1):
-                few, experts = self._load_backward(
-                    model, number, shape, own.batches, keywords[number], again=number >= left
-                )
+                few, count = self._backward(model, number, shape, own.batches, keywords[number], again=number >= left)
                 if number < left:
-                    done(left=number, few=state["few"] + few, experts=state["experts"] + experts)
+                    done(left=number, few=state["few"] + few, experts=state["experts"] + count)
                 activation_path(folder / _GRADIENTS, number + 1, model.dtype).unlink(missing_ok=True)
                 activation_path(folder, number, model.dtype).unlink()
                 bar.update()
@@ -250,48 +246,52 @@ class OutputFisher:
                     squares[:] = [sum(squares[1:], squares[0])]
                 target[part] = torch.cat(gradients).reshape(len(part), *shape[1:]).numpy()
             handle.remove()
-        (tokens,) = self._ranks.numbers(shape[0] * shape[1])
-        self._ranks.add(squares[0], owner=0)
+        (tokens,) = self._ranks.sums(shape[0] * shape[1])
+        self._ranks.reduce(squares[0], owner=0)
         if self._ranks.first:
             save_arrays({"diagonal": (squares[0] / tokens).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, model.dtype, folder)
 
     def _forward(
-        self, model: LayeredModel, number: int, source: Activations, target: Activations,
-        batches: Sequence[np.ndarray], keywords: dict[int, dict[str, Any]],
+        self, model: LayeredModel, number: int, source: Activations, target: Activations, batches: Sequence[Batch],
+        keywords: Mapping[int, dict[str, Any]],
     ) -> None:  # fmt: skip
         """Run a layer on all windows."""
-        layer = model.load(number)
-        for part in batches:
-            target[part] = model.step(layer, source[part], keywords[len(part)])
-        model.unload(number)
+        found = experts.find(model, number)
+        if found is None:
+            layer = model.load(number)
+            for batch in batches:
+                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
+            model.unload(number)
+            return
+        with found.left_out() as layer:
+            routed = self._run_experts(found, layer, source, batches, keywords)
+            for batch in batches:
+                routed.give(batch)
+                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
+        routed.close()
 
-    def _load_backward(
-        self, model: LayeredModel, number: int, shape: tuple[int, ...], batches: Batches,
-        keywords: dict[int, dict[str, Any]], *, again: bool,
-    ) -> tuple[int, int]:  # fmt: skip
-        """:meth:`_backward` of a layer that is loaded for it."""
-        found = self._backward(model, number, model.load(number), shape, batches, keywords, again=again)
-        model.unload(number)
-        return found
+    def _run_experts(
+        self, found: LayerExperts, layer: torch.nn.Module, source: Activations, batches: Sequence[Batch],
+        keywords: Mapping[int, dict[str, Any]],
+    ) -> Routed:  # fmt: skip
+        """Run a layer up to its experts and these outside it: what comes into them and what they put out is kept."""
+        routed = Routed(layer, found, self._own() / _KEPT, *source.shape[:2])
+        for batch in batches:
+            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
+        for numbers in found.groups(4 * found.weights):
+            routed.run(batches, found.load(numbers))
+        return routed
 
     def _backward(
-        self,
-        model: LayeredModel,
-        number: int,
-        layer: torch.nn.Module,
-        shape: tuple[int, ...],
-        batches: Batches,
-        keywords: dict[int, dict[str, Any]],
-        *,
-        again: bool = False,
-    ) -> tuple[int, int]:
-        """One layer: its matrices' Fisher matrices to a file, the gradient of its input to another.
+        self, model: LayeredModel, number: int, shape: tuple[int, ...], batches: Batches,
+        keywords: Mapping[int, dict[str, Any]], *, again: bool,
+    ) -> tuple[int, int]:  # fmt: skip
+        """One layer: its matrices' Fisher matrices to files, the gradient of its input to another.
 
         Args:
             model: the model.
             number: of the layer.
-            layer: with its weights.
             shape: of the activations of this rank.
             batches: its windows that run together.
             keywords: batch size -> arguments of the layer.
@@ -300,17 +300,52 @@ class OutputFisher:
         Returns:
             Of experts, how many matrices saw too few tokens, and how many there are.
         """
+        found = experts.find(model, number)
+        readers = [r for group in model.layout.groups(number, model.base.layers[number]) for r in group.readers]
+        plain = [] if again else [reader for reader in readers if reader.expert is None]
+        if found is None:
+            self._backward_rest(model, number, model.load(number), plain, shape, batches, keywords, again=again)
+            model.unload(number)
+            return 0, 0
+        inside = [] if again else [reader for reader in readers if reader.expert is not None]
+        source = activations(self._own(), number, shape, "r", model.dtype)
+        behind = activations(self._own() / _GRADIENTS, number + 1, shape, "r", model.dtype)
+        with found.left_out() as layer:
+            routed = self._run_experts(found, layer, source, batches.all, keywords)
+            for batch in batches.all:
+                routed.put("behind", batch, _behind_experts(model, layer, routed, batch, source, behind, keywords))
+            (tokens,) = self._ranks.sums(shape[0] * shape[1])
+            few = self._backward_experts(found, inside, routed, batches.all, int(tokens))
 
+            def known(batch: Batch) -> None:
+                def answer(hidden: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                    output, of_hidden = (
+                        routed.get(name, batch).reshape(hidden.shape) for name in ("output", "of hidden")
+                    )
+                    of_weights = routed.get("of weights", batch).reshape(weights.shape)
+                    return _Known.apply(hidden, weights, output, of_hidden, of_weights)
+
+                routed.answer(answer)
+
+            self._backward_rest(model, number, layer, plain, shape, batches, keywords, again=again, before=known)
+        routed.close()
+        return few, len(inside)
+
+    def _backward_rest(
+        self, model: LayeredModel, number: int, layer: torch.nn.Module, readers: Sequence[Reader],
+        shape: tuple[int, ...], batches: Batches, keywords: Mapping[int, dict[str, Any]], *, again: bool,
+        before: Callable[[Batch], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """The same of a loaded layer's own matrices; ``before`` each batch is made known what its experts do."""
         folder = self._own() / _GRADIENTS
         source = activations(self._own(), number, shape, "r", model.dtype)
         behind = activations(folder, number + 1, shape, "r", model.dtype)
         target = activations(folder, number, shape, "w+", model.dtype, partial=True)
         sums = GradientSums(self._full, self._block, model.device)
-        first = (
-            Moment(model.hidden, model.hidden <= self._full) if number == 0 and rotation_block(model.hidden) else None
-        )
+        first = None
+        if number == 0 and rotation_block(model.hidden) and not again:
+            first = Moment(model.hidden, model.hidden <= self._full)
         square = 0.0
-        tokens = 0
 
         def watch(entry: str) -> Callable[..., None]:
             def hook(_: Any, __: Any, out: torch.Tensor) -> None:
@@ -319,18 +354,13 @@ class OutputFisher:
 
             return hook
 
-        readers = [reader for group in model.layout.groups(number, layer) for reader in group.readers]
-        if again:
-            readers, first = [], None
         handles = [
-            layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry))
-            for reader in readers
-            if reader.parameter == "weight"
-        ]
-        stacks = _watched_experts(layer, readers, sums)
+            layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry)) for reader in readers
+        ]  # fmt: skip
         for place, part in enumerate(batches.all):
             if place == len(batches.train):
                 sums.hold_out()
+            before(part)
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
             with model.products():
                 out = layer(hidden, **keywords[hidden.shape[0]])
@@ -341,26 +371,162 @@ class OutputFisher:
             if first is not None:
                 first.add(rotated(hidden.grad))
                 square += float(hidden.detach().square().sum(dtype=torch.float64))
-            tokens += hidden.shape[0] * hidden.shape[1]
         for handle in handles:
             handle.remove()
-        for path, module in stacks.items():
-            layer.set_submodule(path, module)
         self._keep(number, target, model.dtype, folder)
         if again:
-            return 0, 0
+            return
         ranks = self._ranks
-        total_tokens, total_square = ranks.numbers(tokens, square)
+        total_tokens, total_square = ranks.sums(shape[0] * shape[1], square)
         if first is not None:
-            first.add_up(ranks, total_tokens, model.device, 0)
+            first.reduce(ranks, total_tokens, model.device, 0)
             if ranks.first:
                 found = {"moment": first.mean(), "square": np.array([total_square / (total_tokens * model.hidden)])}
                 save_arrays(found, self.folder / _INPUT)
-        matrices, few, experts = sums.finish(readers, int(total_tokens), ranks)
+        matrices = sums.finish(readers, int(total_tokens), ranks)
         check_finite(model.folder, matrices)
         if ranks.first:
             save_arrays(matrices, self.folder / _file(number))
-        return few, experts
+
+    def _backward_experts(
+        self, found: LayerExperts, readers: Sequence[Reader], routed: Routed, batches: Sequence[Batch], tokens: int
+    ) -> int:
+        """The matrices of all experts to files, and the gradients of what came into them.
+
+        A group's are written before the next group comes. Those of down, which are shrunk to the mean of all experts,
+        are written once more when that is known.
+
+        Args:
+            found: the experts.
+            readers: their matrices; none where the files are there already.
+            routed: what came into the experts, and the gradients behind them.
+            batches: windows of this rank that run together.
+            tokens: of all ranks.
+
+        Returns:
+            How many matrices saw so few tokens that their own count for less.
+        """
+        entries: dict[tuple[int, str], list[str]] = {}
+        for reader in readers:
+            assert reader.expert is not None
+            # Gate before up, as their rows are.
+            entries.setdefault((reader.expert, reader.parameter), []).append(reader.entry)
+        for batch in batches:
+            for name in ("hidden", "weights"):
+                routed.put(f"of {name}", batch, torch.zeros_like(routed.get(name, batch)))
+        few, stem = 0, _stem(found.number)
+        together: list[torch.Tensor] = []
+        counts: dict[str, int] = {}
+        files: dict[Path, list[str]] = {}
+        hidden, inner = found.columns
+        sizes = (rows * (rows if rows <= self._full else self._block) for rows in (inner, inner, hidden))
+        groups = found.groups(4 * found.weights + 8 * sum(sizes))
+        kept = torch.float64 if len(groups) == 1 else torch.float32  # until the mean is known
+        for place, numbers in enumerate(groups):
+            sums = GradientSums(self._full, self._block, found.model.device)
+            loaded = found.load(numbers)
+            for batch in batches:
+                _add(routed, batch, loaded, entries, sums)
+            del loaded
+            sums.reduce([reader for reader in readers if reader.expert in numbers], self._ranks)
+            if not readers or not self._ranks.first:
+                continue
+            downs = [entry for number in numbers for entry in entries.get((number, names.DOWN), ())]
+            means: dict[str, torch.Tensor] = {}
+            for entry in downs:
+                parts, counts[entry] = sums.take(entry)
+                for number, part in enumerate(parts):
+                    together[number : number + 1] = [part + together[number] if number < len(together) else part]
+                    means[f"{entry}/{number:05d}"] = (part / tokens).to("cpu", kept)
+            few += sum(sums.shrink_to_diagonal(e) for n in numbers for e in entries.get((n, names.GATE_UP), ()))
+            matrices = dict(sums.means(tokens))
+            check_finite(found.model.folder, matrices)
+            save_arrays(matrices, self.folder / f"{stem}-{place:04d}.safetensors")
+            path = self.folder / f"{stem}-{place:04d}-down.safetensors"
+            save_file(means, path)
+            files[path] = downs
+        # Of gate and up of experts without a token nothing is known, and their matrices count among the few.
+        together = [(total / tokens).cpu() for total in together]
+        for path, downs in files.items() if together else ():
+            before, after = load_file(path), {}
+            for entry in downs:
+                prior = PRIOR * len(together[0])
+                few += counts[entry] < prior
+                for number, mean in enumerate(together):
+                    name = f"{entry}/{number:05d}"
+                    if name in before:
+                        # What comes out of the second matrices of all experts goes to the same place.
+                        own = before[name].double()
+                        other = mean * (own.trace() / mean.trace().clamp(min=1e-300))
+                        shrunk = own.lerp(other, prior / (counts[entry] + prior))
+                    else:
+                        shrunk = mean / sum(counts.values())  # of a single token
+                    after[name] = shrunk.float().numpy()
+            check_finite(found.model.folder, after)
+            save_arrays(after, path)
+        return few
+
+
+class _Known(torch.autograd.Function):
+    """The outputs of experts, and gradients of what came into them, that are known already."""
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, of_hidden: torch.Tensor,
+        of_weights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        del hidden, weights
+        context.save_for_backward(of_hidden, of_weights)
+        return output
+
+    @staticmethod
+    def backward(context: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*context.saved_tensors, None, None, None)
+
+
+def _behind_experts(
+    model: LayeredModel, layer: torch.nn.Module, routed: Routed, batch: Batch, source: Activations,
+    behind: Activations, keywords: Mapping[int, dict[str, Any]],
+) -> torch.Tensor:  # fmt: skip
+    """The gradient at the outputs of the experts, (tokens, hidden)."""
+    output = routed.get("output", batch).requires_grad_(True)
+    routed.answer(lambda hidden, *_: output.reshape(hidden.shape))
+    with model.products():
+        out = layer(torch.from_numpy(np.array(source[batch])).to(model.device), **keywords[len(batch)])
+    out = (out[0] if isinstance(out, tuple) else out).float()
+    (gradient,) = torch.autograd.grad(out, output, torch.from_numpy(np.array(behind[batch])).to(model.device))
+    return gradient
+
+
+def _add(
+    routed: Routed, batch: Batch, loaded: Loaded, entries: Mapping[tuple[int, str], list[str]], sums: GradientSums
+) -> None:
+    """Add the gradients of some experts to the sums and to those of what came into them."""
+    hidden, chosen, weights, behind = (
+        routed.get("hidden", batch),
+        routed.chosen(batch),
+        routed.get("weights", batch),
+        routed.get("behind", batch),
+    )
+    of_hidden, of_weights = routed.get("of hidden", batch), routed.get("of weights", batch)
+    for number in loaded.numbers:
+        tokens, places = torch.where(chosen == number)
+        if not len(tokens):
+            continue
+        x = hidden[tokens].requires_grad_(True)
+        share = weights[tokens, places].requires_grad_(True)
+        gate_up, down = (matrix.float() for matrix in loaded.matrices(number))
+        first = x @ gate_up.T
+        out = loaded.of.gate(first) @ down.T
+        found = torch.autograd.grad(out * share[:, None], (x, share, first, out), behind[tokens])
+        of_hidden.index_add_(0, tokens, found[0])
+        of_weights[tokens, places] = found[1]
+        for parameter, gradient in ((names.GATE_UP, found[2]), (names.DOWN, found[3])):
+            of = entries.get((number, parameter), [])
+            for entry, part in zip(of, gradient.chunk(max(1, len(of)), dim=-1), strict=False):
+                sums.add(entry, part)
+    routed.put("of hidden", batch, of_hidden)
+    routed.put("of weights", batch, of_weights)
 
 
 def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
@@ -380,49 +546,6 @@ def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     return found.clamp(max=logits.shape[-1] - 1).to(logits.device)
 
 
-def _watched_experts(
-    layer: torch.nn.Module, readers: Sequence[Reader], sums: GradientSums
-) -> dict[str, torch.nn.Module]:
-    """Let experts whose matrices are stacked add to the sums.
-
-    Their own forward passes show no output of a single expert, so those whose class is known are replaced by a module
-    that computes the same with the same parameters.
-
-    Returns:
-        The modules that were there, by their names.
-    """
-    places: dict[str, dict[tuple[str, int], list[str]]] = {}
-    for reader in readers:
-        if reader.parameter != "weight" and reader.expert is not None:
-            # Gate before up, as their rows are.
-            places.setdefault(reader.path, {}).setdefault((reader.parameter, reader.expert), []).append(reader.entry)
-    before = {}
-    for path, entries in places.items():
-        module = layer.get_submodule(path)
-        found = stacked.find(module)
-        if isinstance(found, str) or any(stack.transposed for stack in found.stacks.values()):
-            continue
-        made = PackedExperts(found.count, found.stacks, found.gate, bias=found.bias, device="meta")
-        made._parameters = {**made._parameters, **module._parameters}
-
-        def watch(
-            name: str, expert: int, out: torch.Tensor, entries: dict[tuple[str, int], list[str]] = entries
-        ) -> None:
-            halves = entries.get((name, expert), [])
-            if out.requires_grad and halves:
-                out.register_hook(lambda gradient: _add_halves(sums, halves, gradient))
-
-        made.watch = watch
-        layer.set_submodule(path, made)
-        before[path] = module
-    return before
-
-
-def _add_halves(sums: GradientSums, entries: Sequence[str], gradient: torch.Tensor) -> None:
-    for entry, part in zip(entries, gradient.chunk(len(entries), dim=-1), strict=True):
-        sums.add(entry, part)
-
-
 def _chances(text: np.ndarray, batch: int) -> torch.Tensor:
     """Random numbers by which the labels of a text are drawn: float64 (windows, context), uniform in [0, 1)."""
     generator = torch.Generator().manual_seed(0)
@@ -435,3 +558,8 @@ def _chances(text: np.ndarray, batch: int) -> torch.Tensor:
 
 def _file(number: int) -> str:
     return f"fisher-{number:04d}.safetensors"
+
+
+def _stem(number: int) -> str:
+    """Of the files of experts."""
+    return f"fisher-{number:04d}-experts"

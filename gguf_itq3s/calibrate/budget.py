@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TextIO
@@ -35,9 +35,10 @@ from ..rounding.factors import HessianFactors, Statistics
 from . import ends, store
 from .finished import SCORES, STATISTICS
 from .options import FULL_COLUMNS
-from .pipeline import calibrate
+from .ranks import ALONE, Ranks
 from .run import Sequential
 from .scores import RowWeights, Score, Scores
+from .statistics import calibrate
 
 #: What a matrix can be, with the fewest bits first, by the length of the blocks that its rows are rotated in. Of rows
 #: that are multiples of 256 the types in blocks of 64 are left out: they have at most a twentieth less error than those
@@ -241,7 +242,7 @@ def choose(budget: Budget, factors: HessianFactors, calibration: Path | None, me
     """
     found = ends.read(calibration) if calibration else None
     scores = Scores(budget.checkpoint, factors, budget.encoder, found, None)
-    return budget.plan(dict(_scored(budget, scores, {}, lambda *_: None, messages)))
+    return budget.plan(_scored(budget, scores, {}, lambda *_: None, messages))
 
 
 def choose_layerwise(
@@ -266,26 +267,24 @@ def choose_layerwise(
     try:
         journal = Journal(work / SCORES, fingerprint)
         done = _resume(journal, folder) if ranks.first else {}
-        ranks.meet()
+        ranks.barrier()
         # One Hessian at a time may be wide in memory; all of them together are files.
         calibrate(replace(sequential.calibration, widest=FULL_COLUMNS), folder, sequential.messages, ranks)
         gradients = sequential.collect_fisher(work)
-        # A rank that sees the first one's files takes its share of the layers.
-        sees = (folder / store.MANIFEST).exists() and (gradients is None or gradients.present)
-        helpers = ranks.tell([rank for rank, one in enumerate(ranks.every(sees)) if one or rank == 0])
+        # Ranks that do not see the first one's files leave the scores to it.
+        sees = ranks.all((folder / store.MANIFEST).exists() and (gradients is None or gradients.present))
         scores = None
-        if ranks.rank in helpers:
+        if sees or ranks.first:
             factors = factors_of(store.open_calibration(folder, budget.checkpoint.files))
             rows = None if gradients is None else RowWeights(sequential.model, gradients, sequential.source)
             scores = Scores(budget.checkpoint, factors, budget.encoder, ends.read(folder), rows)
 
         def note(name: str, score: Score) -> None:
-            journal.note({"name": name, "relative": score.relative, "fisher": score.fisher})
+            if ranks.first:
+                journal.note({"name": name, "relative": score.relative, "fisher": score.fisher})
 
-        if ranks.alone:
-            assert scores is not None
-            return budget.plan(dict(_scored(budget, scores, done, note, sequential.messages)))
-        return budget.plan(_scored_together(budget, scores, done, note, sequential, helpers))
+        done = ranks.broadcast_object(done)
+        return budget.plan(_scored(budget, scores, done, note, sequential.messages, ranks, shared=sees))
     except OSError as error:
         raise output_error(work, error) from error
     except UserError:
@@ -297,63 +296,32 @@ def choose_layerwise(
 
 
 def _scored(
-    budget: Budget,
-    scores: Scores,
-    done: Mapping[str, Score],
-    note: Callable[[str, Score], None],
-    messages: TextIO,
-) -> Iterator[tuple[str, Score]]:
-    with tqdm(budget.tensors, unit=" tensors", desc="scores", file=messages, mininterval=0.5) as bar:
-        for tensor in bar:
-            score = done.get(tensor.name)
-            if score is None:
-                score = scores.of(tensor, budget.types[tensor.name])
-                note(tensor.name, score)
-            yield tensor.name, score
-
-
-def _scored_together(
     budget: Budget, scores: Scores | None, done: Mapping[str, Score], note: Callable[[str, Score], None],
-    sequential: Sequential, helpers: Sequence[int],
+    messages: TextIO, ranks: Ranks = ALONE, *, shared: bool = True,
 ) -> dict[str, Score]:  # fmt: skip
-    """The scores of all tensors on every rank, a layer at a time on each of those that see the statistics."""
-    ranks = sequential.ranks
+    """The scores of all tensors, a layer at a time on each rank; all on the first one where they are not shared."""
     layers: dict[str, list[SourceTensor]] = {}
     for tensor in budget.tensors:
         found = _LAYER.match(tensor.name)
         layers.setdefault(found[0] if found else tensor.name, []).append(tensor)
-    every = list(layers.values())
-    result = _told(ranks.tell(_plain(done)))
-    with tqdm(total=len(budget.tensors), unit=" tensors", desc="scores", file=sequential.messages) as bar:
-        for start in range(0, len(every), len(helpers)):
-            turn = list(zip(helpers, every[start : start + len(helpers)], strict=False))
+    result = dict(done)
+    step = ranks.size if shared else 1
+    with tqdm(total=len(budget.tensors), unit=" tensors", desc="scores", file=messages, mininterval=0.5) as bar:
+        for start in range(0, len(layers), step):
+            turn = list(layers.values())[start : start + step]
             own: dict[str, Score] = {}
-            for rank, tensors in turn:
-                if rank == ranks.rank and scores is not None:
-                    missing = [tensor for tensor in tensors if tensor.name not in result]
-                    own = {tensor.name: scores.of(tensor, budget.types[tensor.name]) for tensor in missing}
-            for rank, tensors in turn:
-                for name, score in _told(ranks.tell(_plain(own), rank)).items():
-                    result[name] = score
-                    if ranks.first:
-                        note(name, score)
-                bar.update(len(tensors))
+            for tensor in turn[ranks.rank] if ranks.rank < len(turn) else ():
+                if tensor.name not in result:
+                    assert scores is not None
+                    own[tensor.name] = scores.of(tensor, budget.types[tensor.name])
+                    if ranks.alone:
+                        note(tensor.name, own[tensor.name])
+            for found_there in ranks.all_gather_objects(own):
+                result |= found_there
+                for name, score in found_there.items() if not ranks.alone else ():
+                    note(name, score)
+            bar.update(sum(map(len, turn)))
     return {tensor.name: result[tensor.name] for tensor in budget.tensors}
-
-
-def _plain(scores: Mapping[str, Score]) -> dict[str, tuple[Sequence[float], Sequence[float] | None]]:
-    """Scores as JSON can hold them."""
-    return {name: (score.relative, score.fisher) for name, score in scores.items()}
-
-
-def _told(
-    scores: Mapping[str, tuple[Sequence[float], Sequence[float] | None]],
-) -> dict[str, Score]:
-    """Scores out of such."""
-    return {
-        name: Score(tuple(relative), None if fisher is None else tuple(fisher))
-        for name, (relative, fisher) in scores.items()
-    }
 
 
 def _resume(journal: Journal, statistics: Path) -> dict[str, Score]:
@@ -363,4 +331,7 @@ def _resume(journal: Journal, statistics: Path) -> dict[str, Score]:
         shutil.rmtree(statistics, ignore_errors=True)
         journal.path.parent.mkdir(parents=True, exist_ok=True)
     journal.begin(len(records or ()))
-    return _told({line["name"]: (line["relative"], line["fisher"]) for line in records or ()})
+    return {
+        line["name"]: Score(tuple(line["relative"]), None if line["fisher"] is None else tuple(line["fisher"]))
+        for line in records or ()
+    }

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from .joining import joined
 from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_dtype_argument, add_hessian_argument
-from .pipeline import calibrate
+from .ranks import joined
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion."
 
@@ -32,6 +31,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    from .statistics import calibrate  # torch runs the model
+
     values = {key: value for key, value in vars(args).items() if key in CalibrationOptions.__dataclass_fields__}
     options = CalibrationOptions(**values)
     with joined(args.out, options.device, sys.stderr) as (ranks, messages):

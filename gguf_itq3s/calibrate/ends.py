@@ -43,7 +43,13 @@ class Ends:
 
 
 def collect(
-    model: LayeredModel, folder: Path, text: np.ndarray, batches: Sequence[slice], *, full: bool, ranks: Ranks = ALONE
+    model: LayeredModel,
+    folder: Path,
+    text: np.ndarray,
+    batches: Sequence[np.ndarray],
+    *,
+    full: bool,
+    ranks: Ranks = ALONE,
 ) -> dict[str, np.ndarray]:
     """The contents of :data:`ENDS`.
 
@@ -80,7 +86,7 @@ def collect(
                     head(torch.from_numpy(np.array(source[batch])).to(model.device))
         finally:
             handle.remove()
-    moment.add_up(ranks, text.size, model.device, 0)
+    moment.reduce(ranks, text.size, model.device, 0)
     if ranks.first and not np.isfinite(moment.mean()).all():
         what = "gives inputs of the output matrix that are NaN or infinite"
         raise UserError(model.folder, what, "repair the checkpoint or download it again")

@@ -19,10 +19,10 @@ from tqdm import tqdm
 from ..checkpoint.source import Checkpoint
 from ..rounding.factors import tensor_entry
 from .activations import activations
-from .inputs import Seen, Watch
-from .layers import LayeredModel
+from .inputs import Seen
+from .layers import LayeredModel, quick_products
 from .options import CalibrationOptions
-from .products import quick_products
+from .statistics import run_layer
 from .text import windows
 
 
@@ -85,7 +85,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     """
     model = LayeredModel(options, checkpoint)
     inputs = windows(replace(options, context=min(options.context or model.context, model.context)), model.context)
-    batches = [slice(i, i + options.batch) for i in range(0, len(inputs), options.batch)]
+    batches = [np.arange(i, min(i + options.batch, len(inputs))) for i in range(0, len(inputs), options.batch)]
     with tempfile.TemporaryDirectory() as scratch:
         keywords = model.start(Path(scratch), inputs, batches, 0)
         hidden = np.array(activations(Path(scratch), 0, (*inputs.shape, model.hidden), "r", model.dtype)[:])
@@ -94,8 +94,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")
     with progress as bar:
         for number in range(model.layers):
-            layer = model.load(number)
-            groups = model.layout.groups(number, layer)
+            groups = model.layout.groups(number, model.base.layers[number])
             sums = {group.key: np.zeros(group.columns) for group in groups}
             tokens = dict.fromkeys(sums, 0)
 
@@ -105,10 +104,10 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
                     sums[group.key] += rows.double().square().sum(dim=0).cpu().numpy()
                     tokens[group.key] += rows.shape[0]
 
-            with Watch(model, number, layer, groups, add):
-                for batch in batches:
-                    hidden[batch] = model.step(layer, hidden[batch], keywords[number][len(hidden[batch])])
-            model.unload(number)
+            with tempfile.TemporaryDirectory() as scratch:
+                run_layer(
+                    model, number, hidden, hidden, batches, keywords[number], Path(scratch) / "experts", options, add
+                )
             for group in groups:
                 # Of what saw no token nothing is known.
                 for reader in group.readers if tokens[group.key] and sums[group.key].any() else ():

@@ -18,8 +18,7 @@ from safetensors import safe_open
 from ..base.errors import UserError, output_error
 from ..base.journal import Journal, save_arrays
 from ..rounding.encode import SquaredError
-from .folders import is_own, keep_own, own_folder
-from .ranks import Ranks
+from .ranks import Ranks, is_own, keep_own, own_folder
 
 #: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
 FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
@@ -65,9 +64,7 @@ class Finished:
             UserError: as :meth:`resume`.
         """
         finished = cls.resume(folder, run) if ranks.first else cls(folder, Journal(folder, run), writes=False)
-        if not ranks.alone:
-            known = ranks.tell((finished.layers, finished.dampings))
-            finished.layers, finished.dampings = known
+        finished.layers, finished.dampings = ranks.broadcast_object((finished.layers, finished.dampings))
         try:
             keep_own(folder, run, ranks, "streams", STREAMS)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Sums of the gradients at the outputs of a layer's matrices, and what they are drawn to where tokens are few."""
+"""Sums of the gradients at the outputs of a layer's matrices, and what they are shrunk to where tokens are few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import UserError
 from ..rounding.target import DAMPING, decompose
-from .groups import Reader
+from .inputs import Reader
 from .ranks import Ranks
 
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
@@ -35,17 +35,17 @@ class GradientSums:
         self._before: dict[str, list[torch.Tensor]] = {}
 
     def hold_out(self) -> None:
-        """From here on tokens say how far those before them are trusted (:meth:`draw_to_identity`)."""
+        """From here on tokens say how far those before them are trusted (:meth:`shrink_to_identity`)."""
         self._before = {
             entry: [total.clone() for total in parts] for entry, parts in self._totals.items() if not _is_expert(entry)
         }
 
-    def draw_to_identity(self) -> None:
-        """Draw every matrix to a multiple of the identity, as far as tokens that were held out like it.
+    def shrink_to_identity(self) -> None:
+        """Shrink every matrix to a multiple of the identity, as far as tokens that were held out like it.
 
         How far is decided as for Hessians (:func:`gguf_itq3s.rounding.target.decompose`): by what feedback by the other
-        tokens leaves of the cost of errors on these. The traces stay. Experts are drawn to more than that
-        (:meth:`shrink`).
+        tokens leaves of the cost of errors on these. The traces stay. Experts are shrunk to
+        more than that (:mod:`.backward`).
         """
         for entry, parts in self._before.items():
             for before, total in zip(parts, self._totals[entry], strict=True):
@@ -63,34 +63,33 @@ class GradientSums:
                 total /= 1 + damping
         self._before = {}
 
-    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> tuple[dict[str, np.ndarray], int, int]:
-        """Add up over all ranks, draw the matrices to what is known otherwise, and divide them by the tokens.
+    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> dict[str, np.ndarray]:
+        """Add up over all ranks, shrink the matrices and divide them by the tokens.
 
         Args:
-            readers: the matrices of the layer.
+            readers: matrices that are no expert's.
             tokens: of all of them.
             ranks: those that have other gradients.
 
         Returns:
-            On the first rank what :meth:`means` gives, by name, and what :meth:`shrink` does.
+            On the first rank what :meth:`means` gives, by name.
         """
-        owners = self.add_up(readers, ranks)
-        counts = self.shrink(readers, tokens) if ranks.first else (0, 0)
-        self.draw_to_identity()
+        owners = self.reduce(readers, ranks)
+        self.shrink_to_identity()
         found = dict(self.means(tokens))
         for entry, (owner, sizes) in owners.items():
             for place, size in enumerate(sizes if owner else ()):
                 name = _name(entry, place)
                 block = found.pop(name) if ranks.rank == owner else np.empty((size, size), dtype=np.float32)
-                ranks.hand(owner, 0, block)
+                ranks.broadcast(block, owner)
                 if ranks.first:
                     found[name] = block
-        return found, *counts
+        return found
 
-    def add_up(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
+    def reduce(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
         """Add up over all ranks, each matrix on one of them; nothing is left of it on the others.
 
-        Those of experts go to the first rank, as they are drawn to each other; the others are dealt out.
+        Those of experts go to the first rank, as they are shrunk to each other; the others are dealt out.
 
         Args:
             readers: the matrices of the layer, or some of them.
@@ -102,31 +101,29 @@ class GradientSums:
         if ranks.alone:
             return {}
         entries = [reader.entry for reader in readers]
-        own = [self._totals.get(entry, []) for entry in entries]
         # Of an expert that no token of this rank came to, another knows the rows.
-        figures = ranks.numbers(
-            *(self._tokens.get(entry, 0) for entry in entries), *(sum(map(len, parts)) for parts in own),
-            *(bool(parts) for parts in own),
-        )  # fmt: skip
-        seen, rows, known = np.array(figures, dtype=np.int64).reshape(3, len(entries))
+        own = {
+            entry: (self._tokens.get(entry, 0), [len(part) for part in self._totals.get(entry, [])])
+            for entry in entries
+        }
+        everyone = ranks.all_gather_objects(own)
         held = not ranks.all(not self._before)
         if held and not self._before:
             self.hold_out()
-        sizes = {entry: self._sizes(int(r // k)) for entry, r, k in zip(entries, rows, known, strict=True) if k}
+        sizes: dict[str, list[int]] = {}
+        for of in everyone:
+            sizes |= {entry: parts for entry, (_, parts) in of.items() if parts}
         owners = _owners(sizes, ranks)
-        for entry, count in zip(entries, seen.tolist(), strict=True):
-            if entry not in owners:
-                continue
+        for entry in owners:
             # How far experts are trusted is decided without the tokens held out.
             for totals in (self._totals, self._before) if held and not _is_expert(entry) else (self._totals,):
                 parts = totals.setdefault(
                     entry, [torch.zeros((s, s), dtype=torch.float64, device=self._device) for s in sizes[entry]]
                 )
-                for part in parts:
-                    ranks.add_symmetric(part, owners[entry])
+                ranks.reduce(*parts, owner=owners[entry])
                 if ranks.rank != owners[entry]:
                     del totals[entry]
-            self._tokens[entry] = count
+            self._tokens[entry] = sum(of[entry][0] for of in everyone)
         self._before = {entry: parts for entry, parts in self._before.items() if entry in self._totals}
         return {entry: (owner, sizes[entry]) for entry, owner in owners.items()}
 
@@ -145,54 +142,19 @@ class GradientSums:
         size = max(1, rows if rows <= self._full else self._block)
         return [min(size, rows - start) for start in range(0, rows, size)]
 
-    def shrink(self, readers: Sequence[Reader], tokens: int) -> tuple[int, int]:
-        """Draw the matrices of experts to what is known without their own tokens, the more the fewer these are.
+    def take(self, entry: str) -> tuple[list[torch.Tensor], int]:
+        """The sums of a matrix, block by block, and of how many tokens they are; they are forgotten here."""
+        return self._totals.pop(entry, []), self._tokens.get(entry, 0)
 
-        What comes out of the second matrices of all experts goes to the same place, so theirs are drawn to the mean of
-        all; one that no token came to has that, of a single token. The neurons of one expert are not those of another,
-        so those of gate and up are drawn to their diagonals.
+    def shrink_to_diagonal(self, entry: str) -> bool:
+        """Shrink the matrix of gate or up of an expert to its diagonal, the more the fewer its tokens are.
 
-        Args:
-            readers: the matrices of the layer.
-            tokens: of all of them.
+        The neurons of one expert are not those of another: nothing else is known of it.
 
         Returns:
-            How many matrices of experts saw so few tokens that their own count for less, and how many there are.
+            Whether these were so few that its own count for less.
         """
-        stacked = [reader for reader in readers if reader.expert is not None]
-        few = 0
-        for name in dict.fromkeys(reader.name for reader in stacked):
-            entries = [reader.entry for reader in stacked if reader.name == name]
-            seen = [entry for entry in entries if entry in self._totals]
-            if not seen:
-                continue
-            together = None
-            if "ffn_down" in name:
-                blocks = zip(*(self._totals[entry] for entry in seen), strict=True)
-                together = [sum(parts[1:], parts[0]) for parts in blocks]
-            for entry in entries:
-                if together is None:
-                    few += self.draw_to_diagonal(entry)
-                    continue
-                count = self._tokens.get(entry, 0)
-                prior = PRIOR * len(together[0])
-                few += count < prior
-                if count:
-                    for own, every_one in zip(self._totals[entry], together, strict=True):
-                        other = every_one * (own.trace() / every_one.trace().clamp(min=1e-300))
-                        own.lerp_(other, prior / (count + prior))
-                else:
-                    every = sum(self._tokens[other] for other in seen)
-                    self._totals[entry] = [total / every for total in together]
-        return few, len(stacked)
-
-    def of(self, entry: str) -> tuple[list[torch.Tensor], int]:
-        """The sums of a matrix, block by block, and of how many tokens they are; none and 0 where none came to it."""
-        return self._totals.get(entry, []), self._tokens.get(entry, 0)
-
-    def draw_to_diagonal(self, entry: str) -> bool:
-        """Draw the matrix of gate or up of an expert, as :meth:`shrink`; whether it saw so few tokens as are said."""
-        totals, count = self.of(entry)
+        totals, count = self._totals.get(entry, []), self._tokens.get(entry, 0)
         if not count:
             return True
         prior = PRIOR * len(totals[0])

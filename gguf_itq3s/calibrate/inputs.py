@@ -1,20 +1,133 @@
-"""The inputs of a layer's matrices, handed over while the layer runs."""
+"""Which matrices of a layer read the same input, and that input, handed over while the layer runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import gguf
+import torch
 
 from ..base.errors import UserError
 from ..checkpoint import experts
-from .groups import Group
-from .layers import LayeredModel
+from ..checkpoint.channels import Norms, plan_norms
+from ..codec.transform import rotation_block
+from ..rounding.factors import tensor_entry
 
 if TYPE_CHECKING:
-    import torch
+    from .layers import LayeredModel
 
-    from ..torch import stacked
+
+@dataclass(frozen=True)
+class Reader:
+    """A matrix of a layer.
+
+    Attributes:
+        name: GGUF name of its tensor.
+        expert: which matrix of a stack, None for a plain one.
+        path: of the module in the layer.
+        parameter: of the module.
+        half: of a parameter that holds the gate's and the up matrix's rows in one, 0 or 1; else None.
+    """
+
+    name: str
+    expert: int | None
+    path: str
+    parameter: str = "weight"
+    half: int | None = None
+
+    @property
+    def entry(self) -> str:
+        """Its name in statistics."""
+        return tensor_entry(self.name, self.expert)
+
+    def rows(self, layer: torch.nn.Module) -> torch.Tensor:
+        """Its weights in a layer, (rows, columns), a view."""
+        weights = getattr(layer.get_submodule(self.path), self.parameter)
+        return weights if self.expert is None else self.rows_of(weights[self.expert])
+
+    def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The same of the parameter's matrix of its expert."""
+        return matrix if self.half is None else matrix.chunk(2, dim=0)[self.half]
+
+
+@dataclass
+class Group:
+    """Matrices that read the same input.
+
+    Attributes:
+        key: its name in statistics.
+        columns: length of the input, a multiple of 64.
+        norm: the norm that the input comes from, by GGUF name, if its readers are known: statistics leave its gain out;
+            else None.
+        path: of the module whose input it is.
+        expert: of stacked experts, which one; else None.
+        inner: whether the input is what gate and up make within stacked experts, not what the module is called with.
+        readers: the matrices.
+    """
+
+    key: str
+    columns: int
+    norm: str | None
+    path: str
+    expert: int | None = None
+    inner: bool = False
+    readers: list[Reader] = field(default_factory=list)
+
+
+class Layout:
+    """The names of a model: its modules in Transformers, its tensors in GGUF.
+
+    Args:
+        arch: ``general.architecture``.
+        layers: how many.
+        prefix: of a layer's modules, without its number.
+        tensors: GGUF names of all tensors.
+    """
+
+    def __init__(self, arch: str, layers: int, prefix: str, tensors: Iterable[str]) -> None:
+        known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+        self._names = gguf.get_tensor_name_map(known, layers)
+        self._prefix, self._tensors = prefix, frozenset(tensors)
+        self.norms: Norms = plan_norms(arch, self._tensors)
+
+    def name(self, number: int, path: str) -> str:
+        """GGUF name of a module's weight, empty where it has none."""
+        short = self._names.get_name(f"{self._prefix}.{number}.{path}".replace("language_model.", ""))
+        return f"{short}.weight" if short else ""
+
+    def modules(self, number: int, layer: torch.nn.Module) -> dict[str, str]:
+        """GGUF name -> path of the modules of a layer that hold one tensor."""
+        return {name: path for path, _ in layer.named_modules() if (name := self.name(number, path)) in self._tensors}
+
+    def groups(self, number: int, layer: torch.nn.Module) -> list[Group]:
+        """The groups of a layer, members in the order of its modules; rows that are not whole blocks are left out."""
+        found: dict[str, Group] = {}
+
+        def add(reader: Reader, columns: int, norm: str | None, *, inner: bool = False) -> None:
+            if not rotation_block(columns) or reader.name not in self._tensors:
+                return
+            shared = experts.gate_and_up(reader.entry) if norm is None else norm
+            key = f"{shared}[{reader.expert}]" if norm and reader.expert is not None else shared
+            group = found.setdefault(key, Group(key, columns, norm, reader.path, reader.expert, inner))
+            group.readers.append(reader)
+
+        for path, module in layer.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                name = self.name(number, path)
+                add(Reader(name, None, path), module.in_features, self.norms.norm_of(name))
+            elif isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
+                stacks: dict[str, Any] = {name: getattr(module, name) for name in (experts.GATE_UP, experts.DOWN)}
+                for expert in range(len(stacks[experts.DOWN])):
+                    for parameter, weights in stacks.items():
+                        parts = experts.STACKS[parameter]
+                        for half, part in enumerate(parts):
+                            name = experts.tensor(number, part)
+                            reader = Reader(name, expert, path, parameter, half if len(parts) > 1 else None)
+                            inner = parameter == experts.DOWN
+                            add(reader, weights.shape[2], self.norms.norm_of(name), inner=inner)
+        return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -25,9 +138,9 @@ class Seen:
         groups: whose input it is.
         raw: (tokens, n) as it came.
         plain: without the gain of a norm whose readers are known.
-        chosen: of stacked experts, (tokens, k) the experts of each token; else None.
-        inner: of stacked experts, what is between both matrices of one, by its number and inputs: (tokens, columns) ->
-            (tokens, inner); else None.
+        chosen: of experts, (tokens, k) the experts of each token; else None.
+        inner: of experts that are in memory, what is between both matrices of one, by its number and inputs: (tokens,
+            columns) -> (tokens, inner); else None.
     """
 
     groups: Sequence[Group]
@@ -44,8 +157,6 @@ class Seen:
             chosen: the routing to go by; None for that of this call.
             gain: as the matrices read it, with the gain of its norm.
         """
-        import torch
-
         inputs = self.raw if gain else self.plain
         if group.expert is None:
             return inputs
@@ -56,20 +167,6 @@ class Seen:
             return inputs[tokens]
         assert self.inner is not None
         return self.inner(group.expert, self.raw[tokens])
-
-
-def known_experts(module: torch.nn.Module) -> stacked.Experts | str:
-    """Stacked experts whose second matrices' inputs follow from what the module is called with, or why they do not."""
-    from ..torch import stacked
-
-    if not stacked.is_stacked(module):
-        return "its parameters are no stacks of matrices"
-    known = stacked.find(module)
-    if isinstance(known, str):
-        return known
-    if known.bias or any(stack.transposed for stack in known.stacks.values()):
-        return "its matrices have biases, or lie the other way round"
-    return known
 
 
 class Watch:
@@ -102,9 +199,8 @@ class Watch:
         for group in groups:
             by_path.setdefault(group.path, []).append(group)
         for path, members in by_path.items():
-            module = layer.get_submodule(path)
-            hook = self._called(members) if members[0].expert is None else self._routed(members, module)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hook = self._called(members) if members[0].expert is None else self._routed(members)
+            self._handles.append(layer.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
 
     def __enter__(self) -> Watch:
         return self
@@ -114,8 +210,6 @@ class Watch:
             handle.remove()
 
     def _normalised(self, name: str) -> Callable[..., None]:
-        import torch
-
         effective = torch.from_numpy(self._model.gain(name))
         checked = False
 
@@ -133,56 +227,25 @@ class Watch:
         return hook
 
     def _called(self, groups: Sequence[Group]) -> Callable[..., None]:
-        import torch
-
-        (group,) = groups
-        single = group.readers[0].expert is not None  # of an expert that is a module, its rows alone are not known
-        factor = None
-        if group.norm is not None and single:
-            # The gain is divided out again; a channel with gain 0 counts as never seen.
-            gain = torch.from_numpy(self._model.gain(group.norm))
-            factor = torch.where(gain == 0, 0.0, 1 / torch.where(gain == 0, 1.0, gain))
+        norm = groups[0].norm
 
         def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = args[0] if args else keywords["input"]
             raw = states.reshape(-1, states.shape[-1])
-            if group.norm is None:
-                plain = raw
-            else:
-                plain = self._plain[group.norm] if factor is None else raw * factor.to(raw)
             with self._model.products(quick=False):
-                self._receive(Seen(groups, raw, plain))
+                self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm]))
 
         return hook
 
-    def _routed(self, groups: Sequence[Group], module: Any) -> Callable[..., None]:
-        """Experts that transformers keeps as stacked parameters: (hidden, chosen experts, weights) come in."""
+    def _routed(self, groups: Sequence[Group]) -> Callable[..., None]:
+        """What stands for the experts of a layer: (hidden, chosen experts, weights) come in."""
         norm = next((group.norm for group in groups if not group.inner), None)
-        inner = self._between(module) if hasattr(module, experts.GATE_UP) else None  # else they run outside
 
         def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = args[0] if args else keywords["hidden_states"]
             raw = states.reshape(-1, states.shape[-1])
             chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
             with self._model.products(quick=False):
-                self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm], chosen, inner))
+                self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm], chosen))
 
         return hook
-
-    def _between(self, module: Any) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """As :attr:`Seen.inner`.
-
-        Raises:
-            UserError: the module computes in a way that is not known.
-        """
-        known = known_experts(module)
-        if isinstance(known, str):
-            what = f"has experts that cannot be calibrated ({type(module).__name__}): {known}"
-            raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
-        gate = known.gate
-
-        def inner(expert: int, x: torch.Tensor) -> torch.Tensor:
-            weights = module.gate_up_proj[expert]
-            return gate(x.to(weights.dtype) @ weights.T)
-
-        return inner

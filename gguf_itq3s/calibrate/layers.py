@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ..base.errors import UserError
 from ..checkpoint import tokens
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
 from .activations import activation_path, activations
-from .groups import Layout
+from .inputs import Layout
 from .options import CalibrationOptions, RunOptions
-from .products import quick_bfloat16
 from .ranks import ALONE, Ranks
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Stop(Exception):  # noqa: N818 (a signal, not an error)
@@ -47,8 +44,6 @@ class LayeredModel:
     """
 
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint, ranks: Ranks = ALONE) -> None:
-        import torch
-
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         self.dtype = options.dtype
         self.in_bfloat16 = ranks.all(self.dtype == "bfloat16" and quick_bfloat16(self.device))
@@ -100,8 +95,6 @@ class LayeredModel:
         Raises:
             UserError: the checkpoint lacks the embedding, or that has no row for a token of the text.
         """
-        import torch
-
         embedding = self.model.get_input_embeddings()
         if (last := int(windows.max())) >= len(embedding.weight):
             token = {last: tokens.beyond(self.folder, last).get(last, "")}
@@ -167,8 +160,6 @@ class LayeredModel:
 
     def step(self, layer: torch.nn.Module, hidden: np.ndarray, keywords: dict[str, Any]) -> np.ndarray:
         """Run a layer on float32 (windows, context, hidden)."""
-        import torch
-
         with torch.inference_mode(), self.products():
             out = layer(torch.from_numpy(np.array(hidden)).to(self.device), **keywords)
         return (out[0] if isinstance(out, tuple) else out).float().cpu().numpy()
@@ -179,8 +170,6 @@ class LayeredModel:
         Args:
             quick: False within such a context for what is not of the model, such as sums over its activations.
         """
-        import torch
-
         if not self.in_bfloat16:
             return nullcontext()
         # The cache is for weights in float32, which there are none of.
@@ -200,8 +189,6 @@ class LayeredModel:
         Args:
             weights: float32, the rows of the output matrix in place of the model's, some after the others.
         """
-        import torch
-
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         names = {module: name for name, module in self.model.named_modules()}
         norms = [module for _, module in self.base.named_children() if "norm" in names[module]]
@@ -235,8 +222,6 @@ class LayeredModel:
                 module.to("meta")
 
     def _fill(self, module: torch.nn.Module, prefix: str) -> None:
-        import torch
-
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(self.weights.get(f"{prefix}.{name}", parameter.shape))
@@ -254,8 +239,6 @@ class LayeredModel:
 
 def _to_bfloat16(layers: torch.nn.Module) -> None:
     """Make the matrices of layers, which hold nothing yet, bfloat16; norms and biases are few numbers and stay."""
-    import torch
-
     for parameter in layers.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -273,8 +256,6 @@ def torch_device(options: RunOptions) -> torch.device:
     Raises:
         UserError: torch cannot use it.
     """
-    import torch
-
     try:
         device = torch.device(options.device)
         torch.zeros(1, device=device).item()
@@ -282,3 +263,36 @@ def torch_device(options: RunOptions) -> torch.device:
         what = f"cannot be calibrated on --device {options.device}: {error}"
         raise UserError(options.model, what, "give cpu, or a device of this machine's torch such as cuda") from error
     return device
+
+
+@contextmanager
+def quick_products() -> Iterator[None]:
+    """Let oneDNN multiply float32 matrices in place of MKL, which uses AVX-512 on Intel's processors alone.
+
+    PyTorch hands float32 products to oneDNN where they may be less precise than float32. oneDNN makes them less precise
+    where the processor has tiles for bfloat16 (AMX), so nothing is changed there; elsewhere they are in float32, on
+    Zen 5 in half of MKL's time.
+    """
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if has_tiles is None or has_tiles() or not hasattr(matmul, "fp32_precision"):
+        yield
+        return
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def quick_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 matrices quicker than float32 ones.
+
+    Of CPUs, those with tiles for it (AMX) or with AVX512-BF16; others convert every number. Of other devices than GPUs
+    with CUDA or ROCm nothing is known.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return device.type == "cpu" and any(check is not None and check() for check in checks)

@@ -21,11 +21,10 @@ from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
-from .groups import Reader
+from .inputs import Reader
 from .moments import rotate
-from .ranks import ALONE, PIECE, Ranks
-from .streams import Streams
-from .sums import Sums
+from .ranks import ALONE, Ranks
+from .streams import Streams, Sums
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
@@ -143,39 +142,34 @@ class Matrix:
         Raises:
             UserError: the correction is larger than the matrix.
         """
-        held, total = of.held, of.hessian.sum
-        missing = of.missing.get(self.reader.entry)
-        if held is None or total is None or (missing is None and not of.differs):
+        held, total = of.held, of.hessian.total
+        if held is None or total is None or (of.missing is None and not of.differs):
             return self.weights
         plain = rotate(torch.from_numpy(self.weights).to(total.device))
         order = torch.from_numpy(self.order).to(total.device)
-        part = ranks.part(len(plain))
-        if missing is not None:
-            asked = self._missing(missing, order, ranks)
+        parts = ranks.parts(len(plain))
+        mine = parts[ranks.rank]
+        if of.missing is not None:
+            asked = of.missing[order[mine]].float()
         else:
             assert of.cross.total is not None
-            asked = target.explained(plain[part], of.cross.total)
+            asked = target.explained(plain[mine], of.cross.total)
+        correction = decomposition.solve(asked)
+        if not ranks.alone:
+            rows = np.empty(plain.shape, dtype=np.float32)
+            rows[mine] = correction.cpu().numpy()
+            ranks.all_gather(rows, parts)
+            correction = torch.from_numpy(rows).to(total.device)
         lacking = held.difference @ plain.T
         if held.written is not None:
             lacking = lacking + held.written[:, order]
-        correction = target.correction(decomposition, asked, held.inputs, lacking, ranks)
+        correction *= target.line_search(lacking, held.inputs @ correction.T, ranks.sums)
         energy = float(correction.square().sum())
         if energy > float(plain.square().sum()):
             what = "would be rounded to a target that is further from it than it is large"
             remedy = "give more --tokens, or --calibration or --imatrix in place of --calibrate"
             raise UserError(self.source.checkpoint.folder, what, remedy, self.reader.entry)
         return self.weights + rotate(correction).cpu().numpy() if energy else self.weights
-
-    def _missing(self, missing: torch.Tensor, order: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """What its rows of this rank's share lack, added up over all ranks, float32, rows in GGUF's order."""
-        parts = ranks.parts(len(order))
-        mine = parts[ranks.rank]
-        own = torch.empty((mine.stop - mine.start, missing.shape[1]), device=missing.device)
-        step = max(1, PIECE // (missing.shape[1] * ranks.size))
-        for start in range(0, max(part.stop - part.start for part in parts), step):
-            rows = [missing[order[part][start : start + step]] for part in parts]
-            own[start : start + step] = ranks.add_parts(rows)
-        return own
 
     def encode(
         self, wanted: np.ndarray, factor: Factor | None, blocks: list[np.ndarray], ranks: Ranks = ALONE
@@ -194,7 +188,7 @@ class Matrix:
             own = parts[ranks.rank]
             if own.start < own.stop:
                 data[own] = self.source.encoder.rows(wanted[own], qtype, factor)
-            ranks.send_parts(data, parts)
+            ranks.all_gather(data, parts)
             return data, gguf.quants.dequantize(data, qtype)
         decoded = np.empty_like(wanted)
         pieces = list(zip(self._places(blocks), blocks, strict=True))
@@ -206,7 +200,7 @@ class Matrix:
                 self._encode_block(wanted, factor, rows, found, data, decoded, ALONE)
         for place, (rows, _) in enumerate(pieces[:whole]):
             coded = data[rows]
-            ranks.send(place % ranks.size, coded)
+            ranks.broadcast(coded, place % ranks.size)
             if place % ranks.size != ranks.rank:
                 data[rows], decoded[rows] = coded, gguf.quants.dequantize(coded, qtype)
         for rows, found in pieces[whole:]:
@@ -234,7 +228,7 @@ class Matrix:
                 own = parts[ranks.rank]
                 if own.start < own.stop:
                     coded[own] = encoder.rows(np.ascontiguousarray(here[own]), qtype, factor)
-                ranks.send_parts(coded, parts)
+                ranks.all_gather(coded, parts)
             data[rows[group]] = coded
             decoded[rows[group]] = gguf.quants.dequantize(coded, qtype)
             errors[group] = decoded[rows[group]] - wanted[rows[group]]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import torch
 
 from ..codec.transform import hadamard_matrix, rotation_block
-from .panels import Panels
 from .ranks import Ranks
-
-if TYPE_CHECKING:
-    import torch
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -28,8 +25,6 @@ def rotate(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
         x: (..., n), whole blocks.
         block: a power of two; None for that of rows of n columns.
     """
-    import torch
-
     block = block or rotation_block(x.shape[-1])
     rows = x.reshape(-1, block)
     return (rows @ torch.from_numpy(hadamard_matrix(block)).to(rows)).reshape(x.shape)
@@ -41,15 +36,14 @@ def rotate_both(moment: torch.Tensor, block: int | None = None) -> torch.Tensor:
     return rotate(rotate(moment, block).mT.contiguous(), block).mT
 
 
-def in_basis(moment: torch.Tensor, block: int, own: int | None = None) -> torch.Tensor:
+def in_basis(moment: torch.Tensor, block: int) -> torch.Tensor:
     """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in another basis.
 
     Args:
-        moment: as :func:`rotate_both` takes it, or some whole blocks of its rows and columns.
-        block: of the basis.
-        own: of the basis that it has; None for that of rows of as many columns.
+        moment: as :func:`rotate_both` takes it, in the basis of rows of as many columns.
+        block: of the other one.
     """
-    plain = rotate_both(moment, own)
+    plain = rotate_both(moment)
     if block == 1:
         return plain
     if plain.ndim == 3:
@@ -78,21 +72,12 @@ class Moment:
         full: (n, n), or the diagonal blocks (n / b, b, b).
         total: float64 sum of the outer products.
         tokens: how many.
-        symmetric: whether it is a second moment.
-        panels: the sum of a full second moment, in place of ``total``, where ranks are to share it.
     """
 
     columns: int
     full: bool
     total: torch.Tensor | None = None
     tokens: int = 0
-    symmetric: bool = True
-    panels: Panels | None = None
-
-    @property
-    def sum(self) -> torch.Tensor | Panels | None:
-        """The sum in either form; None where nothing was added."""
-        return self.panels if self.panels is not None and self.tokens else self.total
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,8 +87,6 @@ class Moment:
 
     def begun(self, device: torch.device) -> torch.Tensor:
         """The sum, zeros where nothing was added yet."""
-        import torch
-
         if self.total is None:
             self.total = torch.zeros(self.shape, dtype=torch.float64, device=device)
         return self.total
@@ -111,9 +94,6 @@ class Moment:
     def add(self, right: torch.Tensor, left: torch.Tensor | None = None) -> None:
         """Add ``left^T right`` of activations (tokens, n / b, b) that :func:`rotated` gave; left: right itself."""
         self.tokens += right.shape[0]
-        if self.panels is not None:
-            self.panels.add(right.reshape(-1, self.columns))
-            return
         total = self.begun(right.device)
         if not self.full:
             total += (right if left is None else left).permute(1, 2, 0) @ right.transpose(0, 1)
@@ -129,7 +109,7 @@ class Moment:
                 if left is None:
                     total[end:, start:end] += product[:, end - start :].T
 
-    def add_up(self, ranks: Ranks, tokens: float, device: torch.device, owner: int | None = None) -> None:
+    def reduce(self, ranks: Ranks, tokens: float, device: torch.device, owner: int | None = None) -> None:
         """Add up over all ranks.
 
         Args:
@@ -138,19 +118,12 @@ class Moment:
             device: of the sum, where nothing was added here.
             owner: who gets it; None for all.
         """
-        if tokens and self.panels is not None:
-            self.panels.share()
-        elif tokens and not ranks.alone:
-            total = self.begun(device)
-            if self.full and self.symmetric:
-                ranks.add_symmetric(total, owner)
-            else:
-                ranks.add(total, owner=owner)
+        if tokens and not ranks.alone:
+            ranks.reduce(self.begun(device), owner=owner)
         self.tokens = int(tokens)
 
     def mean(self) -> np.ndarray:
-        """float32, the sum over the tokens; zeros where nothing was added. Of one in panels no rank has it."""
-        assert self.panels is None
+        """float32, the sum over the tokens; zeros where nothing was added."""
         if self.total is None:
             return np.zeros(self.shape, dtype=np.float32)
         return (self.total / self.tokens).float().cpu().numpy()

@@ -15,15 +15,13 @@ from ..base.errors import UserError
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import rotation_block
 from ..rounding.target import WIDE
-from .activations import DTYPES
 from .backward import CHUNK
-from .expert_streams import large
-from .joining import own_batch, processes_here
+from .experts import BOUND
+from .experts import find as find_experts
 from .layers import LayeredModel
 from .matrices import EMBEDDING, Source
-from .mixture import BOUND
-from .options import CalibrationOptions
-from .ranks import ALONE, Ranks
+from .options import DTYPES, CalibrationOptions
+from .ranks import ALONE, Ranks, own_batch, processes_here
 from .result import MEASURED
 from .shares import Batches
 from .streams import WRITERS
@@ -72,8 +70,7 @@ class _Layer:
     encoded: int = 0
 
     def add(
-        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type,
-        ranks: Ranks,
+        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
     ) -> None:  # fmt: skip
         """Count a matrix, or a stack of them, that is encoded in a type."""
         rows, columns = tensor.shape[-2:]
@@ -81,13 +78,8 @@ class _Layer:
         self.columns = max(self.columns, columns)
         self.kept += columns if name.endswith(WRITERS) else 0
         n = columns if calibration.full(columns) else rotation_block(columns)
-        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64. Of a wide one
-        # that ranks share each has a part of one half, and copies of that alone; beside it the difference of the inputs
-        # where the matrix does not write to the residual stream.
+        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
         square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
-        if n > WIDE and not ranks.alone:
-            square = (8 // ranks.size + 2 * 4) * n * columns
-            square += 0 if name.endswith(WRITERS) else 12 * min(rows, n) * columns
         gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
         count = tensor.size // (rows * columns)
         if count > 1 and self.large:
@@ -130,9 +122,9 @@ def check(
         if len(tensor.shape) >= 2 and name.startswith("blk."):
             number = int(name.split(".")[1])
             if number not in layers:
-                grouped = number < model.layers and large(model, number, calibration) is not None
+                grouped = number < model.layers and find_experts(model, number) is not None
                 layers[number] = _Layer(large=grouped)
-            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name], ranks)
+            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
     largest = _Layer()
     for size in layers.values():
         largest = largest.or_larger(size)
@@ -163,7 +155,7 @@ def check(
         backward = rest + 2 * group + 16 * batch * largest.columns
         ends = max(ends, 6 * vocabulary * hidden + 32 * CHUNK * vocabulary)
     memory = _LIBRARIES + max(rounding, ends, backward)
-    tokens, whole = (int(total) for total in ranks.numbers(inputs.size, disk))
+    tokens, whole = (int(total) for total in ranks.sums(inputs.size, disk))
     text = f"{tokens} tokens through {model.layers} layers"
     if ranks.alone:
         needs = f"about {report.size(memory)} of memory, {report.size(disk)} of disk"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from ..base.errors import UserError, positive
-from .activations import DTYPES
 
+#: What activations can be kept in, with the bytes of a number and the ending of the files.
+DTYPES: Final = {"float32": (4, "f32"), "bfloat16": (2, "bf16")}
 FORMS: Final = ("full", "block")
 #: Widest input whose full Hessian is collected by default: in a folder of statistics, where each takes disk, and while
 #: layers are quantized, where one at a time takes memory (8 GiB of the widest).
@@ -69,7 +70,7 @@ class CalibrationOptions(RunOptions):
     Attributes:
         hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         widest: input whose full Hessian is collected where ``hessian`` does not say.
-        dtype: what activations are kept in, one of :data:`gguf_itq3s.calibrate.activations.DTYPES`.
+        dtype: what activations are kept in, one of :data:`DTYPES`.
     """
 
     hessian: str | None = None

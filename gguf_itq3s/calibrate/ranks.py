@@ -1,4 +1,4 @@
-"""The processes of one run: sums over all of them, what one has for the others, and whose share is whose.
+"""The processes of one run, as torchrun starts them: sums over all of them, what one has for the others, shares.
 
 A run without torchrun is one process, for which nothing here does anything. With it every process (rank) makes the same
 calls in the same order; between them it works on its own windows, rows or experts. Sums are in the precision of the
@@ -7,24 +7,32 @@ tensors, and every rank gets the same bits: what is decided by them is decided a
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import __version__
 from ..base.errors import UserError
+from ..base.journal import sources, write_text
+from ..codec.native import processors
 
 if TYPE_CHECKING:
     import torch
 
-    from .watch import Watch
-
-#: Numbers that are sent at a time, 32 MiB in float64: what is copied for it, and for progress to be seen.
-PIECE: Final = 1 << 22
+#: What one rank does while the others wait may take hours; torchrun ends them where one has ended.
+_TIMEOUT: Final = timedelta(hours=6)
+_NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REMEDY: Final = "what is finished is kept: the same command goes on, with any number of processes"
+_OWN: Final = re.compile(r"rank-\d+-of-(\d+)")
 
 
 class Ranks:
@@ -33,17 +41,11 @@ class Ranks:
     Args:
         rank: of this process, from 0.
         size: how many there are.
-        watch: what knows whether the others live; None for a process alone.
-
-    Attributes:
-        rank: as given.
-        size: as given.
-        summed: bytes of the tensors that were added up over all ranks, once each, for benchmarks.
+        place: for messages, what the run writes.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, watch: Watch | None = None) -> None:
-        self.rank, self.size, self._watch = rank, size, watch
-        self.summed = 0
+    def __init__(self, rank: int = 0, size: int = 1, place: Path | None = None) -> None:
+        self.rank, self.size, self._place = rank, size, place
 
     @property
     def alone(self) -> bool:
@@ -55,12 +57,6 @@ class Ranks:
         """Whether this is the process that writes files and shows progress."""
         return self.rank == 0
 
-    def name(self, rank: int) -> str:
-        """What messages call a rank: its number, its machine and its process."""
-        return f"rank {rank} of {self.size}" if self._watch is None else self._watch.name(rank)
-
-    # ------------------------------------------------------------------------------------------------------- shares
-
     def parts(self, count: int) -> list[slice]:
         """So many things in shares of neighbours, one a rank, sizes apart by one at most."""
         ends = np.cumsum([(count + self.size - 1 - rank) // self.size for rank in range(self.size)])
@@ -70,175 +66,88 @@ class Ranks:
         """The share of this rank."""
         return self.parts(count)[self.rank]
 
-    # --------------------------------------------------------------------------------------------------------- sums
+    def reduce(self, *totals: torch.Tensor, owner: int | None = None) -> None:
+        """Add up contiguous tensors over all ranks, in place; the owner gets the sums, without one all do."""
+        for total in totals if not self.alone else ():
+            with self._connected() as dist:
+                if owner is None:
+                    dist.all_reduce(total)
+                else:
+                    dist.reduce(total, dst=owner)
 
-    def add(self, *totals: torch.Tensor, owner: int | None = None) -> None:
-        """Add up tensors over all ranks, in place.
-
-        Args:
-            totals: on every rank.
-            owner: who gets the sums, what the others have is of no use then; None for all.
-        """
-        for piece in self._pieces(totals):
-            self._reduce(piece, owner)
-
-    def add_symmetric(self, total: torch.Tensor, owner: int | None = None) -> None:
-        """The same of a symmetric matrix (n, n), of which one half is sent."""
-        for panel in self._panels(total):
-            self._reduce(panel, owner)
-
-    def _reduce(self, piece: torch.Tensor, owner: int | None) -> None:
-        import torch.distributed as dist
-
-        with self._together():
-            if owner is None:
-                dist.all_reduce(piece)
-            else:
-                dist.reduce(piece, dst=owner)
-
-    def add_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up tensors over all ranks, each on one of them.
-
-        Args:
-            parts: one for each rank, of the same shapes on all.
-
-        Returns:
-            The sum of what all ranks have for this one.
-        """
-        import torch
-        import torch.distributed as dist
-
-        own = parts[self.rank]
-        if self.alone:
-            return own
-        self.summed += sum(part.numel() * part.element_size() for part in parts)
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        found = own.new_empty((self.size, *own.shape))
-        with self._together():
-            sizes = [part.numel() for part in parts]
-            dist.all_to_all_single(found.reshape(-1), sent, [own.numel()] * self.size, sizes)
-        total = found[0]
-        for other in found[1:]:
-            total += other
-        return total.clone()
-
-    def numbers(self, *values: float) -> list[float]:
+    def sums(self, *values: float) -> list[float]:
         """The sums of some numbers over all ranks, in float64."""
         if self.alone:
             return list(values)
         import torch
 
         total = torch.tensor(values, dtype=torch.float64)
-        before = self.summed
-        self.add(total)
-        self.summed = before
+        self.reduce(total)
         return [float(value) for value in total]
 
-    # ------------------------------------------------------------------------------------------------------ messages
-
-    def send(self, owner: int, array: npt.NDArray[Any]) -> None:
+    def broadcast(self, array: npt.NDArray[Any], owner: int = 0) -> None:
         """Give all ranks what an array holds on its owner, in place; its shape and type are the same everywhere."""
         if self.alone or not array.size:
             return
         import torch
-        import torch.distributed as dist
 
         own = np.ascontiguousarray(array)
-        flat = torch.from_numpy(own.reshape(-1).view(np.uint8))
-        for start in range(0, len(flat), 8 * PIECE):
-            with self._together():
-                dist.broadcast(flat[start : start + 8 * PIECE], src=owner)
+        with self._connected() as dist:
+            dist.broadcast(torch.from_numpy(own.reshape(-1).view(np.uint8)), src=owner)
         if own is not array and self.rank != owner:
             array[...] = own
 
-    def begin_sending(self, owner: int, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to give all ranks what a contiguous tensor holds on its owner, in place.
-
-        Returns:
-            What waits until it is there; the tensor is not to be changed before.
-        """
-        import torch.distributed as dist
-
-        with self._together():
-            sending = dist.broadcast(tensor, src=owner, async_op=True)
-
-        def wait() -> None:
-            with self._together():
-                sending.wait()
-
-        return wait
-
-    def send_parts(self, array: npt.NDArray[Any], parts: Sequence[slice]) -> None:
-        """Give all ranks the rows that each of them has: ``parts[rank]``, in place."""
-        for owner, part in enumerate(parts) if not self.alone else ():
-            self.send(owner, array[part])
-
-    def tell(self, value: Any, owner: int = 0) -> Any:
-        """What the owner has for all: any value that JSON can hold."""
+    def broadcast_object(self, value: Any, owner: int = 0) -> Any:
+        """What the owner has for all."""
         if self.alone:
             return value
-        data = np.frombuffer(json.dumps(value).encode() if self.rank == owner else b"", dtype=np.uint8).copy()
-        length = np.array([len(data)], dtype=np.int64)
-        self.send(owner, length)
-        data = data if self.rank == owner else np.empty(int(length[0]), dtype=np.uint8)
-        self.send(owner, data)
-        return json.loads(data.tobytes())
+        found = [value]
+        with self._connected() as dist:
+            dist.broadcast_object_list(found, src=owner)
+        return found[0]
 
-    def gather(self, owner: int, rows: torch.Tensor) -> torch.Tensor | None:
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """What each rank has, on all of them."""
+        found = [value] * self.size
+        if not self.alone:
+            with self._connected() as dist:
+                dist.all_gather_object(found, value)
+        return found
+
+    def all_gather(self, array: npt.NDArray[Any], parts: Sequence[slice]) -> None:
+        """Give all ranks the rows that each of them has: ``parts[rank]``, in place."""
+        for owner, part in enumerate(parts) if not self.alone else ():
+            self.broadcast(array[part], owner)
+
+    def gather(self, rows: torch.Tensor, owner: int) -> torch.Tensor | None:
         """The rows of all ranks on the owner, rank after rank; None on the others.
 
         Args:
-            owner: who gets them.
             rows: (k, ...), k of each rank's own, the rest of the shape alike.
+            owner: who gets them.
         """
-        if self.alone:
-            return rows
         import torch
-        import torch.distributed as dist
 
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(rows)
-        with self._together():
-            dist.all_reduce(counts)
-            if self.rank != owner:
-                if len(rows):
-                    dist.send(rows.contiguous(), dst=owner)
-                return None
-            found = []
-            for rank, count in enumerate(counts.tolist()):
-                if rank == owner:
-                    found.append(rows)
-                elif count:
-                    found.append(rows.new_empty((count, *rows.shape[1:])))
-                    dist.recv(found[-1], src=rank)
-        return torch.cat(found)
+        counts = self.all_gather_objects(len(rows))
+        found = [
+            rows if rank == self.rank else rows.new_empty((count, *rows.shape[1:])) for rank, count in enumerate(counts)
+        ]
+        for rank, other in enumerate(found):
+            if len(other) and rank != owner and self.rank in (rank, owner):
+                with self._connected() as dist:
+                    if self.rank == owner:
+                        dist.recv(other, src=rank)
+                    else:
+                        dist.send(other.contiguous(), dst=owner)
+        return torch.cat(found) if self.rank == owner else None
 
-    def hand(self, source: int, owner: int, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Give one rank what another has, in place; the others do nothing."""
-        if source != owner and self.rank in (source, owner):
-            import torch
-            import torch.distributed as dist
-
-            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-            with self._together():
-                if self.rank == source:
-                    dist.send(flat, dst=owner)
-                else:
-                    dist.recv(flat, src=source)
-        return array
-
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all."""
-        self.numbers(0.0)
+        self.sums(0.0)
 
     def all(self, mine: bool) -> bool:
         """Whether something is so on every rank."""
-        return self.numbers(float(mine))[0] == self.size
-
-    def every(self, mine: bool) -> list[bool]:
-        """What is so on each rank."""
-        own = [float(mine and rank == self.rank) for rank in range(self.size)]
-        return [value > 0 for value in self.numbers(*own)]
+        return self.sums(float(mine))[0] == self.size
 
     def agree(self, place: Path, **what: str) -> None:
         """Refuse ranks that would do another piece of work.
@@ -250,52 +159,29 @@ class Ranks:
         Raises:
             UserError: on all ranks, that names one that differs from rank 0.
         """
-        if self._watch is None:
-            return
-        every = self._watch.exchange(what)
-        for rank, theirs in enumerate(every):
+        found = self.all_gather_objects(what)
+        for rank, theirs in enumerate(found):
             for name, value in theirs.items():
-                if value != every[0].get(name):
-                    problem = f"{self.name(rank)} has another {name.replace('_', ' ')} than rank 0"
+                if value != found[0].get(name):
+                    problem = f"rank {rank} of {self.size} has another {name.replace('_', ' ')} than rank 0"
                     remedy = "start all with the same program, files and options"
                     raise of_all(UserError(place, problem, remedy))
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """A call that needs the others.
+    def _connected(self) -> Iterator[Any]:
+        """``torch.distributed``, for a call that needs the others.
 
         Raises:
             UserError: one of them has ended.
         """
+        import torch.distributed as dist
+
         try:
-            yield
+            yield dist
         except RuntimeError as error:
-            assert self._watch is not None
-            self._watch.explain(error)
-
-    def _pieces(self, totals: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Parts of tensors, as views or, of what is not contiguous, copies that are put back."""
-        for total in totals if not self.alone else ():
-            self.summed += total.numel() * total.element_size()
-            flat = total.contiguous().reshape(-1)
-            for start in range(0, flat.numel(), PIECE):
-                yield flat[start : start + PIECE]
-            if not total.is_contiguous():
-                total.copy_(flat.reshape(total.shape))
-
-    def _panels(self, total: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The upper half of a symmetric matrix, rows by rows; each panel is put back with its transpose."""
-        if self.alone:
-            return
-        n = len(total)
-        self.summed += total.numel() * total.element_size()
-        step = max(1, PIECE // n)
-        for start in range(0, n, step):
-            end = min(start + step, n)
-            panel = total[start:end, start:].contiguous()
-            yield panel
-            total[start:end, start:] = panel
-            total[end:, start:end] = panel[:, end - start :].T
+            assert self._place is not None
+            what = "another process of this run has ended, which says why, or cannot be reached"
+            raise of_all(UserError(self._place, what, _REMEDY)) from error
 
 
 #: A process alone.
@@ -303,6 +189,144 @@ ALONE: Final = Ranks()
 
 
 def of_all(error: UserError) -> UserError:
-    """An error that is not one rank's: messages do not name who found it."""
+    """An error that every rank finds: the first one says it."""
     error.__dict__["of_all"] = True
     return error
+
+
+# ------------------------------------------------------------------------------------------------------------ torchrun
+
+
+def world_size() -> int:
+    """How many processes torchrun has started, 1 without it."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdecimal() and all(name in os.environ for name in _NEEDED) else 1
+
+
+def processes_here() -> int:
+    """How many of them share this machine's processors."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(value)) if value.isdecimal() and world_size() > 1 else 1
+
+
+def own_processors() -> int:
+    """The share of this process in the processors that it may use."""
+    return max(1, processors() // processes_here())
+
+
+def own_batch(batch: int, device: str) -> int:
+    """Windows that a process runs at a time: those of one machine share its memory, GPUs have their own."""
+    return max(1, batch // processes_here()) if device == "cpu" else batch
+
+
+@contextmanager
+def joined(place: Path, device: str, messages: TextIO) -> Iterator[tuple[Ranks, TextIO]]:
+    """The processes of this run, as long as the context lasts; without torchrun this one alone.
+
+    Args:
+        place: what is written, for messages.
+        device: torch device of the work.
+        messages: where progress goes.
+
+    Yields:
+        The ranks, and where this one's progress goes: nowhere but on the first.
+
+    Raises:
+        UserError: the others cannot be reached, or the device cannot be shared.
+        SystemExit: the first rank says why the run has ended.
+    """
+    if world_size() == 1:
+        yield ALONE, messages
+        return
+    import torch
+    import torch.distributed as dist
+
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise UserError(place, f"cannot be calibrated by several processes on --device {device}", "give cpu or cuda")
+    if kind == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(torch.device(device))
+    # torchrun asks for one thread a process where nothing is said, whatever the machine has.
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(own_processors())
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=_TIMEOUT)
+    except (RuntimeError, ValueError, OSError) as error:
+        remedy = "check --master-addr and --rdzv-endpoint of torchrun, and that the machines reach each other"
+        what = f"rank {os.environ['RANK']} of {world_size()} cannot reach the others: {error}"
+        raise UserError(place, what, remedy) from error
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), place)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        try:
+            ranks.agree(place, version=f"{__version__} {sources()}", torch=str(torch.__version__))
+            yield ranks, messages if ranks.first else nowhere
+            ranks.barrier()
+        except (UserError, KeyboardInterrupt) as error:
+            if error.__dict__.get("of_all") or isinstance(error, KeyboardInterrupt):
+                if not ranks.first:
+                    raise SystemExit(1) from None
+            else:
+                error.args = (f"rank {ranks.rank} of {ranks.size}: {error}",)
+            raise
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------- what each process keeps
+
+
+def is_own(name: str) -> bool:
+    """Whether a folder of that name is a rank's."""
+    return _OWN.fullmatch(name) is not None
+
+
+def own_folder(folder: Path, ranks: Ranks) -> Path:
+    """Where a rank keeps what is its own, on its machine: a folder in the folder of work, or that itself of one alone.
+
+    Whose share of the text a folder has follows from the number of processes, so its name has that.
+    """
+    return folder if ranks.alone else folder / f"rank-{ranks.rank:04d}-of-{ranks.size:04d}"
+
+
+def keep_own(folder: Path, run: str, ranks: Ranks, kind: str, names: Sequence[str]) -> Path:
+    """Have a folder for what is this rank's own: with what it has left of this run, or without.
+
+    Args:
+        folder: of work.
+        run: key of the run, which stands beside what is kept.
+        ranks: who takes part; what is of another number is taken away.
+        kind: of what is kept, of which there may be several in one folder of work.
+        names: of its folders.
+
+    Returns:
+        As :func:`own_folder`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" and folder.is_dir():
+        for path in folder.iterdir():
+            found = _OWN.fullmatch(path.name)
+            if found and (ranks.alone or int(found[1]) != ranks.size):
+                shutil.rmtree(path, ignore_errors=True)
+    own = own_folder(folder, ranks)
+    if ranks.alone:
+        return own
+    note = own / f"{kind}.key"
+    if not (note.is_file() and note.read_text(encoding="utf-8", errors="replace") == run):
+        for name in names:
+            shutil.rmtree(own / name, ignore_errors=True)
+        own.mkdir(parents=True, exist_ok=True)
+        write_text(note, run)
+    for name in names:
+        (own / name).mkdir(exist_ok=True)
+    return own
+
+
+def leave_own(folder: Path, ranks: Ranks) -> None:
+    """Take away what was this rank's own, once all are done."""
+    ranks.barrier()
+    if not ranks.alone:
+        shutil.rmtree(own_folder(folder, ranks), ignore_errors=True)
+        if not ranks.first:  # on a machine without the first's files the folder is empty now
+            with contextlib.suppress(OSError):
+                folder.rmdir()

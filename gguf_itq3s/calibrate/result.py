@@ -46,7 +46,7 @@ def say(
     count = min(context // 2 - 1, max(1, MEASURED // windows))
     places = np.linspace(context // 2, context - 2, count).astype(np.int64)
     sums = _sums(folder, model, source, inputs, np.concatenate(batches.held), places) if batches.held else [0.0] * 4
-    tokens, before, now, divergence = ranks.numbers(*sums)
+    tokens, before, now, divergence = ranks.sums(*sums)
     print(
         f"on {tokens:.0f} tokens that were held out: perplexity {np.exp(now / tokens):.4g}, of the original "
         f"{np.exp(before / tokens):.4g}; mean KL divergence {divergence / tokens:.4f}",

@@ -30,24 +30,17 @@ from ..rounding.target import Decomposition
 from . import needs, result
 from .activations import activation_path, activations
 from .backward import OutputFisher
-from .expert_backward import GroupedFisher
-from .expert_streams import streams_of
 from .finished import FISHER, STREAMS, Finished
-from .folders import leave_own, own_folder
-from .groups import Group, Reader
-from .joining import own_batch
-from .layers import LayeredModel
+from .inputs import Group, Reader
+from .layers import LayeredModel, quick_products
 from .matrices import Matrix, Source
 from .moments import in_basis
 from .needs import FisherBlocks
 from .options import CalibrationOptions
-from .panels import Panels
-from .products import quick_products
-from .ranks import ALONE, Ranks, of_all
+from .ranks import ALONE, Ranks, leave_own, of_all, own_batch, own_folder
 from .shares import Batches, Share, share
 from .store import model_hash
-from .streams import Streams
-from .sums import Drift, Sums
+from .streams import Drift, Streams, Sums
 from .text import windows
 
 #: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
@@ -124,7 +117,7 @@ class Sequential:
             KeyboardInterrupt: interrupted; the same run goes on after the last finished layer.
         """
         self.ranks.agree(folder, checkpoint=model_hash(self.source.checkpoint.files), text=key_of(self.text.tobytes()))
-        key = self.ranks.tell(key_of(fingerprint, self.text.tobytes(), *self.model.form.values()))
+        key = self.ranks.broadcast_object(key_of(fingerprint, self.text.tobytes(), *self.model.form.values()))
         finished = Finished.resume_together(folder, key, self.ranks)
         try:
             own = own_folder(folder, self.ranks)
@@ -153,7 +146,7 @@ class Sequential:
         """The output Fisher matrices, unless an earlier call with the same model, text and folder has them."""
         if self.fisher is None:
             return None
-        found = GroupedFisher(folder / FISHER, full=self.fisher.full, block=self.fisher.block, ranks=self.ranks)
+        found = OutputFisher(folder / FISHER, full=self.fisher.full, block=self.fisher.block, ranks=self.ranks)
         # Labels are drawn and sums are taken batch by batch; a device rounds in its own way.
         batch, device = self.calibration.batch, self.calibration.device
         files = self.source.checkpoint.files
@@ -184,31 +177,31 @@ class Sequential:
             for number in range(begin, model.layers):
                 shape = (*inputs.shape, model.hidden)
                 before = tuple(activations(folder, number, shape, "r", model.dtype) for folder in folders)
-                streams = streams_of(
+                streams = Streams(
                     model, number, self.calibration, before, self.batches, keywords[number], self.source.scale,
                     folders, ranks,
                 )  # fmt: skip
                 matrices: dict[str, np.ndarray] = {}
                 if number < done:
                     self._again(number, streams, finished)
-                for passage in streams.passages if number >= done else ():
-                    bar.set_postfix_str(passage[0].readers[0].entry, refresh=True)
-                    matrices |= self._passage(number, streams, passage, finished)
+                for stage in streams.stages if number >= done else ():
+                    bar.set_postfix_str(stage[0].readers[0].entry, refresh=True)
+                    matrices |= self._stage(number, streams, stage, finished)
                 self._step(number, streams, folders, shape)
                 del before
                 if number >= done:
-                    ranks.meet()  # all have written what comes behind it
+                    ranks.barrier()  # all have written what comes behind it
                     finished.add(number, matrices)
-                    ranks.meet()  # until then the inputs of the layer may be asked for again
+                    ranks.barrier()  # until then the inputs of the layer may be asked for again
                 for folder in folders:
                     activation_path(folder, number, model.dtype).unlink()
                 bar.update()
 
     def _again(self, number: int, streams: Streams, finished: Finished) -> None:
         """Give the quantized layer the matrices that are finished."""
-        for passage in streams.passages:
-            streams.begin(passage)
-            for reader in [reader for group in passage for reader in group.readers]:
+        for stage in streams.stages:
+            streams.begin(stage)
+            for reader in [reader for group in stage for reader in group.readers]:
                 if self.source.quantized(reader.name):
                     matrix = Matrix(self.source, streams, reader)
                     matrix.put(gguf.quants.dequantize(self._finished(matrix, finished), matrix.type))
@@ -217,7 +210,7 @@ class Sequential:
         data = matrix.empty()
         if self.ranks.first:
             data[...] = finished.matrix(matrix.reader.entry).reshape(data.shape)
-        self.ranks.send(0, data)
+        self.ranks.broadcast(data)
         return data
 
     def _step(self, number: int, streams: Streams, folders: tuple[Path, Path], shape: tuple[int, ...]) -> None:
@@ -242,12 +235,10 @@ class Sequential:
             array.flush()
             activation_path(folder, number + 1, dtype, partial=True).replace(activation_path(folder, number + 1, dtype))
 
-    def _passage(
-        self, number: int, streams: Streams, passage: list[Group], finished: Finished
-    ) -> dict[str, np.ndarray]:
-        """Round the matrices of a passage; returns their bytes."""
+    def _stage(self, number: int, streams: Streams, stage: list[Group], finished: Finished) -> dict[str, np.ndarray]:
+        """Round the matrices of a stage; returns their bytes."""
         matrices: dict[str, np.ndarray] = {}
-        groups = [group for group in passage if any(self.source.quantized(reader.name) for reader in group.readers)]
+        groups = [group for group in stage if any(self.source.quantized(reader.name) for reader in group.readers)]
         if not groups:
             return matrices
         ranks = self.ranks
@@ -255,14 +246,14 @@ class Sequential:
         owners: list[int | None] = [None] * len(groups)
         if not ranks.alone and len(groups) >= ranks.size:
             owners = [place % ranks.size for place in range(len(groups))]
-        sums = streams.sums(passage, ranks if owners[0] is None else ALONE)
-        counts = ranks.numbers(*(count for group in groups for count in _tokens(sums[group.key])))
+        sums = streams.sums(stage)
+        counts = ranks.sums(*(count for group in groups for count in sums[group.key].counts))
         for place, (group, owner) in enumerate(zip(groups, owners, strict=True)):
             tokens, held = (int(count) for count in counts[2 * place : 2 * place + 2])
             of = sums[group.key] if owner in (None, ranks.rank) else sums.pop(group.key)
-            of.add_up(ranks, tokens, held, owner)
+            of.reduce(ranks, tokens, held, self.source.tensors[group.readers[0].name].shape[-2], owner)
         stacks: dict[tuple[str, bool], np.ndarray] = {}
-        fishers = self._fisher_blocks(number, groups, owners)
+        fishers = self._fisher_blocks(number, groups)
         results: dict[str, Rounded] = {}
         for group, owner in zip(groups, owners, strict=True):
             if owner in (None, ranks.rank):
@@ -273,19 +264,15 @@ class Sequential:
                 if self.source.quantized(reader.name):
                     matrices[reader.entry] = self._take(streams, reader, owner, results, finished)
         if owners[-1] is not None:
-            finished.dampings = ranks.tell(finished.dampings, owners[-1])
+            finished.dampings = ranks.broadcast_object(finished.dampings, owners[-1])
         return matrices
 
-    def _fisher_blocks(self, number: int, groups: list[Group], owners: list[int | None]) -> dict[str, list[np.ndarray]]:
+    def _fisher_blocks(self, number: int, groups: list[Group]) -> dict[str, list[np.ndarray]]:
         """The output Fisher matrices by matrix: of all, where one process works alone, when they are asked for."""
         if self._gradients is None or self.ranks.alone:
             return {}
-        found = {}
-        for group, owner in zip(groups, owners, strict=True):
-            for reader in group.readers:
-                if self.source.quantized(reader.name):
-                    found[reader.entry] = self._gradients.shared_blocks(reader, number, owner)
-        return found
+        readers = [reader for group in groups for reader in group.readers if self.source.quantized(reader.name)]
+        return {reader.entry: self._gradients.shared_blocks(reader, number) for reader in readers}
 
     def _group(
         self, number: int, streams: Streams, group: Group, of: Sums, finished: Finished,
@@ -331,8 +318,10 @@ class Sequential:
         else:
             matrix = Matrix(self.source, streams, reader)
             found = results.get(reader.entry) or Rounded(matrix.empty())
-            self.ranks.send(owner, found.data)
-            error, energy, unseen = self.ranks.tell((found.error.error, found.error.energy, found.unseen), owner)
+            self.ranks.broadcast(found.data, owner)
+            error, energy, unseen = self.ranks.broadcast_object(
+                (found.error.error, found.error.energy, found.unseen), owner
+            )
             found = Rounded(found.data, SquaredError(error, energy), unseen)
             matrix.put(gguf.quants.dequantize(found.data, matrix.type))
         finished.errors[reader.entry] = found.error
@@ -342,7 +331,7 @@ class Sequential:
 
     def _decompose(self, number: int, group: Group, of: Sums, finished: Finished, ranks: Ranks) -> Decomposition | None:
         """The Hessian of a group; None where no token came to it."""
-        hessian = of.hessian.sum
+        hessian = of.hessian.total
         if hessian is None:
             return None
         if target.is_wide(hessian):
@@ -355,7 +344,7 @@ class Sequential:
             settled = kind in finished.dampings and number % _SEARCHED and target.is_wide(hessian)
             held = None if of.held is None or settled else of.held.inputs
             start = finished.dampings.get(kind, target.DAMPING)
-            finished.dampings[kind], found = target.decompose(hessian, held, start, ranks)
+            finished.dampings[kind], found = target.decompose(hessian, held, start, ranks.sums)
         except ValueError as problem:
             entry = group.readers[0].entry
             raise UserError(self.calibration.model, str(problem), "raise --damping", entry) from problem
@@ -377,19 +366,11 @@ class Rounded:
     unseen: bool = False
 
 
-def _tokens(of: Sums) -> tuple[int, int]:
-    """How many tokens sums are of, and how many are held out."""
-    return of.hessian.tokens, 0 if of.held is None else len(of.held.inputs)
-
-
 def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:
     """The same Hessian in the basis of types that rotate other blocks, or none; its damping serves in every basis."""
     damping = finished.dampings[_kind(group)]
-    hessian = of.hessian.sum
+    hessian = of.hessian.total
     assert hessian is not None
-    if isinstance(hessian, Panels):
-        own = rotation_block(group.columns)
-        return Decomposition.of(hessian.changed(lambda panel: in_basis(panel, block, own)), damping)
     return Decomposition.of(in_basis(hessian, block), damping)
 
 

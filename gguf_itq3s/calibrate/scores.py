@@ -34,7 +34,7 @@ from ..codec.family import rotation
 from ..rounding import fisher, hessian
 from ..rounding.encode import Encoder, takes_hessian
 from ..rounding.factors import HessianFactors, tensor_entry
-from . import mixture
+from . import experts
 from .backward import OutputFisher
 from .ends import Ends
 from .layers import LayeredModel
@@ -101,9 +101,10 @@ class RowWeights:
         model, number = self._model, self._number
         stacks: dict[str, np.ndarray] = {}
         groups = model.layout.groups(number, model.base.layers[number])
-        large = mixture.find(model, number, lambda found: 4 * found.weights)
+        found = experts.find(model, number)
+        loaded: dict[int, experts.Loaded] = {}  # one expert at a time
         with ExitStack() as stack:
-            layer = model.load(number) if large is None else stack.enter_context(large.loaded())
+            layer = model.load(number) if found is None else stack.enter_context(found.left_out())
             for reader in [reader for group in groups for reader in group.readers]:
                 blocks = self.gradients.blocks(reader, number)
                 if not blocks:
@@ -114,8 +115,13 @@ class RowWeights:
                     whole = stacks[reader.name] if reader.name in stacks else tensor.whole()
                     stacks[reader.name] = whole
                     here = whole if reader.expert is None else whole[reader.expert]
-                outside = large is not None and reader.path == large.path
-                own = large.rows(reader) if large is not None and outside else reader.rows(layer)
+                if reader.expert is None:
+                    own = reader.rows(layer)
+                else:
+                    assert found is not None
+                    if reader.expert not in loaded:
+                        loaded = {reader.expert: found.load(range(reader.expert, reader.expert + 1))}
+                    own = loaded[reader.expert].rows(reader)
                 of_model = own.detach().float().cpu().numpy()
                 order = row_order.of_matrix(model.folder, reader.entry, of_model, here)
                 weights = np.concatenate([fisher.factorize(block).weight for block in blocks])

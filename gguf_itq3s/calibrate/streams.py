@@ -1,9 +1,10 @@
 """One layer of the original model beside the same layer of the quantized one, on the inputs that each gives it.
 
-A passage is a set of matrices that run at the same moment: q, k and v; the output of attention; gate and up; down; the
+A stage is a set of matrices that run at the same moment: q, k and v; the output of attention; gate and up; down; the
 experts' first and second matrices. Its statistics are taken with everything before it quantized, then its matrices are
-quantized and put into the second layer, and the next passage comes. Layers run up to the passage only, and what comes
-into the last matrix of attention and of the feed-forward network is kept, so that nothing before it runs again.
+quantized and put into the second layer, and the next stage comes. Layers run up to the stage only, and what comes
+into the last matrix of attention and of the feed-forward network is kept, so that nothing before it runs again. Experts
+are loaded, summed and rounded in groups outside the layer (:mod:`.experts`).
 
 Some windows are held out: no sum has them, and what they say of a matrix decides how far its statistics are trusted
 (:mod:`gguf_itq3s.rounding.target`).
@@ -24,23 +25,143 @@ import numpy.typing as npt
 import torch
 
 from ..checkpoint import row_order
-from ..rounding import target
+from ..codec.transform import rotation_block
+from . import experts
 from .activations import Activations, activations, narrowed, widened
-from .groups import Group, Reader
-from .inputs import Seen, Watch
+from .experts import LayerExperts, Loaded, Routed
+from .inputs import Group, Reader, Seen, Watch
 from .layers import LayeredModel, Stop
 from .moments import Moment, rotated
 from .options import CalibrationOptions
-from .panels import Panels
 from .ranks import ALONE, Ranks
 from .shares import Batch, Batches
-from .sums import Held, Sums
 
 #: What a matrix that writes to the residual stream is called.
 WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
 
 #: In the folder of a stream: what comes into the matrices that its shortcuts need.
 KEPT: Final = "kept"
+
+
+@dataclass
+class Sums:
+    """Sums over the tokens of a group's inputs: x of the original model, x' of the quantized one, rotated.
+
+    Tokens of a matrix that writes to the residual stream are weighted by the reciprocal of the stream's mean square
+    behind it: the next norm divides by its root. A first token whose stream is a hundred times as large as the others'
+    would decide everything otherwise.
+
+    Attributes:
+        hessian: of x' x'^T.
+        cross: of (x - x') x'^T; of a matrix that writes to the residual stream ``missing`` in its place.
+        missing: float64 (rows, columns), of (W (x - x') + r - r') x'^T with the stream r before the addition.
+        writes: whether it is of such a matrix.
+        held: the tokens held out; None where there are none.
+        device: where they are.
+    """
+
+    hessian: Moment
+    cross: Moment
+    missing: torch.Tensor | None = None
+    writes: bool = False
+    held: Held | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many tokens the sums are of, and how many are held out."""
+        return self.hessian.tokens, 0 if self.held is None else len(self.held.inputs)
+
+    def reduce(self, ranks: Ranks, tokens: int, held: int, rows: int, owner: int | None = None) -> None:
+        """Add up over all ranks.
+
+        Args:
+            ranks: who has sums.
+            tokens: that all of them have seen.
+            held: tokens that all of them hold out.
+            rows: of the matrix, where it writes to the residual stream.
+            owner: who gets everything, the tokens held out too; None for all, who keep their own of those.
+        """
+        if ranks.alone or not tokens:
+            return
+        self.hessian.reduce(ranks, tokens, self.device, owner)
+        if self.writes:
+            if self.missing is None:
+                shape = (rows, self.hessian.columns)
+                self.missing = torch.zeros(shape, dtype=torch.float64, device=self.device)
+            ranks.reduce(self.missing, owner=owner)
+        else:
+            self.cross.reduce(ranks, tokens, self.device, owner)
+        if held:
+            empty = torch.empty((0, self.hessian.columns), device=self.device)
+            written = torch.empty((0, rows), device=self.device) if self.writes else None
+            self.held = self.held or Held(empty, empty, written)
+            if owner is not None:
+                self.held = self.held.gathered(ranks, owner)
+
+    def forget(self) -> None:
+        """Give back their memory."""
+        self.hessian.total = self.cross.total = self.missing = self.held = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two models give different inputs."""
+        return self.cross.total is not None and bool(self.cross.total.any())
+
+
+@dataclass
+class Held:
+    """Tokens held out, in the basis and with the weights of the sums.
+
+    Attributes:
+        inputs: float32 (tokens, n), x'.
+        difference: of the same shape, x - x'.
+        written: float32 (tokens, hidden), r - r' where a matrix writes to the residual stream; else None.
+    """
+
+    inputs: torch.Tensor
+    difference: torch.Tensor
+    written: torch.Tensor | None
+
+    def gathered(self, ranks: Ranks, owner: int) -> Held | None:
+        """Those of all ranks on the owner, None on the others."""
+        inputs, difference = ranks.gather(self.inputs, owner), ranks.gather(self.difference, owner)
+        written = None if self.written is None else ranks.gather(self.written, owner)
+        return None if inputs is None or difference is None else Held(inputs, difference, written)
+
+    def and_also(self, other: Held) -> Held:
+        """These tokens and others."""
+
+        written = None
+        if self.written is not None and other.written is not None:
+            written = torch.cat([self.written, other.written])
+        return Held(torch.cat([self.inputs, other.inputs]), torch.cat([self.difference, other.difference]), written)
+
+
+@dataclass
+class Drift:
+    """How far the quantized layer's outputs are from the original's.
+
+    Attributes:
+        tokens: how many.
+        ratios: the sum over tokens of |h' - h|^2 / |h|^2.
+    """
+
+    tokens: int = 0
+    ratios: float = 0.0
+
+    def add(self, original: npt.NDArray[np.float32], quantized: npt.NDArray[np.float32]) -> None:
+        """Outputs (windows, context, hidden) of both."""
+        difference = np.square(quantized - original, dtype=np.float64).sum(axis=-1)
+        energy = np.square(original, dtype=np.float64).sum(axis=-1)
+        self.tokens += energy.size
+        self.ratios += float(np.divide(difference, energy, out=np.zeros_like(energy), where=energy > 0).sum())
+
+    def mean(self, ranks: Ranks = ALONE) -> float:
+        """The mean over the tokens of all ranks; infinity where it is none."""
+        tokens, ratios = ranks.sums(self.tokens, self.ratios)
+        mean = ratios / max(1, tokens)
+        return mean if np.isfinite(mean) else float("inf")
 
 
 @dataclass(frozen=True)
@@ -69,6 +190,7 @@ class _Stream:
         inputs: float32 (windows, context, hidden).
         keywords: batch size -> arguments of the layer.
         folder: where inputs of matrices are kept.
+        experts: that are outside the layer.
     """
 
     def __init__(
@@ -78,14 +200,17 @@ class _Stream:
         inputs: Activations,
         keywords: Mapping[int, dict[str, Any]],
         folder: Path,
+        experts: LayerExperts | None,
     ) -> None:
         self.layer, self.inputs = layer, inputs
         self._model, self._keywords, self._folder = model, keywords, folder
         self._kept: dict[str, Activations] = {}  # path of a matrix -> its inputs
+        if experts is not None:
+            self.routed = Routed(layer, experts, folder / "experts", *inputs.shape[:2])
 
     def keep(self, path: str, columns: int) -> None:
         """Make room for the inputs of a matrix."""
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         shape = (*self.inputs.shape[:2], columns)
         self._kept[path] = activations(self._folder, len(self._kept), shape, "w+", self._model.dtype)
 
@@ -93,6 +218,10 @@ class _Stream:
         """Keep the inputs of a matrix, (tokens, columns)."""
         kept = self._kept[path]
         kept[batch] = values.reshape(len(batch), *kept.shape[1:]).float().cpu().numpy()
+
+    def keep_routed(self, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> None:
+        """Run the layer up to its experts, and keep what comes into them."""
+        self.routed.keep(batch, lambda: self.run(batch, shortcuts))
 
     def close(self) -> None:
         """Forget what was kept."""
@@ -157,40 +286,39 @@ class Streams:
     ) -> None:
         self._model, self._number, self._options = model, number, options
         self._batches, self._scales = batches, scales
-        first = self._load()
+        groups = model.layout.groups(number, model.base.layers[number])
+        self._experts = experts.find(model, number)
+        self._numbers = [] if self._experts is None else self._experts.groups(bytes_of_expert(self._experts, options))
+        self._loaded: list[Loaded] = []  # of both streams, the group of experts that is in memory
+        self._ended = 0  # groups of experts whose outputs are known
+        self._stack = ExitStack()
+        if self._experts is None:
+            first = model.load(number)
+        else:
+            first = self._stack.enter_context(self._experts.left_out())
         self._streams = tuple(
-            _Stream(model, layer, stream, keywords, folder / KEPT)
+            _Stream(model, layer, stream, keywords, folder / KEPT, self._experts)
             for layer, stream, folder in zip((first, copy.deepcopy(first)), inputs, folders, strict=True)
         )
         self._modules = model.layout.modules(number, first)
         self._few = min(batches.all, key=len)  # to see how the layer runs
         self._kept = batches.kept(inputs[0].shape[1])
-        groups = self._groups(first)
-        self.passages = self._in_order(groups)
+        self.stages = self._in_order(groups)
         self._writers, self._shortcuts = self._find_writers()
-        if not ranks.alone:  # what was tried on other windows may have gone another way
-            by_key = {group.key: group for group in groups}
-            passages = ranks.tell([[group.key for group in part] for part in self.passages])
-            self.passages = [[by_key[key] for key in part] for part in passages]
-            shortcuts = {path: (found.module, found.length) for path, found in self._shortcuts.items()}
-            writers, shortcuts = ranks.tell((sorted(self._writers), shortcuts))
-            self._writers = frozenset(writers)
-            self._shortcuts = {path: _Shortcut(*found) for path, found in shortcuts.items()}
-
-    def _load(self) -> torch.nn.Module:
-        """The layer with its weights."""
-        return self._model.load(self._number)
-
-    def _groups(self, layer: torch.nn.Module) -> list[Group]:
-        """All groups of the layer."""
-        return self._model.layout.groups(self._number, layer)
+        # What was tried on other windows may have gone another way.
+        keys = [[group.key for group in stage] for stage in self.stages]
+        keys, self._writers, self._shortcuts = ranks.broadcast_object((keys, self._writers, self._shortcuts))
+        by_key = {group.key: group for group in groups}
+        self.stages = [[by_key[key] for key in part] for part in keys]
 
     def close(self) -> None:
         """Forget the weights and what was kept."""
-        self._model.unload(self._number)
+        self._loaded.clear()
         self._streams[1].layer.to("meta")
         for stream in self._streams:
             stream.close()
+        self._stack.close()
+        self._model.unload(self._number)
 
     def row_order(self, reader: Reader, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
         """Which row of a matrix each row of its GGUF tensor is, as :func:`gguf_itq3s.checkpoint.row_order.of_matrix`.
@@ -199,81 +327,101 @@ class Streams:
             reader: the matrix.
             tensor: (m, n) as GGUF has it.
         """
-        if self._model.in_bfloat16:
+        weights = self._rows(0, reader)
+        if weights.dtype == torch.bfloat16:
             tensor = widened(narrowed(np.asarray(tensor, dtype=np.float32)))  # as the layer has it
         return row_order.of_matrix(self._model.folder, reader.entry, self.weights(reader), tensor)
 
     def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
-        """The weights of a matrix in the original layer, as Transformers has them: (rows, columns)."""
-        return reader.rows(self._streams[0].layer).detach().float().cpu().numpy().copy()
+        """The weights of a matrix in the original layer, as Transformers has them: (rows, columns).
+
+        Of an expert while its group is at work, as in :meth:`put`.
+        """
+        return self._rows(0, reader).detach().float().cpu().numpy().copy()
 
     def put(self, reader: Reader, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
-
         with torch.no_grad():
-            reader.rows(self._streams[1].layer).copy_(torch.from_numpy(weights))
+            self._rows(1, reader).copy_(torch.from_numpy(weights))
 
-    def begin(self, passage: Sequence[Group]) -> None:
-        """Make the matrices of a passage ready to be read and replaced, all those before it being so."""
+    def _rows(self, which: int, reader: Reader) -> torch.Tensor:
+        """A matrix of one of the layers, a view."""
+        if reader.expert is not None:
+            return self._loaded[which].rows(reader)
+        return reader.rows(self._streams[which].layer)
 
-    def sums(self, passage: Sequence[Group], ranks: Ranks = ALONE) -> dict[str, Sums]:
-        """The sums of every group of a passage, by its key.
+    def begin(self, stage: Sequence[Group]) -> None:
+        """Make the matrices of a stage ready to be read and replaced, all those before it being so."""
+        expert = stage[0].expert
+        if expert is not None:
+            self._open(next(i for i, numbers in enumerate(self._numbers) if expert in numbers))
+        elif any(group.expert is not None for before in self._before(stage) for group in before):
+            self._open(len(self._numbers))
 
-        Args:
-            passage: the groups.
-            ranks: those that are to share wide Hessians.
-        """
+    def _before(self, stage: Sequence[Group]) -> list[list[Group]]:
+        return self.stages[: next(i for i, other in enumerate(self.stages) if other[0] is stage[0])]
 
-        self.begin(passage)
+    def _open(self, group: int) -> None:
+        """Load a group of experts, all before it having run; behind the last one, none."""
+        if not self._ended and not self._loaded:
+            for stream in self._streams:
+                for batch in self._batches.all:
+                    stream.keep_routed(batch, self._shortcuts)
+        while True:
+            if self._ended < len(self._numbers) and not self._loaded:
+                assert self._experts is not None
+                first = self._experts.load(self._numbers[self._ended])
+                self._loaded += [first, first.copy()]
+            if self._ended == group:
+                return
+            for stream, loaded in zip(self._streams, self._loaded, strict=True):
+                stream.routed.run(self._batches.all, loaded)
+            self._loaded.clear()
+            self._ended += 1
+
+    def sums(self, stage: Sequence[Group]) -> dict[str, Sums]:
+        """The sums of every group of a stage, by its key."""
+        self.begin(stage)
         with torch.no_grad():
-            result = {group.key: self._empty(group, ranks) for group in passage}
-            for path in {group.path for group in passage} & self._shortcuts.keys():
+            result = {group.key: self._empty(group) for group in stage}
+            for path in {group.path for group in stage} & self._shortcuts.keys():
                 for stream in self._streams:
-                    stream.keep(path, passage[0].columns)
+                    stream.keep(path, stage[0].columns)
             for held, batches in ((False, self._batches.train), (True, self._batches.held)):
                 for batch in batches:
-                    self._add(passage, batch, result, held=held)
+                    self._add(stage, batch, result, held=held)
         return result
 
     def step(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The outputs of both layers."""
-        original, quantized = (stream.run(batch, self._shortcuts) for stream in self._streams)
+        if self._ended < len(self._numbers):
+            self._open(len(self._numbers))
+        original, quantized = (self._run(stream, batch, self._shortcuts) for stream in self._streams)
         return original, quantized
 
-    def _weighted(self, group: Group) -> bool:
-        """Whether the matrix of a group writes to the residual stream."""
-        return group.readers[0].entry in self._writers
+    def _run(self, stream: _Stream, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> np.ndarray:
+        """Run a layer, with what the experts put out if they have run; before that nothing is run so far."""
+        if self._experts is not None:
+            stream.routed.give(batch) if self._ended == len(self._numbers) else stream.routed.answer(None)
+        return stream.run(batch, shortcuts)
 
-    def _empty(self, group: Group, ranks: Ranks = ALONE) -> Sums:
-        full = self._options.full(group.columns)
-        hessian = Moment(group.columns, full)
-        if full and group.columns > target.WIDE and not ranks.alone:
-            hessian.panels = Panels.begun(group.columns, self._model.device, ranks)
-        writes = self._weighted(group)
-        by_outputs = writes or self._smaller_by_outputs(group, hessian)
-        return Sums(hessian, Moment(group.columns, full, symmetric=False), writes=writes, by_outputs=by_outputs)
+    def _empty(self, group: Group) -> Sums:
+        full, writes = self._options.full(group.columns), group.readers[0].entry in self._writers
+        return Sums(Moment(group.columns, full), Moment(group.columns, full), writes=writes, device=self._model.device)
 
-    def _smaller_by_outputs(self, group: Group, hessian: Moment) -> bool:
-        """Whether what is missing in the outputs takes less than the difference of the inputs, where ranks share."""
-        if hessian.panels is None:
-            return False
-        return sum(len(reader.rows(self._streams[0].layer)) for reader in group.readers) < group.columns
-
-    def _add(self, passage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
+    def _add(self, stage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
         """Add the tokens of a batch to the sums, or to what is held out."""
-        (first, stream), (second, stream_now) = (self._seen(which, batch, passage) for which in range(2))
-        if passage[0].path in self._shortcuts:
+        (first, stream), (second, stream_now) = (self._seen(which, batch, stage) for which in range(2))
+        if stage[0].path in self._shortcuts:
             for which, seen in enumerate((first, second)):
-                self._streams[which].put(passage[0].path, batch, seen.raw)
+                self._streams[which].put(stage[0].path, batch, seen.raw)
         some = self._kept if held else slice(None)
-        for group in passage:
+        for group in stage:
             of = result[group.key]
             now = second.rows(group, gain=True)[some]
             if not now.shape[0]:
                 continue
-            # Of an expert that is a module of its own, the tokens of the two calls need not be the same.
-            alone = group.expert is None and group.readers[0].expert is not None
-            before = now if alone else first.rows(group, second.chosen, gain=True)[some]
+            before = first.rows(group, second.chosen, gain=True)[some]
             written = None
             if of.writes:
                 # One matrix alone reads the input of a writer.
@@ -290,21 +438,20 @@ class Streams:
                 of.held = found if of.held is None else of.held.and_also(found)
                 continue
             of.hessian.add(here)
-            if not of.by_outputs:
+            if written is None:
                 of.cross.add(here, rotated(_over(before, scale)) - here)
                 continue
-            for reader in group.readers:
-                missing = (before - now) @ reader.rows(self._streams[0].layer).float().T
-                if written is not None:
-                    missing = missing + written
-                product = (missing.T @ here.reshape(len(here), -1)).double()
-                total = of.missing.get(reader.entry)
-                of.missing[reader.entry] = product if total is None else total.add_(product)
+            missing = (before - now) @ self._rows(0, group.readers[0]).float().T + written
+            product = (missing.T @ here.reshape(len(here), -1)).double()
+            of.missing = product if of.missing is None else of.missing.add_(product)
 
-    def _seen(self, which: int, batch: Batch, passage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
-        """The inputs of a passage, and the residual stream that its matrices add to, (tokens, hidden)."""
-
+    def _seen(self, which: int, batch: Batch, stage: Sequence[Group]) -> tuple[Seen, torch.Tensor]:
+        """The inputs of a stage, and the residual stream that its matrices add to, (tokens, hidden)."""
         stream = self._streams[which]
+        if stage[0].expert is not None:
+            raw = stream.routed.get("hidden", batch)
+            # No norm's gain is left out here, and no expert writes to the residual stream.
+            return Seen(stage, raw, raw, stream.routed.chosen(batch), self._loaded[which].inner), raw[:0]
         found: list[Seen] = []
         residual = torch.from_numpy(np.array(stream.inputs[batch])).to(self._model.device)
 
@@ -317,29 +464,31 @@ class Streams:
             residual = args[0]
 
         feed_forward = self._modules.get(f"blk.{self._number}.ffn_norm.weight")
-        with Watch(self._model, self._number, stream.layer, passage, stop):
+        with Watch(self._model, self._number, stream.layer, stage, stop):
             handle = stream.layer.get_submodule(feed_forward).register_forward_pre_hook(note) if feed_forward else None
-            # The passage itself must be run into.
-            shortcuts = {path: found for path, found in self._shortcuts.items() if path != passage[0].path}
+            # The stage itself must be run into.
+            shortcuts = {path: found for path, found in self._shortcuts.items() if path != stage[0].path}
             try:
                 with suppress(Stop):
-                    stream.run(batch, shortcuts)
+                    self._run(stream, batch, shortcuts)
             finally:
                 if handle is not None:
                     handle.remove()
         return found[0], residual.reshape(-1, residual.shape[-1])
 
     def _in_order(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """The groups by the order in which the layer comes to them; inner inputs of experts after their first ones."""
+        """The groups by the order in which the layer comes to them; experts in their groups, inner inputs last."""
         order: list[str] = []
         stream = self._streams[0]
         with Watch(self._model, self._number, stream.layer, groups, lambda seen: order.append(seen.groups[0].path)):
             stream.run(self._few, {})
-        passages: list[list[Group]] = []
+        stages: list[list[Group]] = []
         for path in dict.fromkeys(order):
             here = [group for group in groups if group.path == path]
-            passages += [part for inner in (False, True) if (part := [g for g in here if g.inner == inner])]
-        return passages
+            for numbers in self._numbers if here[0].expert is not None else [[None]]:
+                for inner in (False, True):
+                    stages += [[group for group in here if group.inner == inner and group.expert in numbers]]
+        return [stage for stage in stages if stage]
 
     def _find_writers(self) -> tuple[frozenset[str], dict[str, _Shortcut]]:
         """By trying, which matrices the residual stream is added to as they are, and whose modules end with them.
@@ -348,7 +497,6 @@ class Streams:
             The matrices, no norm or factor between them and the stream; and path of a matrix -> the module around it,
             where its output is that of the matrix.
         """
-
         stream, batch = self._streams[0], self._few
         out: dict[str, Any] = {}
         handles = []
@@ -389,6 +537,12 @@ class Streams:
                 found = _shortcut(parents[path], out.get(parents[path]), out[name])
                 shortcuts |= {path: found} if found else {}
         return writers, shortcuts
+
+
+def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:
+    """Of one expert while its layer is quantized: its weights in both models, the sums of one of its inputs."""
+    sums = (columns * (columns if options.full(columns) else rotation_block(columns)) for columns in found.columns)
+    return 2 * 4 * found.weights + 2 * 8 * max(sums)
 
 
 def _over(x: torch.Tensor, scale: npt.NDArray[np.float32] | None) -> torch.Tensor:

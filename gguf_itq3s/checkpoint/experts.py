@@ -27,7 +27,6 @@ DOWN: Final = "down_proj"
 STACKS: Final = {GATE_UP: ("gate", "up"), "up_proj": ("up",), DOWN: ("down",)}
 
 _STACK: Final = re.compile(rf"(.*\.layers\.(\d+)\..*experts)\.({'|'.join(STACKS)})")
-_SINGLE: Final = re.compile(r".*\.experts\.(\d+)\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,6 @@ def stack(name: str) -> Stack | None:
     """The stack that a parameter of a model is by its name, None where it is none."""
     found = _STACK.fullmatch(name)
     return Stack(found[1], int(found[2]), STACKS[found[3]]) if found else None
-
-
-def single(path: str) -> tuple[int, str] | None:
-    """Number and matrix of a module of a single expert, ``mlp.experts.3.w1`` -> 3, ``gate``; None of another module."""
-    found = _SINGLE.fullmatch(path)
-    matrix = next((matrix for matrix, modules in MODULES.items() if found and found[2] in modules), None)
-    return (int(found[1]), matrix) if found and matrix else None
 
 
 def in_mixtral(name: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..calibrate.joining import joined, own_processors
 from ..calibrate.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
 from ..calibrate.options import add_arguments as add_run_arguments
+from ..calibrate.ranks import joined, own_processors
 from ..checkpoint import converter, trust
 from ..checkpoint.hub import download
 from ..checkpoint.policy import FALLBACK_KINDS

@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ..base.errors import UserError, output_error
-from ..calibrate import energies, store
+from ..calibrate import store
 from ..calibrate.options import BUNDLED
 from ..checkpoint import rescaling
 from ..checkpoint.policy import Choice
@@ -22,6 +22,9 @@ from ..rounding import imatrix
 from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import equalize
 from .options import ConvertOptions
+
+if TYPE_CHECKING:
+    from ..calibrate.energies import MeasuredEnergies
 
 
 def given(checkpoint: Checkpoint, options: ConvertOptions) -> Statistics | None:
@@ -100,8 +103,10 @@ def rescaling_of(
     return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)
 
 
-def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> energies.MeasuredEnergies:
+def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> MeasuredEnergies:
     """The statistics of a short run on the bundled text."""
+    from ..calibrate import energies  # torch runs the model
+
     run = replace(
         options.run, text=(BUNDLED,), tokens=min(options.run.tokens, equalize.TOKENS),
         context=min(options.run.context or equalize.CONTEXT, equalize.CONTEXT), hessian=None,

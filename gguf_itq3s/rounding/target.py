@@ -19,18 +19,19 @@ of what is missing, and the step is what shares it out among them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..calibrate.panels import Panels
-from ..calibrate.ranks import ALONE, Ranks
 from .hessian import Factor
 
 if TYPE_CHECKING:
     import torch
 
+#: Sums of some numbers over all processes that hold out tokens.
+Sums = Callable[..., Sequence[float]]
 #: What is tried for the damping: shares of the mean diagonal.
 DAMPINGS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 #: Columns from which on a full Hessian is decomposed in float32, in half the time and memory.
@@ -39,6 +40,10 @@ WIDE: Final = 4096
 _FEW: Final = 1024
 #: Where the search begins, and what is taken where nothing is held out.
 DAMPING: Final = 0.1
+
+
+def _alone(*values: float) -> Sequence[float]:
+    return values
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,12 @@ class Decomposition:
     full: bool
 
     @classmethod
-    def of(cls, hessian: torch.Tensor | Panels, damping: float) -> Decomposition:
+    def of(cls, hessian: torch.Tensor, damping: float) -> Decomposition:
         """Decompose a Hessian.
 
         Args:
-            hessian: float64 (n, n) or (n / b, b, b), symmetric, positive semidefinite, or a full one that ranks share.
-                An all-zero one is taken as the identity.
+            hessian: float64 (n, n) or (n / b, b, b), symmetric, positive semidefinite. An all-zero one is taken as the
+                identity.
             damping: share of the mean diagonal that is added to the diagonal, more than 0.
 
         Raises:
@@ -68,16 +73,13 @@ class Decomposition:
         """
         import torch
 
-        mean = hessian.mean() if isinstance(hessian, Panels) else float(hessian.diagonal(dim1=-2, dim2=-1).mean())
+        mean = float(hessian.diagonal(dim1=-2, dim2=-1).mean())
         if not np.isfinite(mean):
             raise ValueError("a value of the Hessian is NaN or infinite")
         added = damping * (mean or 1.0)
         for dtype in (torch.float32, torch.float64) if is_wide(hessian) else (torch.float64,):
-            upper = (
-                hessian.decomposed(added, dtype) if isinstance(hessian, Panels) else _decomposed(hessian, added, dtype)
-            )
-            if upper is not None:
-                return cls(upper, isinstance(hessian, Panels) or hessian.ndim == 2)
+            if (upper := _decomposed(hessian, added, dtype)) is not None:
+                return cls(upper, hessian.ndim == 2)
         raise ValueError("the Hessian is not positive semidefinite; more damping may help")
 
     def factor(self, *, spent: bool = False) -> Factor:
@@ -93,7 +95,7 @@ class Decomposition:
         weight = (weight / weight.mean()).float().cpu().numpy()
         return Factor(np.ascontiguousarray(feedback[0] if self.full else feedback), weight)
 
-    def expected_error(self, inputs: torch.Tensor, ranks: Ranks = ALONE) -> float:
+    def expected_error(self, inputs: torch.Tensor, sums: Sums = _alone) -> float:
         """What rounding with this factor costs on some inputs, but for a factor that no Hessian changes.
 
         With ``H = A D A^T``, A unit upper triangular, LDLQ leaves errors ``E = N A^-1``, N as large in every column as
@@ -101,7 +103,7 @@ class Decomposition:
 
         Args:
             inputs: float32 (tokens, n), rotated.
-            ranks: those that have other tokens, and the same decomposition.
+            sums: over those that have other tokens, and the same decomposition.
 
         Returns:
             The sum over tokens, over that of rounding to the nearest codewords, which has A = 1.
@@ -112,7 +114,7 @@ class Decomposition:
         x = inputs.reshape(len(inputs), blocks, size).permute(1, 2, 0).to(self.upper)
         solved = torch.linalg.solve_triangular(self.upper, x, upper=True)
         solved *= self.upper.diagonal(dim1=-2, dim2=-1)[..., None]
-        left, energy = ranks.numbers(float(solved.square().sum()), float(x.square().sum()))
+        left, energy = sums(float(solved.square().sum()), float(x.square().sum()))
         return left / energy if energy else 1.0
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
@@ -132,9 +134,9 @@ class Decomposition:
         return whole.permute(2, 0, 1).reshape(right.shape)
 
 
-def is_wide(hessian: torch.Tensor | Panels) -> bool:
+def is_wide(hessian: torch.Tensor) -> bool:
     """Whether a Hessian is full and wider than :data:`WIDE`."""
-    return (isinstance(hessian, Panels) or hessian.ndim == 2) and len(hessian) > WIDE
+    return hessian.ndim == 2 and len(hessian) > WIDE
 
 
 def _decomposed(hessian: torch.Tensor, added: float, dtype: torch.dtype) -> torch.Tensor | None:
@@ -152,7 +154,7 @@ def _decomposed(hessian: torch.Tensor, added: float, dtype: torch.dtype) -> torc
 
 
 def decompose(
-    hessian: torch.Tensor | Panels, held: torch.Tensor | None, start: float, ranks: Ranks = ALONE
+    hessian: torch.Tensor, held: torch.Tensor | None, start: float, sums: Sums = _alone
 ) -> tuple[float, Decomposition]:
     """Decompose a Hessian with the damping that tokens held out like best.
 
@@ -160,7 +162,7 @@ def decompose(
         hessian: as :meth:`Decomposition.of` takes it.
         held: float32 (tokens, n), rotated; None where there are none: the damping is ``start``.
         start: one of :data:`DAMPINGS`, from which the search goes on while the error falls.
-        ranks: those that hold out other tokens, and have the same Hessian.
+        sums: over those that hold out other tokens, and have the same Hessian.
 
     Returns:
         The damping and the decomposition.
@@ -169,14 +171,14 @@ def decompose(
     if held is None:
         return start, best
     if is_wide(hessian):
-        (tokens,) = ranks.numbers(len(held))
+        (tokens,) = sums(len(held))
         held = held[:: max(1, -(-int(tokens) // _FEW))]
-    place, least = DAMPINGS.index(start), best.expected_error(held, ranks)
+    place, least = DAMPINGS.index(start), best.expected_error(held, sums)
     for direction in (1, -1):
         moved = False
         while 0 <= place + direction < len(DAMPINGS):
             found = Decomposition.of(hessian, DAMPINGS[place + direction])
-            error = found.expected_error(held, ranks)
+            error = found.expected_error(held, sums)
             if error >= least:
                 break
             best, least, place, moved = found, error, place + direction, True
@@ -203,43 +205,14 @@ def explained(weights: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     return torch.einsum("mbi,bij->mbj", blocks, cross.to(weights)).reshape(weights.shape)
 
 
-def correction(
-    decomposition: Decomposition, asked: torch.Tensor, inputs: torch.Tensor, missing: torch.Tensor,
-    ranks: Ranks = ALONE,
-) -> torch.Tensor:  # fmt: skip
-    """What is added to a matrix to get its target, ``step * B (H + damping)^-1``: all 0 where that is not trusted.
-
-    Args:
-        decomposition: of the damped H.
-        asked: (m, n), B; of several ranks, the rows of this one's share (:meth:`Ranks.part`). In float32 it is exact
-            enough: damped as they are, these sums are far from singular.
-        inputs: (tokens, n), x' of tokens held out.
-        missing: (tokens, m), what is missing in their outputs.
-        ranks: those that have the other rows of B, and hold out other tokens.
-
-    Returns:
-        (m, n), on every rank.
-    """
-    import torch
-
-    found = decomposition.solve(asked)
-    if not ranks.alone:
-        rows = np.empty((missing.shape[1], asked.shape[1]), dtype=np.float32)
-        rows[ranks.part(len(rows))] = found.cpu().numpy()
-        ranks.send_parts(rows, ranks.parts(len(rows)))
-        found = torch.from_numpy(rows).to(asked.device)
-    found *= line_search(missing, inputs @ found.T, ranks)
-    return found
-
-
-def line_search(missing: torch.Tensor, explained: torch.Tensor, ranks: Ranks = ALONE) -> float:
+def line_search(missing: torch.Tensor, explained: torch.Tensor, sums: Sums = _alone) -> float:
     """How much of a correction leaves least of what is missing: ``argmin |missing - step explained|^2`` in [0, 1].
 
     Args:
         missing: (tokens, m): what is missing in the outputs of tokens held out.
         explained: (tokens, m): what the whole correction would add to them.
-        ranks: those that hold out other tokens.
+        sums: over those that hold out other tokens.
     """
-    energy, product = ranks.numbers(float(explained.square().sum()), float((missing * explained).sum()))
+    energy, product = sums(float(explained.square().sum()), float((missing * explained).sum()))
     step = product / energy if energy else 0.0
     return min(1.0, max(0.0, step)) if np.isfinite(step) else 0.0

@@ -64,8 +64,6 @@ class PackedExperts(nn.Module):
         num_experts: how many.
         gate: (s, rows of the first matrix) -> (s, columns of the second), what lies between the two.
         path: ``reference``, ``triton``, or None for the device's own (:mod:`gguf_itq3s.torch.paths`).
-        watch: called with the name of a stack of floats, the number of an expert and the product of its matrix, before
-            a bias is added; or None.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class PackedExperts(nn.Module):
         self.num_experts, self.gate = experts, gate
         self.stacks = dict(stacks)
         self.path: str | None = None
-        self.watch: Callable[[str, int, torch.Tensor], None] | None = None
         for name, stack in self.stacks.items():
             packed = stack.qtype is not None
             kind = torch.uint8 if packed else dtype
@@ -190,8 +187,6 @@ class PackedExperts(nn.Module):
         for number, part in grouped.parts_of(ends):
             matrix = weight[number].to(x.dtype)
             products.append(rows[part] @ (matrix if transposed else matrix.t()))
-            if self.watch is not None:
-                self.watch(name, number, products[-1])
             end = part.stop
         products.append(x.new_zeros(len(rows) - end, weight.shape[2 if transposed else 1]))
         return torch.cat(products)

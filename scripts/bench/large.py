@@ -1,29 +1,27 @@
 #!/usr/bin/env python3
 """What converting and calibrating a large model takes on this machine, measured on one of its layers.
 
-    scripts/bench/large.py --update docs/distributed.md
-    scripts/bench/large.py --hidden 4096 --feed-forward 14336 --layers 32 --vocabulary 128256   a Llama of 8B
+    scripts/bench/large.py --update docs            a Llama of 70B by `calibrate`, one of 8B by `convert --calibrate`
 
 Writes a Llama of one layer with random weights in the large model's shapes and a small vocabulary, and runs the
-commands on it, each in a process of its own: processor time of all threads, which other work on the machine changes
-little, time by the clock, the largest resident memory, the sizes of what they write. What a command takes to start is
-subtracted; the rest is multiplied by the number of layers, a calibration's by its tokens too, and the matrices of the
-vocabulary are added at the measured rates. Memory is as it was measured: one layer is in memory at a time whatever the
-number.
+commands on it, each in a process of its own: processor time of all threads, largest resident memory, sizes of what they
+write. What a command takes to start is subtracted; the rest is multiplied by the number of layers, a calibration's by
+its tokens too, and for the model of 70B the matrices of the vocabulary are added at the measured rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import gguf
 import torch
@@ -31,13 +29,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from gguf_itq3s.base import report
-from gguf_itq3s.base.errors import UserError, positive, report_errors
+from gguf_itq3s.base.errors import UserError, report_errors
 from gguf_itq3s.codec import native
 from gguf_itq3s.rounding import hessian
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DEMO: Final = ROOT / "models" / "demo-llama"
-RESULTS: Final = ROOT / "docs" / "results" / "large.json"
+TEXT: Final = ROOT / "tests" / "data" / "novel.txt"
 #: Tokens of a calibration by default, what times are given for.
 TOKENS: Final = 262144
 HEAD: Final = 128
@@ -67,27 +65,12 @@ class Shape:
 LLAMA_70B: Final = Shape(hidden=8192, feed_forward=28672, layers=80, vocabulary=128256, keys=1024)
 
 
-def add_shape(parser: argparse.ArgumentParser, default: Shape, model: str) -> None:
-    """Options for a shape, by default that of ``model``."""
-    for name, number in asdict(default).items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=positive, default=number, help=f"default: %(default)s, {model}")
-
-
-def shape_of(args: argparse.Namespace) -> Shape:
-    """The shape that the options give."""
-    return Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
+LLAMA_8B: Final = Shape(hidden=4096, feed_forward=14336, layers=32, vocabulary=128256, keys=1024)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One command on the one layer.
-
-    Attributes:
-        seconds: by the clock.
-        processor: of all threads.
-        memory: largest resident set, bytes.
-    """
+    """One command on the one layer: seconds by the clock and of all threads, the largest resident set in bytes."""
 
     seconds: float
     processor: float
@@ -141,14 +124,6 @@ sys.exit(status != 0)
 """
 
 
-def timed(command: list[str]) -> Run | None:
-    """Run a program and measure it; None if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "times")
-        done = subprocess.run([sys.executable, "-S", "-c", TIMER, result, *command], check=False)
-        return None if done.returncode else Run(*json.loads(result.read_text()))
-
-
 def run(*arguments: str | Path) -> Run:
     """Run a subcommand of gguf-itq3s and measure it.
 
@@ -156,10 +131,12 @@ def run(*arguments: str | Path) -> Run:
         UserError: it failed.
     """
     print("$ gguf-itq3s", *arguments, file=sys.stderr, flush=True)
-    done = timed([sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)])
-    if done is None:
-        raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
-    return done
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "times")
+        command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
+        if subprocess.run([sys.executable, "-S", "-c", TIMER, result, *command], check=False).returncode:
+            raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
+        return Run(*json.loads(result.read_text()))
 
 
 def size_of(path: Path) -> int:
@@ -183,9 +160,8 @@ def measure(shape: Shape, tokens: int, work: Path) -> dict[str, object]:
     plain = run("convert", model, work / "plain.gguf")
     files = {"plain": size_of(work / "plain.gguf")}
     (work / "plain.gguf").unlink()
-    text = ROOT / "tests" / "data" / "novel.txt"
     calibrations = [
-        run("calibrate", model, "--text", text, "--tokens", str(count), "--context", "2048", "-o", work / f"h{count}")
+        run("calibrate", model, "--text", TEXT, "--tokens", str(count), "--context", "2048", "-o", work / f"h{count}")
         for count in (tokens, 2 * tokens)
     ]
     files["statistics"] = size_of(work / f"h{tokens}")
@@ -260,23 +236,68 @@ def table(results: dict) -> str:
     return head + report.markdown(["", "one layer, core time", "all, core time", "memory", "disk"], rows)
 
 
+def measure_layerwise(shape: Shape, tokens: int, threads: int, work: Path) -> dict[str, Any]:
+    """Run the command on one layer: with and without feedback across rows, kept in F16 and quantized."""
+    model = work / "model"
+    write_model(model, shape, json.loads((DEMO / "config.json").read_text())["vocab_size"])
+    ends = ["--token-embedding-type", "f16", "--output-tensor-type", "f16", "--threads", str(threads)]
+
+    def convert(count: int, *more: str) -> Run:
+        text = ["--calibrate", str(TEXT), "--context", str(tokens), "--tokens", str(count)]
+        result = run("convert", model, work / "out.gguf", *ends, *text, *more)
+        (work / "out.gguf").unlink()
+        return result
+
+    kept = ("--tensor-type", "blk=f16")
+    found = {}
+    for name, more in (("--calibrate", ()), ("--calibrate --fisher", ("--fisher",))):
+        runs = {"few": convert(tokens, *kept, *more), "more": convert(3 * tokens, *kept, *more)}
+        found[name] = {key: asdict(value) for key, value in {**runs, "quantized": convert(tokens, *more)}.items()}
+    return {"shape": asdict(shape), "threads": threads, "tokens": tokens, "runs": found}
+
+
+def layerwise_table(results: dict[str, Any]) -> str:
+    """What the whole model takes, from what one layer took."""
+    shape = Shape(**results["shape"])
+    rows = []
+    for name, runs in results["runs"].items():
+        token = (runs["more"]["processor"] - runs["few"]["processor"]) / (2 * results["tokens"])
+        layer = runs["quantized"]["processor"] - runs["few"]["processor"]
+        streams = 4 + (shape.layers + 3 if "--fisher" in name else 0)
+        for count in (TOKENS // 2, TOKENS):
+            seconds = shape.layers * (layer + token * count)
+            disk = streams * 4 * shape.hidden * count + shape.layers * shape.layer * 3.125 / 8
+            memory = report.size(max(run["memory"] for run in runs.values()))
+            cells = [f"{layer:.0f} s", f"{1000 * token:.1f} ms", hours(seconds), hours(seconds / 2)]
+            rows.append([f"`{name}`, {count} tokens", *cells, memory, report.size(disk)])
+    head = (
+        f"{report.count(shape.weights)} weights, {shape.layers} layers of {shape.hidden} and {shape.feed_forward} "
+        f"columns in the mix of ITQ3_S; one layer measured, {results['threads']} thread"
+        f"{'s' * (results['threads'] > 1)}:\n\n"
+    )
+    titles = ["", "a layer", "and for each token", "all, one core", "half of it", "memory", "disk while it runs"]
+    return head + report.markdown(titles, rows)
+
+
 @report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_shape(parser, LLAMA_70B, "Llama 3 70B")
-    parser.add_argument(
-        "--tokens", type=positive, default=2048, help="of the shorter calibration, default: %(default)s"
-    )
-    parser.add_argument("--work", type=Path, help="folder of the model (default: a temporary one)")
-    parser.add_argument("--update", type=Path, metavar="FILE", help="put the table between the marks in the file")
+    parser.add_argument("--work", type=Path, help="folder of the models (default: a temporary one)")
+    parser.add_argument("--update", type=Path, metavar="DOCS", help="put the tables between the marks of the pages")
     args = parser.parse_args()
-    shape = shape_of(args)
-    with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        results = measure(shape, args.tokens, Path(folder))
-    print(table(results))
-    if args.update:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        report.replace_section(args.update, "large", table(results))
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the commands, which are processes of their own
+    for name, page, work in (
+        ("sequential", "calibration.md", lambda folder: measure_layerwise(LLAMA_8B, 512, 1, folder)),
+        ("large", "distributed.md", lambda folder: measure(LLAMA_70B, 2048, folder)),
+    ):
+        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+            results = work(Path(folder))
+        text = layerwise_table(results) if name == "sequential" else table(results)
+        print(text)
+        if args.update:
+            (args.update / "results" / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+            report.replace_section(args.update / page, name, text)
+        os.environ.pop("OMP_NUM_THREADS", None)
     return 0
 
 

@@ -17,7 +17,7 @@ import pytest
 from calibrating import options
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import report_errors
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.cli import main
 from killing import Outcome, Record, child, content, read_only, small_disk, start
 

@@ -13,7 +13,7 @@ import pytest
 
 from calibrating import options
 from gguf_itq3s import upstream
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from killing import Outcome, Record, content, kill_often

@@ -40,7 +40,7 @@ import gguf  # noqa: E402
 
 from calibrating import options  # noqa: E402
 from checkpoints import NOVEL, SIZES, save_model  # noqa: E402
-from gguf_itq3s.calibrate.pipeline import calibrate  # noqa: E402
+from gguf_itq3s.calibrate.statistics import calibrate  # noqa: E402
 from gguf_itq3s.cli import main as program  # noqa: E402
 
 Damage = list[Any]

@@ -18,8 +18,8 @@ from calibrating import options as calibration_options
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import budget, ends, scores
-from gguf_itq3s.calibrate.pipeline import calibrate
 from gguf_itq3s.calibrate.scores import Scores
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.source import SourceTensor

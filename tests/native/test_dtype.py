@@ -17,13 +17,13 @@ import torch
 from calibrating import options
 from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibrate import backward, gradients, layers, products, store
+from gguf_itq3s.calibrate import backward, gradients, layers, store
 from gguf_itq3s.calibrate.activations import Activations, activation_path, activations
 from gguf_itq3s.calibrate.backward import OutputFisher
-from gguf_itq3s.calibrate.collector import Collector
 from gguf_itq3s.calibrate.layers import LayeredModel
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.moments import Moment
 from gguf_itq3s.calibrate.run import Sequential
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
@@ -119,15 +119,15 @@ def test_processors_that_are_quick_at_bfloat16(amx: bool, avx512: bool, monkeypa
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
-    assert products.quick_bfloat16(torch.device("cpu")) == (amx or avx512)
-    assert products.quick_bfloat16(torch.device("cuda", 0))
-    assert not products.quick_bfloat16(torch.device("meta"))
+    assert layers.quick_bfloat16(torch.device("cpu")) == (amx or avx512)
+    assert layers.quick_bfloat16(torch.device("cuda", 0))
+    assert not layers.quick_bfloat16(torch.device("meta"))
 
 
 def test_a_torch_that_does_not_say_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.delattr(torch.cpu, name, raising=False)
-    assert not products.quick_bfloat16(torch.device("cpu"))
+    assert not layers.quick_bfloat16(torch.device("cpu"))
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
@@ -139,12 +139,12 @@ def test_statistics_of_a_model_in_bfloat16_are_sums_in_float32(
     name: str, calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, before = calibrated(name)
-    own, within = Collector._add, []
+    own, within = Moment.add, []
     kinds: set[tuple[bool, torch.dtype]] = set()
 
-    def add(self: Any, seen: Any) -> None:
+    def add(self: Moment, *parts: torch.Tensor) -> None:
         within.append(torch.is_autocast_enabled("cpu"))
-        own(self, seen)
+        own(self, *parts)
 
     load = LayeredModel.load
 
@@ -153,7 +153,7 @@ def test_statistics_of_a_model_in_bfloat16_are_sums_in_float32(
         kinds.update((parameter.ndim > 1, parameter.dtype) for parameter in layer.parameters())
         return layer
 
-    monkeypatch.setattr(Collector, "_add", add)
+    monkeypatch.setattr(Moment, "add", add)
     monkeypatch.setattr(LayeredModel, "load", loaded)
     calibrate(options(model, dtype="bfloat16"), tmp_path / "out")
     assert within and not any(within)
@@ -250,7 +250,7 @@ def test_gradients_through_a_model_in_bfloat16(
 ) -> None:
     """Against those in float32, of the same labels, as they are before they are drawn to anything."""
     monkeypatch.setattr(backward, "sampled", lambda logits, chances: (chances * 200).long())
-    monkeypatch.setattr(gradients.GradientSums, "draw_to_identity", lambda _: None)
+    monkeypatch.setattr(gradients.GradientSums, "shrink_to_identity", lambda _: None)
     model, found = uneven(name), {}
     for dtype in ("float32", "bfloat16"):
         chosen = options(model, dtype=dtype)
@@ -291,26 +291,26 @@ def test_an_interrupted_conversion_goes_on_in_its_dtype_alone(
 ) -> None:
     model, out, other = uneven("llama"), tmp_path / "broken.gguf", tmp_path / "other.gguf"
     announced = {"bfloat16": quantized(model, tmp_path / "whole.gguf", dtype="bfloat16")}
-    passages: list[int] = []
-    own = Sequential._passage
+    stages: list[int] = []
+    own = Sequential._stage
 
-    def passage(self: Any, number: int, *rest: Any) -> Any:
-        passages.append(number)
-        if len(passages) == 6:
+    def stage(self: Any, number: int, *rest: Any) -> Any:
+        stages.append(number)
+        if len(stages) == 6:
             raise KeyboardInterrupt
         return own(self, number, *rest)
 
-    monkeypatch.setattr(Sequential, "_passage", passage)
+    monkeypatch.setattr(Sequential, "_stage", stage)
     with pytest.raises(KeyboardInterrupt):
         quantized(model, out, dtype="bfloat16")
     work = tmp_path / "broken.gguf.calibrating"
     assert {path.name for path in work.glob("original/*.*")} == {"activations-0001.bf16"}
     shutil.copytree(work, tmp_path / "other.gguf.calibrating")
     quantized(model, out, dtype="bfloat16")
-    assert passages[6:] == [1, 1, 1, 1], "layer 0 was not done again"
+    assert stages[6:] == [1, 1, 1, 1], "layer 0 was not done again"
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     announced["float32"] = quantized(model, other, dtype="float32")
-    assert passages[10:] == [0, 0, 0, 0, 1, 1, 1, 1], "of another dtype nothing is gone on with"
+    assert stages[10:] == [0, 0, 0, 0, 1, 1, 1, 1], "of another dtype nothing is gone on with"
     assert other.read_bytes() != out.read_bytes()
     # What it takes of the disk is said: both streams twice, what is kept of both, and the file.
     sizes = {dtype: _size(re.search(r"memory, ([\d.]+) (\w+) of disk", text)) for dtype, text in announced.items()}

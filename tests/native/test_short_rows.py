@@ -17,7 +17,7 @@ from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata, types
 from gguf_itq3s.calibrate import budget
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.transform import BLOCK, SHORT_BLOCK
 from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gguf_itq3s.base.errors import report_errors
-from gguf_itq3s.calibrate.joining import joined
-from gguf_itq3s.calibrate.ranks import Ranks
+from gguf_itq3s.calibrate.ranks import Ranks, joined
 from killing import Outcome, start
 
 #: Seconds in which every process has to end once one of them has: on a quiet machine it is three to five.

@@ -24,11 +24,12 @@ from calibrating import options
 from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.calibrate import pipeline, store, text
-from gguf_itq3s.calibrate.collector import Collector
+from gguf_itq3s.calibrate import statistics, store, text
+from gguf_itq3s.calibrate.inputs import Layout
 from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.calibrate.moments import Moment
 from gguf_itq3s.calibrate.options import CalibrationOptions
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import open_calibration, read_manifest
 from gguf_itq3s.cli import main
 from gguf_itq3s.codec.transform import hadamard_matrix, rotation_block
@@ -75,9 +76,7 @@ def test_the_damping_is_for_the_tokens_that_were_seen(calibrated: Callable[[str]
         np.testing.assert_array_equal(factor.feedback, hessian.factorize(found, wanted).feedback)
 
 
-@pytest.mark.parametrize(
-    "name", some(["llama", "llama-short", "qwen3", "gemma"], lambda name: name.startswith("llama"), pytest.mark.slow)
-)
+@pytest.mark.parametrize("name", some(["llama-short", "gemma"], lambda name: name == "gemma", pytest.mark.slow))
 def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[str], tuple[Path, Path]]) -> None:
     model, out = calibrated(name)
     manifest = read_manifest(out)
@@ -262,7 +261,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         calibrate(options(model), resumed)
     assert not read_manifest(resumed).complete
     with monkeypatch.context() as patch, pytest.raises(UserError, match="by another version of this program; remove"):
-        patch.setattr(pipeline, "sources", lambda: "another")
+        patch.setattr(statistics, "sources", lambda: "another")
         calibrate(options(model), resumed)
     with pytest.raises(UserError, match="did not finish"):
         open_calibration(resumed, sorted(model.glob("*.safetensors")))
@@ -305,7 +304,7 @@ def test_tensors_without_statistics_are_named(
     assert "1 tensors" in warning and "blk.1.attn_k.weight" in warning
 
 
-@pytest.mark.parametrize("change", ["", "\u2581", "\u3000", "\n"], ids=["as it is", "U+2581", "U+3000", "lines"])
+@pytest.mark.parametrize("change", ["", "\u3000"], ids=["as it is", "U+3000"])
 @pytest.mark.parametrize("share", [1, 40], ids=["text enough", "too little text"])
 def test_windows_are_disjoint_whatever_stands_between_words(
     change: str, share: int, tokenizer: Path, tmp_path: Path
@@ -391,8 +390,7 @@ def test_the_hash_of_a_model_is_of_every_byte(checkpoint: Make, tmp_path: Path) 
 # ------------------------------------------------------------------------------------- calibrated in more than its name
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "-262144", "half"])
-@pytest.mark.parametrize("option", ["--batch", "--tokens", "--context"])
+@pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--tokens", "-1"), ("--context", "half")])
 def test_counts_that_are_not_positive_are_refused(
     option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,28 +469,12 @@ def test_statistics_that_say_nothing_are_refused(
     assert not (tmp_path / "x.gguf").exists()
 
 
+@pytest.mark.parametrize(("value", "what"), [(0.0, "tell no column from another"), (np.inf, "are NaN or infinite")])
 def test_activations_that_say_nothing_are_refused(
-    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: float, what: str, uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statistics = Collector.statistics
-    monkeypatch.setattr(Collector, "statistics", lambda self: {k: 0 * v for k, v in statistics(self).items()})
-    with pytest.raises(UserError, match="inputs of layer 0 that tell no column from another"):
-        calibrate(options(uneven("llama")), tmp_path / "out")
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_activations_that_are_not_finite_are_refused(
-    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    statistics = Collector.statistics
-
-    def spoiled(self: Collector) -> dict[str, np.ndarray]:
-        found = statistics(self)
-        next(iter(found.values()))[0, 0] = np.inf
-        return found
-
-    monkeypatch.setattr(Collector, "statistics", spoiled)
-    with pytest.raises(UserError, match="inputs of layer 0 that are NaN or infinite"):
+    monkeypatch.setattr(Moment, "mean", lambda self: np.full(self.shape, value, dtype=np.float32))
+    with pytest.raises(UserError, match=f"inputs of layer 0 that {what}"):
         calibrate(options(uneven("llama")), tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -501,7 +483,7 @@ def test_activations_that_are_not_finite_are_refused(
 def test_a_calibration_without_matrices_is_refused(
     uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Collector, "entries", lambda _: {})
+    monkeypatch.setattr(Layout, "groups", lambda *_: [])
     for _ in range(2):  # the folder that is left behind is no success either
         with pytest.raises(UserError, match="has no matrix with statistics"):
             calibrate(options(uneven("llama")), tmp_path / "out")

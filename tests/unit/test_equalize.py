@@ -19,7 +19,7 @@ from gguf_files import arrays, metadata, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate.energies import MeasuredEnergies
-from gguf_itq3s.calibrate.groups import Layout
+from gguf_itq3s.calibrate.inputs import Layout
 from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan

@@ -6,10 +6,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors import safe_open
-
 from gguf_itq3s.base import report
-from scripts.bench import large, large_mixture
+from scripts.bench import large
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,60 +53,12 @@ def test_hours() -> None:
     assert [large.hours(s) for s in (90, 5400, 90000, 864000)] == ["2 min", "1.5 h", "25.0 h", "10.0 days"]
 
 
-def test_the_page_shows_the_recorded_measurement() -> None:
-    text = (ROOT / "docs" / "distributed.md").read_text()
-    section = text.split("<!-- begin large -->")[1].split("<!-- end large -->")[0]
-    recorded = json.loads((ROOT / "docs" / "results" / "large.json").read_text())
-    assert section.strip() == large.table(recorded).strip(), "run scripts/bench/large.py --update docs/distributed.md"
-    assert recorded["shape"]["hidden"] == 8192 and recorded["shape"]["layers"] == 80
-
-
-# ------------------------------------------------------------------------------------------------------------ mixtures
-
-
-def test_a_mixture_is_its_layers() -> None:
-    shape = large_mixture.Shape(
-        hidden=1024, feed_forward=512, experts=20, chosen=4, layers=10, queries=2048, keys=256
-    )  # fmt: skip
-    assert shape.layer == 20 * 3 * 1024 * 512 + 20 * 1024 + 2 * 1024 * (2048 + 256)
-    run = {
-        "options": ["--effort", "fast"], "tokens": 2048, "processors": 2, "seconds": 50.0, "processor": 90.0,
-        "resident": 5 << 30, "own": 4 << 30, "disk": 3 << 30, "experts": 20,
-    }  # fmt: skip
-    runs = [run, {**run, "options": ["--fisher"], "processor": 120.0, "experts": 5}]
-    text = large_mixture.table({"shape": asdict(shape), "runs": runs})
-    whole, part = cells(text)
-    sizes = ["5.00 GiB", "4.00 GiB", "3.00 GiB"]
-    assert whole == ["--calibrate --effort fast", "2048", "20", "2 min", large.hours(900), *sizes]
-    assert part == ["--calibrate --fisher", "2048", "5", "2 min", "-", *sizes], "a part says nothing of the whole"
-    assert "20 experts of 512 columns, 4 for a token" in text
-
-
-def test_the_files_of_a_mixture_hold_its_tensors(tmp_path: Path) -> None:
-    shape = large_mixture.Shape(hidden=256, feed_forward=64, experts=18, chosen=2, layers=1, queries=256, keys=128)
-    large_mixture.write_model(tmp_path / "model", shape, 300)
-    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
-    weights = 0
-    for file in sorted(set(index.values())):
-        with safe_open(tmp_path / "model" / file, framework="pt") as tensors:
-            weights += sum(tensors.get_tensor(name).numel() for name in tensors.keys() if "norm" not in name)  # noqa: SIM118
-    assert weights == shape.layer + 2 * 300 * 256
-    assert len(set(index.values())) == 3
-
-
-def test_the_progress_tells_how_many_experts_were_rounded() -> None:
-    said = "blk.0.attn_q.weight]\r 0%|   | blk.0.ffn_gate_exps.weight[0]]\r 0%| blk.0.ffn_down_exps.weight[0]]\r"
-    assert large_mixture.rounded("blk.0.attn_q.weight]") == 0
-    assert large_mixture.rounded(said) == 0
-    assert large_mixture.rounded(f"{said} blk.0.ffn_gate_exps.weight[10]]\n^C") == 10
-
-
-def test_the_page_shows_the_recorded_mixture() -> None:
-    text = (ROOT / "docs" / "distributed.md").read_text()
-    section = text.split("<!-- begin large-mixture -->")[1].split("<!-- end large-mixture -->")[0]
-    recorded = json.loads((ROOT / "docs" / "results" / "large-mixture.json").read_text())
-    remedy = "run scripts/bench/large_mixture.py --update docs/distributed.md"
-    assert section.strip() == large_mixture.table(recorded).strip(), remedy
-    assert recorded["shape"]["experts"] == 128 and recorded["shape"]["hidden"] == 4096
-    assert all(run["resident"] < 16 << 30 for run in recorded["runs"])
-    assert any(run["experts"] == 128 for run in recorded["runs"])
+def test_the_pages_show_the_recorded_measurements() -> None:
+    for name, page, table in (
+        ("large", "distributed", large.table),
+        ("sequential", "calibration", large.layerwise_table),
+    ):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        section = text.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
+        recorded = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+        assert section.strip() == table(recorded).strip(), "run scripts/bench/large.py --update docs"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gguf_itq3s.calibrate.gradients import GradientSums
-from gguf_itq3s.calibrate.groups import Reader
 from gguf_itq3s.rounding import fisher, target
 from gguf_itq3s.rounding import hessian as hessians
 from gguf_itq3s.rounding.target import Decomposition
@@ -132,7 +131,7 @@ def test_hessians_that_cannot_be_decomposed_are_refused() -> None:
 
 
 def test_output_fisher_matrices_are_drawn_to_the_identity_as_far_as_other_tokens_like() -> None:
-    """80 tokens for 64 rows say too much; the trace stays, experts are left to :meth:`GradientSums.shrink`."""
+    """80 tokens for 64 rows say too much; the trace stays, experts are shrunk elsewhere."""
     rng = np.random.default_rng(6)
     mix = torch.from_numpy(rng.standard_normal((64, 64)) * np.linspace(0.1, 1, 64)).float()
     few, held = (torch.from_numpy(rng.standard_normal((count, 64))).float() @ mix for count in (80, 400))
@@ -143,7 +142,7 @@ def test_output_fisher_matrices_are_drawn_to_the_identity_as_far_as_other_tokens
             sums.hold_out()
         for name in names:
             sums.add(name, part)
-    sums.draw_to_identity()
+    sums.shrink_to_identity()
     found = {name.rpartition("/")[0]: matrix for name, matrix in sums.means(1)}
     whole = (few.T @ few + held.T @ held).double()
     np.testing.assert_allclose(found[names[1]], whole, rtol=1e-4, atol=1e-3)
@@ -202,39 +201,3 @@ def test_no_fisher_information_is_no_feedback() -> None:
 def test_wrong_fisher_matrices_are_refused(matrix: np.ndarray) -> None:
     with pytest.raises(ValueError):
         fisher.factorize(matrix)
-
-
-def test_matrices_of_experts_are_drawn_to_what_else_is_known() -> None:
-    """The more, the fewer tokens came; one without any has the others' mean, or nothing where that says nothing."""
-    import torch
-
-    readers = [
-        Reader(f"blk.0.ffn_{part}_exps.weight", expert, "mlp.experts", parameter)
-        for part, parameter in (("gate", "gate_up_proj"), ("down", "down_proj"))
-        for expert in range(3)
-    ]
-    generator = torch.Generator().manual_seed(0)
-    counts = {0: 400, 1: 40}
-    rows = {
-        reader.entry: torch.randn(counts[reader.expert], 8, generator=generator) * (1 + reader.expert)
-        for reader in readers
-        if reader.expert in counts
-    }
-    sums = GradientSums(full=8, block=4)
-    for entry, gradients in rows.items():
-        sums.add(entry, gradients)
-    assert sums.shrink(readers, 500) == (4, 6)  # 40 tokens and none are fewer than 16 for each of 8 rows
-    found = {name.removesuffix("/00000"): matrix for name, matrix in sums.means(500)}
-    totals = {entry: (g.T @ g).double().numpy() for entry, g in rows.items()}
-    assert len(found) == 5 and "blk.0.ffn_gate_exps.weight[2]" not in found
-    for part in ("gate", "down"):
-        name = f"blk.0.ffn_{part}_exps.weight"
-        together = totals[f"{name}[0]"] + totals[f"{name}[1]"]
-        for expert, count in counts.items():
-            own = totals[f"{name}[{expert}]"]
-            other = np.diag(np.diagonal(own)) if part == "gate" else together * np.trace(own) / np.trace(together)
-            share = 128 / (count + 128)
-            expected = ((1 - share) * own + share * other) / 500
-            np.testing.assert_allclose(found[f"{name}[{expert}]"], expected, rtol=1e-4, atol=1e-5)
-        if part == "down":
-            np.testing.assert_allclose(found[f"{name}[2]"], together / 440 / 500, rtol=1e-4, atol=1e-7)

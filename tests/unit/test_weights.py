@@ -22,7 +22,7 @@ from checkpoints import NOVEL
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import energies
-from gguf_itq3s.calibrate.pipeline import calibrate
+from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.checkpoint import patches
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.convert.options import ConvertOptions

@@ -1,4 +1,5 @@
-"""A calibration: run a model's layers one after the other and write the second moments of their inputs.
+"""A model and text to a folder of statistics: the layers run one after the other, and the second moments of their
+inputs are written.
 
 The activations between layers are files in the output folder, which is also where an interrupted run continues.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, TypeAlias
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
@@ -19,19 +21,22 @@ from ..base.journal import key_of, save_arrays, sources
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
+from ..codec.transform import rotation_block
 from ..rounding import hessian
-from . import ends, expert_collector
+from . import ends
 from .activations import Activations, activation_path, activations
-from .collector import Collector
-from .folders import keep_own, leave_own
-from .joining import own_batch
-from .layers import LayeredModel
+from .experts import Batch, LayerExperts, Routed
+from .experts import find as find_experts
+from .inputs import Group, Seen, Watch
+from .layers import LayeredModel, quick_products
+from .moments import Moment, rotated
 from .options import CalibrationOptions
-from .products import quick_products
-from .ranks import ALONE, Ranks, of_all
+from .ranks import ALONE, Ranks, keep_own, leave_own, of_all, own_batch
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 
+#: Of activations, in a file or in memory.
+Array: TypeAlias = Activations | np.ndarray
 #: Folder for statistics that are being written.
 _PARTIAL: Final = "partial"
 #: In the folder of one of several processes.
@@ -89,7 +94,7 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
                 what = "holds the beginning of a calibration by another version of this program"
                 raise UserError(out, what, "remove it, or choose another folder")
             manifest = found
-        if not ranks.tell(manifest.complete):
+        if not ranks.broadcast_object(manifest.complete):
             key = key_of(manifest.model, manifest.text, options.batch, model.form)
             own = keep_own(out, key, ranks, "activations", (_ACTIVATIONS,))
             own = own if ranks.alone else own / _ACTIVATIONS
@@ -128,9 +133,8 @@ def _run(
     """
     inputs = text[ranks.part(len(text))]
     batch = own_batch(options.batch, options.device)
-    batches = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
-    experts = (out / _PARTIAL if ranks.alone else own) / "experts"
-    done = ranks.tell(_layers_done(out, manifest))
+    batches = [np.arange(i, min(i + batch, len(inputs))) for i in range(0, len(inputs), batch)]
+    done = ranks.broadcast_object(_layers_done(out, manifest))
     begin = done if ranks.all(activation_path(own, done, model.dtype).exists()) else 0
     with tqdm(total=model.layers * len(batches), unit="batch", initial=begin * len(batches), file=messages) as bar:
         keywords = model.start(own, inputs, batches, begin)
@@ -139,20 +143,34 @@ def _run(
             shape = (*inputs.shape, model.hidden)
             source = activations(own, number, shape, "r", model.dtype)
             target = activations(own, number + 1, shape, "w+", model.dtype, partial=True)
-            large = expert_collector.find(model, number, options)
-            collects = number >= done
-            if large is None:
-                parts = _collected(
-                    options, model, number, source, target, batches, keywords[number], bar.update, ranks, collects
-                )
-            else:
-                parts = expert_collector.collect(
-                    large, options, experts, source, target, batches, keywords[number], bar.update, ranks,
-                    collects=collects,
-                )  # fmt: skip
-            for file, statistics, entries in parts:
-                _keep(options, out, file, number, statistics, entries, manifest)
-            shutil.rmtree(experts, ignore_errors=True)
+            moments: dict[str, Moment] = {}
+            parts = 0
+
+            def add(seen: Seen, moments: dict[str, Moment] = moments) -> None:
+                for group in seen.groups:
+                    rows = seen.rows(group)
+                    if rows.shape[0]:
+                        moments.setdefault(group.key, Moment(group.columns, options.full(group.columns))).add(
+                            rotated(rows)
+                        )
+
+            def write(groups: Sequence[Group], number: int = number, moments: dict[str, Moment] = moments) -> None:
+                nonlocal parts
+                found = [moments.pop(g.key, Moment(g.columns, options.full(g.columns))) for g in groups]
+                with torch.inference_mode():  # in which they were made
+                    for moment, tokens in zip(found, ranks.sums(*(moment.tokens for moment in found)), strict=True):
+                        moment.reduce(ranks, tokens, model.device, 0)
+                if ranks.first:
+                    inside = groups[0].expert is not None if groups else False
+                    part = f"-experts-{parts:04d}" if inside else ""
+                    _keep(options, out, f"layer-{number:04d}{part}.safetensors", number, groups, found, manifest)
+                parts += 1
+
+            run_layer(
+                model, number, source, target, batches, keywords[number],
+                (out / _PARTIAL if ranks.alone else own) / "experts",
+                options, add if number >= done else None, write, bar.update,
+            )  # fmt: skip
             target.flush()
             del source, target
             activation_path(own, number + 1, model.dtype, partial=True).replace(
@@ -166,50 +184,111 @@ def _run(
                 manifest.complete = number + 1 == model.layers
                 if ranks.first:
                     manifest.write(out)
-                ranks.meet()  # until then the inputs of the layer may be asked for again
+                ranks.barrier()  # until then the inputs of the layer may be asked for again
             activation_path(own, number, model.dtype).unlink()
 
 
-def _collected(
-    options: CalibrationOptions, model: LayeredModel, number: int, source: Activations, target: Activations,
-    batches: Sequence[slice], keywords: Mapping[int, dict[str, Any]], done: Callable[[], Any], ranks: Ranks,
-    collects: bool,
-) -> Iterator[expert_collector.Part]:  # fmt: skip
-    """Run a layer on all windows and take its statistics, as :func:`.expert_collector.collect` in one part."""
-    layer = model.load(number)
-    collector = Collector(model, number, layer, options) if collects else None
-    for batch in batches:
-        hidden = source[batch]
-        target[batch] = model.step(layer, hidden, keywords[len(hidden)])
-        done()
-    if collector is not None:
-        collector.close()
-        collector.add_up(ranks)
-        if ranks.first:
-            yield f"layer-{number:04d}.safetensors", collector.statistics(), collector.entries()
-    model.unload(number)
+def run_layer(
+    model: LayeredModel, number: int, source: Array, target: Array, batches: Sequence[Batch],
+    keywords: Mapping[int, dict[str, Any]], folder: Path, options: CalibrationOptions,
+    receive: Callable[[Seen], None] | None, end: Callable[[Sequence[Group]], None] = lambda _: None,
+    done: Callable[[], Any] = lambda: None,
+) -> None:  # fmt: skip
+    """Run a layer on all windows and hand over the inputs of its matrices, its experts a group at a time.
+
+    Args:
+        model: the model.
+        number: of the layer.
+        source: its inputs, float32 (windows, context, hidden).
+        target: its outputs, which are written here; may be ``source``.
+        batches: windows that run together.
+        keywords: batch size -> arguments of the layer.
+        folder: for files that are needed meanwhile.
+        options: form of the sums, which says how many experts are in memory together.
+        receive: is given every input; None where the outputs alone are wanted.
+        end: is given the groups of matrices whose inputs have all been handed over.
+        done: called after each batch.
+
+    Raises:
+        OSError: the folder cannot be written.
+        UserError: the checkpoint lacks a matrix.
+    """
+    found = find_experts(model, number)
+    groups = model.layout.groups(number, model.base.layers[number])
+    if found is None:
+        _run_whole(model, number, model.load(number), source, target, batches, keywords, groups, receive, done)
+        model.unload(number)
+    else:
+        mine = [group for group in groups if group.path == found.path]
+        with found.left_out() as layer:
+            routed = Routed(layer, found, folder, *source.shape[:2])
+            for batch in batches:
+                seen: list[Seen] = []
+                with Watch(model, number, layer, mine, seen.append):
+                    routed.keep(batch, lambda batch=batch: model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
+                if seen[0].plain is not seen[0].raw:
+                    routed.put("plain", batch, seen[0].plain)
+            for members in found.groups(_each(found, options)):
+                loaded = found.load(members)
+                here = [group for group in mine if group.expert in members]
+                for batch in batches if receive is not None else ():
+                    plain = routed.get("plain" if routed.has("plain") else "hidden", batch)
+                    with torch.inference_mode():
+                        receive(Seen(here, routed.get("hidden", batch), plain, routed.chosen(batch), loaded.inner))
+                routed.run(batches, loaded)
+                del loaded
+                if receive is not None:
+                    end(here)
+            groups = [group for group in groups if group.path != found.path]
+            _run_whole(model, number, layer, source, target, batches, keywords, groups, receive, done, routed)
+            routed.close()
+    if receive is not None:
+        end(groups)
+
+
+def _run_whole(
+    model: LayeredModel, number: int, layer: torch.nn.Module, source: Array, target: Array,
+    batches: Sequence[Batch], keywords: Mapping[int, dict[str, Any]], groups: Sequence[Group],
+    receive: Callable[[Seen], None] | None, done: Callable[[], Any], routed: Routed | None = None,
+) -> None:  # fmt: skip
+    with Watch(model, number, layer, groups if receive else (), receive or (lambda _: None)):
+        for batch in batches:
+            if routed is not None:
+                routed.give(batch)
+            target[batch] = model.step(layer, source[batch], keywords[len(batch)])
+            done()
+
+
+def _each(found: LayerExperts, options: CalibrationOptions) -> int:
+    """Bytes of one expert while statistics are taken: its weights, and the sums of both of its inputs."""
+    sums = (columns * (columns if options.full(columns) else rotation_block(columns)) for columns in found.columns)
+    return 4 * found.weights + 8 * sum(sums)
 
 
 def _keep(
-    options: CalibrationOptions, out: Path, file: str, number: int, statistics: dict[str, np.ndarray],
-    entries: Mapping[str, tuple[str, int, str | None]], manifest: Manifest,
+    options: CalibrationOptions, out: Path, file: str, number: int, groups: Sequence[Group], moments: Sequence[Moment],
+    manifest: Manifest,
 ) -> None:  # fmt: skip
     """Write statistics of a layer, and note them."""
+    statistics = {group.key: moment.mean() for group, moment in zip(groups, moments, strict=True)}
     flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
     for key, value in statistics.items():
+        problem = None
         if not np.isfinite(value).all():
-            what = f"gives inputs of layer {number} that are NaN or infinite"
-            raise UserError(options.model, what, "repair the checkpoint or download it again", key)
-        # An expert may have seen no token; a matrix that all tokens pass cannot.
-        if key in flat and not key.endswith("]"):
-            what = f"gives inputs of layer {number} that tell no column from another"
+            problem = "are NaN or infinite"
+        elif key in flat and not key.endswith("]"):  # an expert may have seen no token; what all tokens pass cannot
+            problem = "tell no column from another"
+        if problem:
+            what = f"gives inputs of layer {number} that {problem}"
             raise UserError(options.model, what, "repair the checkpoint or download it again", key)
     # Not beside the finished ones: safetensors writes under a name of its own, which a kill would leave.
     partial = out / _PARTIAL
     partial.mkdir(exist_ok=True)
     save_arrays(statistics, out / file, partial)
-    for name, (key, tokens, norm) in entries.items():
-        manifest.entries[name] = Entry(file, key, 0 if key in flat else tokens, norm)
+    for group, moment in zip(groups, moments, strict=True):
+        for reader in group.readers:
+            tokens = 0 if group.key in flat else moment.tokens
+            manifest.entries[reader.entry] = Entry(file, group.key, tokens, group.norm)
 
 
 def _layers_done(folder: Path, manifest: Manifest) -> int:

@@ -1,0 +1,267 @@
+"""The experts of a layer, which run outside it in groups that fit into memory together; a small layer is one group.
+
+A layer of a mixture of hundreds of billions of weights takes tens of GB in float32, and its sums more. Its experts are
+left out of the layer: what comes into them is kept in files, groups of them run over all windows, and what they put out
+is given to the layer. How many are in a group follows from their sizes alone, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..base.errors import UserError
+from ..checkpoint import experts
+from ..torch import stacked
+from .activations import Activations, activations
+from .inputs import Reader
+from .layers import LayeredModel, Stop
+
+#: Bytes of the weights and sums of experts that are in memory together.
+BOUND: Final = 4 << 30
+
+#: Windows by number, int64.
+Batch = npt.NDArray[np.int64]
+
+
+class Outside(torch.nn.Module):
+    """Stands in a layer for its experts; no parameters.
+
+    Attributes:
+        answer: what it gives for (hidden, chosen experts, weights of their outputs); None for zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As the experts: (..., hidden), (tokens, k), (tokens, k) -> the shape of the first."""
+        if self.answer is None:
+            return torch.zeros_like(hidden_states)
+        return self.answer(hidden_states, top_k_index, top_k_weights)
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of a layer.
+
+    Attributes:
+        model: the model.
+        number: of the layer.
+        path: of their module in it.
+        module: of Transformers, its parameters on the meta device.
+        gate: what lies between both matrices of an expert.
+    """
+
+    model: LayeredModel
+    number: int
+    path: str
+    module: Any
+    gate: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def count(self) -> int:
+        """How many experts."""
+        return len(self.module.down_proj)
+
+    @property
+    def weights(self) -> int:
+        """Weights of one of them."""
+        return sum(getattr(self.module, name)[0].numel() for name in (experts.GATE_UP, experts.DOWN))
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of the input of an expert's first matrices, and of its second."""
+        return self.module.gate_up_proj.shape[2], self.module.down_proj.shape[2]
+
+    def groups(self, each: int) -> list[range]:
+        """The experts in groups, each of whom takes so many bytes for weights and sums."""
+        size = max(1, BOUND // each)
+        return [range(start, min(start + size, self.count)) for start in range(0, self.count, size)]
+
+    def load(self, numbers: range) -> Loaded:
+        """Some of the experts on the device: in float32, all of them together as the layer is.
+
+        Raises:
+            UserError: the checkpoint lacks a matrix.
+        """
+        stacks = {}
+        for name in (experts.GATE_UP, experts.DOWN):
+            whole, parameter = f"{self.model.prefix}.{self.number}.{self.path}.{name}", getattr(self.module, name)
+            together = len(numbers) == self.count
+            dtype = parameter.dtype if together else torch.float32
+            stack = torch.empty((len(numbers), *parameter.shape[1:]), dtype=dtype, device=self.model.device)
+            if together:
+                stack.copy_(self.model.weights.get(whole, parameter.shape))
+            for place, number in enumerate(() if together else numbers):
+                stack[place].copy_(self.model.weights.expert(whole, number, parameter.shape[1:]))
+            stacks[name] = stack
+        return Loaded(self, numbers, stacks)
+
+    @contextmanager
+    def left_out(self) -> Iterator[torch.nn.Module]:
+        """The layer with its weights; in place of the experts stands an :class:`Outside`."""
+        layer = self.model.base.layers[self.number]
+        layer.set_submodule(self.path, Outside())
+        try:
+            self.model.load(self.number)
+            yield layer
+        finally:
+            self.model.unload(self.number)
+            layer.set_submodule(self.path, self.module)
+
+
+def find(model: LayeredModel, number: int) -> LayerExperts | None:
+    """The experts of a layer that is not loaded, None where it has none.
+
+    Raises:
+        UserError: their class computes in a way that is not known.
+    """
+    for path, module in model.base.layers[number].named_modules():
+        if not isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
+            continue
+        known = stacked.find(module) if stacked.is_stacked(module) else "its parameters are no stacks of matrices"
+        if not isinstance(known, str) and (known.bias or any(stack.transposed for stack in known.stacks.values())):
+            known = "its matrices have biases, or lie the other way round"
+        if isinstance(known, str):
+            what = f"has experts that cannot be calibrated ({type(module).__name__}): {known}"
+            raise UserError(model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
+        return LayerExperts(model, number, path, module, known.gate)
+    return None
+
+
+@dataclass
+class Loaded:
+    """Experts that are in memory.
+
+    Attributes:
+        of: those of the layer.
+        numbers: which of them.
+        stacks: by parameter, (experts, rows, columns): gate above up, and down.
+    """
+
+    of: LayerExperts
+    numbers: range
+    stacks: dict[str, torch.Tensor]
+
+    def copy(self) -> Loaded:
+        """The same with weights of their own."""
+        return Loaded(self.of, self.numbers, {name: stack.clone() for name, stack in self.stacks.items()})
+
+    def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of an expert, views: (2 inner, hidden), gate above up, and (hidden, inner)."""
+        place = number - self.numbers.start
+        return self.stacks[experts.GATE_UP][place], self.stacks[experts.DOWN][place]
+
+    def rows(self, reader: Reader) -> torch.Tensor:
+        """A matrix, a view."""
+        assert reader.expert is not None
+        return reader.rows_of(self.stacks[reader.parameter][reader.expert - self.numbers.start])
+
+    def inner(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) -> (tokens, inner), the input of an expert's second matrix."""
+        first, _ = self.matrices(number)
+        return self.of.gate(x.to(first.dtype) @ first.T)
+
+    def add_outputs(
+        self, total: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What they put out, added to what those before them have: (tokens, hidden)."""
+        if len(self.numbers) == self.of.count:
+            module = copy.copy(self.of.module)
+            module._parameters = {name: torch.nn.Parameter(s, requires_grad=False) for name, s in self.stacks.items()}
+            with self.of.model.products():
+                return module(hidden, chosen, weights)
+        for number in self.numbers:
+            tokens, places = torch.where(chosen == number)
+            if len(tokens):
+                out = self.inner(number, hidden[tokens]) @ self.matrices(number)[1].T
+                total.index_add_(0, tokens, out * weights[tokens, places, None])
+        return total
+
+
+class Routed:
+    """What comes into the experts of a layer and what they put out, for all windows, in files.
+
+    Args:
+        layer: with an :class:`Outside` in their place.
+        found: the experts.
+        folder: of the files, made.
+        windows: how many.
+        context: length of a window.
+    """
+
+    def __init__(self, layer: torch.nn.Module, found: LayerExperts, folder: Path, windows: int, context: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._shape, self._device = folder, (windows, context), found.model.device
+        outside = layer.get_submodule(found.path)
+        assert isinstance(outside, Outside)
+        self._outside = outside
+        self._arrays: dict[str, Activations] = {}
+
+    def keep(self, batch: Batch, run: Callable[[], object]) -> None:
+        """Run the layer up to the experts, and keep what they are called with."""
+
+        def answer(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            # Numbers of experts are exact in float32.
+            for name, values in (("hidden", hidden), ("chosen", chosen), ("weights", weights)):
+                self.put(name, batch, values)
+            raise Stop
+
+        self._outside.answer = answer
+        with suppress(Stop):
+            run()
+
+    def give(self, batch: Batch) -> None:
+        """Let the layer have what the experts have put out."""
+        self.answer(lambda hidden, *_: self.get("output", batch).reshape(hidden.shape))
+
+    def answer(self, answer: Callable[..., torch.Tensor] | None) -> None:
+        """Let the layer have something else in place of that; None for zeros."""
+        self._outside.answer = answer
+
+    def run(self, batches: Sequence[Batch], loaded: Loaded) -> None:
+        """Add the outputs of some experts."""
+        for batch in batches:
+            hidden, weights = self.get("hidden", batch), self.get("weights", batch)
+            with torch.inference_mode():
+                total = self.get("output", batch) if "output" in self._arrays else torch.zeros_like(hidden)
+                self.put("output", batch, loaded.add_outputs(total, hidden, self.chosen(batch), weights))
+
+    def has(self, name: str) -> bool:
+        """Whether something was put under a name."""
+        return name in self._arrays
+
+    def get(self, name: str, batch: Batch) -> torch.Tensor:
+        """float32 (tokens, columns), what :meth:`put` has kept."""
+        values = torch.from_numpy(self._arrays[name][batch]).to(self._device)
+        return values.reshape(-1, values.shape[-1])
+
+    def chosen(self, batch: Batch) -> torch.Tensor:
+        """int64 (tokens, k)."""
+        return self.get("chosen", batch).long()
+
+    def put(self, name: str, batch: Batch, values: torch.Tensor) -> None:
+        """Keep something of the tokens, (..., columns)."""
+        if name not in self._arrays:
+            folder = self._folder / name
+            folder.mkdir(exist_ok=True)
+            self._arrays[name] = activations(folder, 0, (*self._shape, values.shape[-1]), "w+")
+        self._arrays[name][batch] = values.detach().float().cpu().numpy().reshape(len(batch), self._shape[1], -1)
+
+    def close(self) -> None:
+        """Take the files away."""
+        self._arrays.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
