@@ -138,7 +138,7 @@ def only_ours(source: str) -> str:
     are not in EMULATE_WIDTHS, where one is launched.
     """
     others = rf"case GGML_TYPE_(?!{'|'.join(TYPES).upper()})\w+:"
-    same_case = r"(?:(?!case GGML_TYPE_|default:).)*"
+    same_case = r"(?:(?!case GGML_TYPE_|ITQ_CUDA_|default:).)*"
     chosen = rf"{others}{same_case}?(?:mul_mat_q_case|mul_mat_vec_q_switch_ncols_dst)<{same_case}"
     source = re.sub(chosen, "", source, flags=re.S)
     launched = re.compile(r"launch_mul_mat_q<type,\s*(\d+), fallback, prec_src1>\(ctx, args, stream\);")

@@ -76,3 +76,23 @@ ITQ_CONVERT(tq2_0, QK_K)
 
 #undef ITQ_CONVERT_OF_TYPE
 #undef ITQ_CONVERT
+
+// Cases of convert.cu, and of getrows.cu with the names of its arguments.
+#define ITQ_CUDA_CONVERT_ROW(NAME, name, ...) \
+    case GGML_TYPE_##NAME:                    \
+        return dequantize_row_##name##_cuda;
+#define ITQ_CUDA_CONVERT_NC(NAME, name, ...) \
+    case GGML_TYPE_##NAME:                   \
+        return dequantize_##name##_nc_cuda;
+#define ITQ_CUDA_GET_ROWS(NAME, function)                                                                          \
+    case GGML_TYPE_##NAME:                                                                                         \
+        function(src0_d, src1_d, dst_d, ne00, nb01, nb02, nb03, ne10, ne11, ne12, nb10, nb11, nb12, nb1, nb2, nb3, \
+                 stream);                                                                                          \
+        break;
+#define ITQ_CUDA_GET_ROWS_256(NAME, name, ...) \
+    ITQ_CUDA_GET_ROWS(NAME, (get_rows_cuda_kq<32, dst_t, dequantize_##name<dst_t>>) )
+#define ITQ_CUDA_GET_ROWS_64(NAME, name, ...) \
+    ITQ_CUDA_GET_ROWS(NAME, (get_rows_64_cuda<dst_t, dequantize_##name<dst_t>>) )
+#define ITQ_CUDA_GET_ROWS_CASES          \
+    ITQ_TYPES_256(ITQ_CUDA_GET_ROWS_256) \
+    ITQ_TYPES_64(ITQ_CUDA_GET_ROWS_64) ITQ_CUDA_GET_ROWS_256(TQ1_0, tq1_0) ITQ_CUDA_GET_ROWS_256(TQ2_0, tq2_0)

@@ -29,6 +29,12 @@ size_t ggml_cuda_itq_activation_bytes(const ggml_tensor * src1);
 // variable GGML_CUDA_ITQ3S_CUBLAS_COLUMNS says, from none without it.
 bool ggml_cuda_itq_prefers_cublas(ggml_type type, int64_t ncols);
 
+// Cases of mmq.cu.
+#define ITQ_CUDA_MUL_MAT_Q(NAME, ...)                        \
+    case GGML_TYPE_##NAME:                                   \
+        mul_mat_q_case<GGML_TYPE_##NAME>(ctx, args, stream); \
+        break;
+
 // The kernel of the paper (itq-fused.cuh), if it is built in and applies.
 bool ggml_cuda_itq_mul_mat_fused(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1,
                                  ggml_tensor * dst);

@@ -489,3 +489,30 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
         }
     }
 }
+
+// Functions of a type for mmq.cuh: the loader of its tiles, its product, without tensor cores and with them.
+#define ITQ_CUDA_MMQ_DP4A(NAME, load, vec_dot)                                                          \
+    case GGML_TYPE_##NAME:                                                                              \
+        return ggml_cuda_mmq_util_funcs(VDR_ITQ_Q8_1_MMQ, load,                                         \
+                                        ggml_cuda_mmq_vec_dot_##vec_dot##_q8_1_dp4a<type, J, fallback>, \
+                                        ggml_cuda_mmq_write_back_dp4a<type, J, fallback>);
+#define ITQ_CUDA_MMQ_MMA(NAME, load, vec_dot)                                                                    \
+    case GGML_TYPE_##NAME:                                                                                       \
+        return ggml_cuda_mmq_util_funcs(-1, load, ggml_cuda_mmq_vec_dot_##vec_dot##_q8_1_mma<type, J, fallback>, \
+                                        ggml_cuda_mmq_write_back_mma<type, J, fallback>);
+#define ITQ_CUDA_MMQ_LOAD(name)         (ggml_cuda_mmq_load_tiles_##name<type, J, fallback>)
+#define ITQ_CUDA_MMQ_LOAD_64(NAME)      (ggml_cuda_mmq_load_tiles_itq_n<GGML_TYPE_##NAME, type, J, fallback>)
+#define ITQ_CUDA_MMQ_DP4A_64(NAME, ...) ITQ_CUDA_MMQ_DP4A(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), q8_0)
+#define ITQ_CUDA_MMQ_MMA_64(NAME, ...)  ITQ_CUDA_MMQ_MMA(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), tq)
+#define ITQ_CUDA_MMQ_DP4A_CASES                                  \
+    ITQ_CUDA_MMQ_DP4A(ITQ3_S, ITQ_CUDA_MMQ_LOAD(itq3_s), itq3_s) \
+    ITQ_CUDA_MMQ_DP4A(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), q8_0)   \
+    ITQ_CUDA_MMQ_DP4A(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), q8_0)     \
+    ITQ_CUDA_MMQ_DP4A(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), q8_0)     \
+    ITQ_TYPES_64(ITQ_CUDA_MMQ_DP4A_64)
+#define ITQ_CUDA_MMQ_MMA_CASES                                  \
+    ITQ_CUDA_MMQ_MMA(ITQ3_S, ITQ_CUDA_MMQ_LOAD(itq3_s), itq3_s) \
+    ITQ_CUDA_MMQ_MMA(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), tq)     \
+    ITQ_CUDA_MMQ_MMA(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), tq)       \
+    ITQ_CUDA_MMQ_MMA(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), tq)       \
+    ITQ_TYPES_64(ITQ_CUDA_MMQ_MMA_64)

@@ -19,6 +19,11 @@ static constexpr __host__ __device__ bool ggml_cuda_has_own_products(const ggml_
     return ggml_cuda_is_itq(type) || type == GGML_TYPE_TQ1_0 || type == GGML_TYPE_TQ2_0;
 }
 
+// X(NAME, name, ...) for each of them, and their labels in upstream's switches.
+#define ITQ_CUDA_TYPES(X)         ITQ_TYPES(X) X(TQ1_0, tq1_0) X(TQ2_0, tq2_0)
+#define ITQ_CUDA_LABEL(NAME, ...) case GGML_TYPE_##NAME:
+#define ITQ_CUDA_CASES            ITQ_CUDA_TYPES(ITQ_CUDA_LABEL)
+
 // Block geometry for MMVQ and MMQ. With qi = 16 and vdr = 4 (itq-vecdot.cuh) four lanes share a block of 256, with qi = 4
 // and vdr = 2 two lanes one of 64.
 #define ITQ_CUDA_TYPE_TRAITS(NAME, name, bits, n_levels, length, ...) \

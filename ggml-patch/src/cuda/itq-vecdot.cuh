@@ -27,16 +27,11 @@ static_assert(sizeof(block_q8_n_h) == 2 * sizeof(block_q8_1), "wrong block_q8_n_
 
 // Lane l of a block is called with iqs = VDR*l; QI = 16 words a block of 256, 4 of 64, is the types' qi in
 // itq-type-traits.cuh.
-#define VDR_ITQ3_S_Q8_1_MMVQ 4
-#define VDR_ITQ2_S_Q8_1_MMVQ 4
-#define VDR_ITQ_N_Q8_1_MMVQ  2
-#define VDR_TQ_Q8_1_MMVQ     4
+#define VDR_ITQ_Q8_1_MMVQ   4
+#define VDR_ITQ_N_Q8_1_MMVQ 2
 
 // Only carried along by mmq.cuh.
-#define VDR_ITQ3_S_Q8_1_MMQ 8
-#define VDR_ITQ2_S_Q8_1_MMQ 8
-#define VDR_ITQ_N_Q8_1_MMQ  8
-#define VDR_TQ_Q8_1_MMQ     8
+#define VDR_ITQ_Q8_1_MMQ 8
 
 static __device__ __forceinline__ float2 itq_half2_bits(const uint32_t bits) {
     half2 h;
@@ -154,8 +149,8 @@ static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restr
                                                             const block_q8_1 * __restrict__ bq8_1, const int & kbx,
                                                             const int & iqs) {
     const uint32_t *     x = (const uint32_t *) vbq + (int64_t) kbx * ITQ_WORDS;
-    const int            j = iqs / VDR_ITQ3_S_Q8_1_MMVQ / 2;
-    const int            h = iqs / VDR_ITQ3_S_Q8_1_MMVQ % 2;
+    const int            j = iqs / VDR_ITQ_Q8_1_MMVQ / 2;
+    const int            h = iqs / VDR_ITQ_Q8_1_MMVQ % 2;
     const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
 
     uint32_t q[8];
@@ -184,8 +179,8 @@ static __device__ __forceinline__ float vec_dot_itq2_s_q8_1(const void * __restr
                                                             const block_q8_1 * __restrict__ bq8_1, const int & kbx,
                                                             const int & iqs) {
     const block_itq2_s * x = (const block_itq2_s *) vbq + kbx;
-    const int            j = iqs / VDR_ITQ2_S_Q8_1_MMVQ / 2;
-    const int            h = iqs / VDR_ITQ2_S_Q8_1_MMVQ % 2;
+    const int            j = iqs / VDR_ITQ_Q8_1_MMVQ / 2;
+    const int            h = iqs / VDR_ITQ_Q8_1_MMVQ % 2;
     const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
 
     int ds[2];
@@ -250,8 +245,8 @@ static __device__ __forceinline__ float vec_dot_tq2_0_q8_1(const void * __restri
                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
                                                            const int & iqs) {
     const block_tq2_0 *  x = (const block_tq2_0 *) vbq + kbx;
-    const int            j = iqs / VDR_TQ_Q8_1_MMVQ / 2;
-    const int            s = iqs / VDR_TQ_Q8_1_MMVQ % 2;
+    const int            j = iqs / VDR_ITQ_Q8_1_MMVQ / 2;
+    const int            s = iqs / VDR_ITQ_Q8_1_MMVQ % 2;
     const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
 
     uint32_t q[4];
@@ -277,7 +272,7 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restri
                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
                                                            const int & iqs) {
     const block_tq1_0 *  x = (const block_tq1_0 *) vbq + kbx;
-    const int            l = iqs / VDR_TQ_Q8_1_MMVQ;
+    const int            l = iqs / VDR_ITQ_Q8_1_MMVQ;
     const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1;
 
     tq1_0_state a[2] = { tq1_0_begin(tq_load_word(x->qs, 2 * l + 0)), tq1_0_begin(tq_load_word(x->qs, 2 * l + 1)) };
@@ -325,3 +320,24 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restri
     }
     return __half2float(x->d) * sum;
 }
+
+// Cases of mmvq.cu, the last with the names of its arguments.
+#define ITQ_CUDA_VEC_DOT(NAME, name, ...) \
+    case GGML_TYPE_##NAME:                \
+        return vec_dot_##name##_q8_1;
+#define ITQ_CUDA_VEC_DOT_64(NAME, ...) \
+    case GGML_TYPE_##NAME:             \
+        return vec_dot_itq_n_q8_1<GGML_TYPE_##NAME>;
+#define ITQ_CUDA_VEC_DOT_CASES      \
+    ITQ_TYPES_256(ITQ_CUDA_VEC_DOT) \
+    ITQ_TYPES_64(ITQ_CUDA_VEC_DOT_64) ITQ_CUDA_VEC_DOT(TQ1_0, tq1_0) ITQ_CUDA_VEC_DOT(TQ2_0, tq2_0)
+#define ITQ_CUDA_VDR(NAME, ...) \
+    case GGML_TYPE_##NAME:      \
+        return ggml_cuda_is_itq_64(GGML_TYPE_##NAME) ? VDR_ITQ_N_Q8_1_MMVQ : VDR_ITQ_Q8_1_MMVQ;
+#define ITQ_CUDA_MUL_MAT_VEC_Q(NAME, ...)                                                                       \
+    case GGML_TYPE_##NAME:                                                                                      \
+        mul_mat_vec_q_switch_ncols_dst<GGML_TYPE_##NAME>(                                                       \
+            vx, vy, ids, fusion, dst, ncols_x, nrows_x, ncols_dst, stride_row_x, stride_col_y, stride_col_dst,  \
+            nchannels_x, nchannels_y, nchannels_dst, stride_channel_x, stride_channel_y, stride_channel_dst,    \
+            nsamples_x, nsamples_dst, stride_sample_x, stride_sample_y, stride_sample_dst, ids_stride, stream); \
+        break;

@@ -79,7 +79,7 @@ extern "C" float emulate_vec_dot(const int type, const void * x, const void * y,
     const auto vec_dot      = vec_dot_of(emulate_types[type]);
     const bool short_blocks = ggml_blck_size(emulate_types[type]) == 64;
     const int  qk = short_blocks ? 64 : QK_K, qi = qk / 16;
-    const int  vdr = short_blocks ? VDR_ITQ_N_Q8_1_MMVQ : VDR_ITQ3_S_Q8_1_MMVQ;
+    const int  vdr = short_blocks ? VDR_ITQ_N_Q8_1_MMVQ : VDR_ITQ_Q8_1_MMVQ;
     float      sum = 0.0f;
     for (int kbx = 0; kbx < nblocks; ++kbx) {
         for (int iqs = 0; iqs < qi; iqs += vdr) {
