@@ -57,7 +57,6 @@ class Row:
         ours: what this one says, likewise.
         same: whether both F16 files are the same, byte for byte.
         share: of the weights that become ITQ3_S in a file of that type.
-        folded: whether norms are folded in it.
         loads: whether llama.cpp's loader takes its tensors and metadata.
     """
 
@@ -67,7 +66,6 @@ class Row:
     ours: str = ""
     same: bool = False
     share: float = 0.0
-    folded: bool = False
     loads: bool = False
 
 
@@ -129,30 +127,33 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     weights = sum(row.weights for row in done.rows)
     share = sum(row.weights for row in done.rows if row.type == DEFAULT.name) / weights
     same = not said and filecmp.cmp(theirs, ours, shallow=False)
-    return Row(name, arch, said, "", same, share, arch in channels.ARCHITECTURES, done.check == loadable.BY_LOADER)
+    return Row(name, arch, said, "", same, share, done.check == loadable.BY_LOADER)
 
 
 def table(rows: Sequence[Row]) -> str:
     """The table of what is converted, and a second one of what is not."""
     good = [row for row in rows if row.arch]
+    classes: dict[str, list[str]] = {}
+    for row in good:
+        said = "" if row.same else f" (F16 not upstream's: {row.upstream or 'another file'})"
+        said += "" if row.loads else " (not loaded)"
+        option = " (`--no-nextn`)" * (row.name in WITHOUT_MTP)
+        classes.setdefault(row.arch, []).append(row.name + option + said)
+    shares = [row.share for row in good]
     lines = [
-        f"{len(good)} architectures of Transformers {transformers.__version__} by random models of two layers; "
-        f"{sum(row.same for row in good)} F16 files equal those of llama.cpp's converter byte for byte.\n",
+        f"{len(good)} architectures of Transformers {transformers.__version__} by random models of two layers: "
+        f"{sum(row.same for row in good)} F16 files equal those of llama.cpp's converter byte for byte, "
+        f"{sum(row.loads for row in good)} ITQ3_S files are taken by llama.cpp's loader, and {min(shares):.0%} to "
+        f"{max(shares):.0%} of their weights are in ITQ3_S.\n",
         report.markdown(
-            ["model class", "architecture", "F16 as upstream's", "weights in ITQ3_S", "norms folded", "loads"],
+            ["llama.cpp's architecture", "model classes", "can be rescaled"],
             [
-                [
-                    row.name + " (`--no-nextn`)" * (row.name in WITHOUT_MTP),
-                    row.arch,
-                    "equal" if row.same else f"upstream: {row.upstream or 'another file'}",
-                    f"{row.share:.1%}",
-                    "yes" if row.folded else "no",
-                    "yes" if row.loads else "not asked",
-                ]
-                for row in good
+                [arch, ", ".join(names), "yes" if arch in channels.ARCHITECTURES else ""]
+                for arch, names in sorted(classes.items())
             ],
+            left=3,
         ),
-    ]  # fmt: skip
+    ]
     if bad := [row for row in rows if not row.arch]:
         lines.append("\nNot converted, as Transformers of this version writes their config.json:\n")
         found = [
