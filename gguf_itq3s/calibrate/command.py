@@ -1,4 +1,4 @@
-"""The command ``gguf-itq3s calibrate``: collect the rotated Hessians of a model's layers."""
+"""The command ``gguf-itq3s collect-statistics``, or ``calibrate``: the rotated Hessians of a model's layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from ..checkpoint import trust
 from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_dtype_argument, add_hessian_argument
 from .ranks import joined
 
-DESCRIPTION: Final = "Collect the second moments of a model's activations, for calibrated conversion."
+DESCRIPTION: Final = "Collect the second moments of a model's activations, for convert --statistics."
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand ``calibrate``."""
+    """Add the subcommand."""
     parser = subparsers.add_parser(
-        "calibrate", help="collect statistics for calibrated conversion", description=DESCRIPTION
+        "collect-statistics",
+        aliases=["calibrate"],
+        description=DESCRIPTION,
+        help="statistics for many files of one model (convert --statistics); for one, convert --layerwise is better",
     )
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")

@@ -231,7 +231,7 @@ def run_layer(
             for members in found.groups(_each(found, options)):
                 loaded = found.load(members)
                 here = [group for group in mine if group.expert in members]
-                for batch in batches if receive is not None else ():
+                for batch in batches if receive else ():
                     plain = routed.get("plain" if routed.has("plain") else "hidden", batch)
                     with torch.inference_mode():
                         receive(Seen(here, routed.get("hidden", batch), plain, routed.chosen(batch), loaded.inner))

@@ -190,7 +190,8 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--effort", choices=EFFORTS, default=ConvertOptions.effort,
-        help="start scales the search tries; best looks further too where statistics are given (default: %(default)s)",
+        help="how far is searched: fast tries one start scale, default three, best looks further too where statistics "
+        "are given; auto is fast, looking as far as best, with --layerwise, else default (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=ConvertOptions.fold_norms,
@@ -202,10 +203,12 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
         "the model measures its inputs (default: for trellis types where statistics are given)",
     )  # fmt: skip
     group.add_argument(
+        "--statistics",
         "--calibration",
+        dest="calibration",
         type=Path,
         metavar="DIR",
-        help="what gguf-itq3s calibrate wrote; rounds matrices by its Hessians",
+        help="what gguf-itq3s collect-statistics wrote, for many files of one model; rounds matrices by its Hessians",
     )
     group.add_argument(
         "--imatrix",
@@ -231,9 +234,10 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
 
 def _add_calibrate(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--calibrate", type=Path, nargs="*", metavar="TEXT",
-        help="quantize layer by layer, each on the inputs that the quantized layers before it give; files of text, "
-        "plain or .xz (default: a mix that comes along)",
+        "--layerwise", "--calibrate", dest="calibrate", type=Path, nargs="*", metavar="TEXT",
+        help="quantize layer by layer, each on the inputs that the quantized layers before it give: the best for one "
+        "file, take it where there is torch and time, else --statistics or --imatrix; files of text, plain or .xz "
+        "(default: a mix that comes along)",
     )  # fmt: skip
     group.add_argument(
         "--fisher", action="store_true", help="make up for errors across rows too; needs a backward pass of the model"

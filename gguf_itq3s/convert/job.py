@@ -108,9 +108,9 @@ def encoder_of(options: ConvertOptions, messages: TextIO) -> Encoder:
     Raises:
         UserError: the search cannot be, or the library is asked for and cannot be used.
     """
-    effort = "default" if options.effort == "best" else options.effort
+    effort = "default" if options.effort in ("auto", "best") else options.effort
     # With one start scale the widest search takes less time than the default's three with a narrow one, and loses less.
-    quick = options.calibrate and options.effort == "default"
+    quick = options.calibrate and options.effort == "auto"
     changed = dict(ldlq.WIDEST) if options.effort == "best" or quick else {}
     changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
     try:

@@ -26,7 +26,7 @@ OUTTYPES: Final = (*TRELLIS_OUTTYPES, "tq1_0", "tq2_0", *(t for t in STOCK_OUTTY
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
 #: Of the trellis types: those of the codec, and the widest calibrated search.
-EFFORTS: Final = (*formats.EFFORTS, "best")
+EFFORTS: Final = ("auto", *formats.EFFORTS, "best")
 TERNARY_MODES: Final = ("auto", "force", "off")
 TERNARY_TYPES: Final = ("tq2_0", "tq1_0")
 
@@ -61,7 +61,8 @@ class ConvertOptions:
         fallback: what takes the place of a trellis type in rows that are not whole blocks, one of
             :data:`gguf_itq3s.checkpoint.policy.FALLBACK_KINDS`.
         codec: of trellis types, ``trellis`` or ``ternary``.
-        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search.
+        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search,
+            ``auto`` is ``default``, or ``fast`` with that wider search where ``calibrate``.
         damping: of the Hessians, share of the mean diagonal.
         segment: columns that the calibrated search commits at a time.
         lookahead: columns it searches past them before.
@@ -98,7 +99,7 @@ class ConvertOptions:
     leave_output_tensor: bool = False
     fallback: str = FALLBACK_KINDS[0]
     codec: str = "trellis"
-    effort: str = "default"
+    effort: str = "auto"
     damping: float | None = None
     segment: int | None = None
     lookahead: int | None = None
