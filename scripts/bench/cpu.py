@@ -213,15 +213,8 @@ class Round:
     def llama_bench(self, test: str, threads: int, *options: str) -> None:
         """Tokens/s of every type in every build."""
         for build_name, library, names in self.types():
-            command = [
-                *(pin() if threads == 1 else []),
-                BIN / "llama-bench",
-                "-o",
-                "json",
-                "-t",
-                str(threads),
-                *options,
-            ]
+            command: list[str | Path] = [*(pin() if threads == 1 else []), BIN / "llama-bench", "-o", "json"]
+            command += ["-t", str(threads), *options]
             for name in names:
                 command += ["-m", self.paths[name]]
             for result in json.loads(run(command, library=library)):
@@ -232,7 +225,7 @@ class Round:
         """What bench-kernels prints of every type in every build."""
         for build_name, library, types in self.types():
             of = [f"{name}={int(gguf.GGMLQuantizationType[name])}" for name in types if not names or name in names]
-            program = [*(pin() if threads == 1 else []), OUT / "bench-kernels", *mode, *of]
+            program: list[str | Path] = [*(pin() if threads == 1 else []), OUT / "bench-kernels", *mode, *of]
             for line in run(program, library=library).splitlines() if of else ():
                 name, *values = line.split()
                 yield label(name, build_name), [float(value) for value in values]

@@ -57,7 +57,11 @@ def pack(folder: Path) -> None:
         for part in PARTS:
             archive.add(tree / part, f"source/{part}", filter=wanted)
     shutil.copy(ROOT / "tests" / "data" / "novel.txt", folder / "text.txt")
-    convert = [sys.executable, ROOT / "scripts" / "convert_hf_to_itq3s.py", ROOT / "models" / "demo-llama"]
+    convert: list[str | Path] = [
+        sys.executable,
+        ROOT / "scripts" / "convert_hf_to_itq3s.py",
+        ROOT / "models" / "demo-llama",
+    ]
     (folder / "model.gguf").unlink(missing_ok=True)
     subprocess.run([*convert, folder / "model.gguf"], check=True)
     print(f"{sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 2**20:.1f} MiB in {folder}")
@@ -107,12 +111,25 @@ class Run:
 
     def test(self) -> None:
         """Operations against the CPU; perplexities of the bundled model, as it is and with batches of few columns."""
-        tests = [self.tool("test-backend-ops"), "test", "-b", self.device, "-p", f"type(_a)?=({'|'.join(TYPES)})"]
+        tests: list[str | Path] = [
+            self.tool("test-backend-ops"),
+            "test",
+            "-b",
+            self.device,
+            "-p",
+            f"type(_a)?=({'|'.join(TYPES)})",
+        ]
         for operation in ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION", "GET_ROWS"):
             text = self.program(operation, [*tests, "-o", operation])
             found = re.search(r"(\d+)/(\d+) tests passed", text)
             self.note(operation, passed=int(found[1]) if found else 0, tests=int(found[2]) if found else 0)
-        common = [self.tool("llama-perplexity"), "-m", self.folder / "model.gguf", "-f", self.folder / "text.txt"]
+        common: list[str | Path] = [
+            self.tool("llama-perplexity"),
+            "-m",
+            self.folder / "model.gguf",
+            "-f",
+            self.folder / "text.txt",
+        ]
         ways = {"cpu": ["-dev", "none"], "gpu": ["-ngl", "99"], "partial": ["-ngl", "2"]}
         ways |= {f"batch{n}": ["-ngl", "99", "-b", "512", "-ub", str(n)] for n in (1, 4, 8, 16, 64)}
         for name, options in ways.items():
@@ -131,7 +148,16 @@ class Run:
             for n in COLUMNS
         ]
         cases.write_text("\n".join(lines) + "\n")
-        perf = [self.tool("test-backend-ops"), "perf", "--test-file", cases, "-b", self.device, "--output", "csv"]
+        perf: list[str | Path] = [
+            self.tool("test-backend-ops"),
+            "perf",
+            "--test-file",
+            cases,
+            "-b",
+            self.device,
+            "--output",
+            "csv",
+        ]
         for kind in MEASURED:
             # the same product many times over would quantize its activations once
             text = self.program(f"perf-{kind}", [*perf, "-p", f"name={kind}[.]"], GGML_CUDA_ITQ3S_SHARE="0")
