@@ -70,10 +70,6 @@ PARTS = [
         "decode", "decoding any bytes as the trellis types, TQ1_0, TQ2_0, against the format's text",
         {"blocks": "blocks"},
     ),
-    Part(
-        "mul-mat", "products of 1 to 300 columns and 1 to 600 rows against `vec_dot`, their kernels against portable C",
-        {"elements": "elements"},
-    ),
     Part("encode", "the encoders, on any float32", ENCODED),
     Part("encode-vectors", "the same in vectors, as they are for use: address sanitizer alone", ENCODED, share=2),
     Part("grid", "rounding to the grids of ggml's types with feedback, on any float32, against plain loops",
