@@ -31,11 +31,12 @@ from . import experts
 from .activations import Activations, activation_path, activations
 from .experts import Batch, LayerExperts, Loaded, Routed
 from .gradients import PRIOR, GradientSums, check_finite
-from .inputs import Reader
+from .inputs import LayerMatrix
 from .layers import LayeredModel
 from .moments import Moment, rotated
 from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
 from .shares import Batches, Share, share, split
+from .statistics import run_layer
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
@@ -65,7 +66,7 @@ class OutputFisher:
         """Whether this process sees the files."""
         return (self.folder / _OUTPUT).exists()
 
-    def blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
+    def blocks(self, reader: LayerMatrix, number: int) -> list[np.ndarray]:
         """The matrix of a reader of a layer, float32 (m, m), or the blocks of its diagonal; empty where none is known.
 
         Rows are in the order of the model in Transformers. That of an expert is of the tokens that came to it, divided
@@ -79,7 +80,7 @@ class OutputFisher:
                     return [file.get_tensor(name) for name in found]
         return []
 
-    def shared_blocks(self, reader: Reader, number: int) -> list[np.ndarray]:
+    def shared_blocks(self, reader: LayerMatrix, number: int) -> list[np.ndarray]:
         """The same on all ranks, from the first one, which has the files."""
         found = self.blocks(reader, number) if self._ranks.first else []
         sizes = self._ranks.broadcast_object([len(block) for block in found])
@@ -170,7 +171,10 @@ class OutputFisher:
             for number in range(forward, model.layers):
                 source = activations(folder, number, shape, "r", model.dtype)
                 target = activations(folder, number + 1, shape, "w+", model.dtype, partial=True)
-                self._forward(model, number, source, target, batches, keywords[number])
+                run_layer(
+                    model, number, source, target, batches, keywords[number], folder / _KEPT,
+                    lambda found: 4 * found.weights, None,
+                )  # fmt: skip
                 self._keep(number + 1, target, model.dtype, folder)
                 if number >= state["forward"]:
                     done(forward=number + 1)
@@ -252,25 +256,6 @@ class OutputFisher:
             save_arrays({"diagonal": (squares[0] / tokens).float().cpu().numpy()}, self.folder / _OUTPUT)
         self._keep(model.layers, target, model.dtype, folder)
 
-    def _forward(
-        self, model: LayeredModel, number: int, source: Activations, target: Activations, batches: Sequence[Batch],
-        keywords: Mapping[int, dict[str, Any]],
-    ) -> None:  # fmt: skip
-        """Run a layer on all windows."""
-        found = experts.find(model, number)
-        if found is None:
-            layer = model.load(number)
-            for batch in batches:
-                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
-            model.unload(number)
-            return
-        with found.left_out() as layer:
-            routed = self._run_experts(found, layer, source, batches, keywords)
-            for batch in batches:
-                routed.give(batch)
-                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
-        routed.close()
-
     def _run_experts(
         self, found: LayerExperts, layer: torch.nn.Module, source: Activations, batches: Sequence[Batch],
         keywords: Mapping[int, dict[str, Any]],
@@ -332,7 +317,7 @@ class OutputFisher:
         return few, len(inside)
 
     def _backward_rest(
-        self, model: LayeredModel, number: int, layer: torch.nn.Module, readers: Sequence[Reader],
+        self, model: LayeredModel, number: int, layer: torch.nn.Module, readers: Sequence[LayerMatrix],
         shape: tuple[int, ...], batches: Batches, keywords: Mapping[int, dict[str, Any]], *, again: bool,
         before: Callable[[Batch], None] = lambda _: None,
     ) -> None:  # fmt: skip
@@ -389,7 +374,7 @@ class OutputFisher:
             save_arrays(matrices, self.folder / _file(number))
 
     def _backward_experts(
-        self, found: LayerExperts, readers: Sequence[Reader], routed: Routed, batches: Sequence[Batch], tokens: int
+        self, found: LayerExperts, readers: Sequence[LayerMatrix], routed: Routed, batches: Sequence[Batch], tokens: int
     ) -> int:
         """The matrices of all experts to files, and the gradients of what came into them.
 

@@ -45,7 +45,7 @@ from .statistics import calibrate
 #: in blocks of 256, and for an eighth of a bit a larger type takes off more.
 TYPES: Final[Mapping[int, tuple[Type, ...]]] = {
     block: tuple(
-        sorted((*(qtype for qtype, row in FAMILY.items() if row.format.block == block), *others), key=bits_per_weight)
+        sorted((*(qtype for qtype, kind in FAMILY.items() if kind.format.block == block), *others), key=bits_per_weight)
     )
     for block, others in (
         (BLOCK, (Type.IQ4_XS, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0)),

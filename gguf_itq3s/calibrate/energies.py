@@ -22,7 +22,7 @@ from .activations import activations
 from .inputs import Seen
 from .layers import LayeredModel, quick_products
 from .options import CalibrationOptions
-from .statistics import run_layer
+from .statistics import bytes_of_expert, run_layer
 from .text import windows
 
 
@@ -39,20 +39,6 @@ class MeasuredEnergies:
     path: Path
     means: Mapping[str, npt.NDArray[np.float64]]
     norms: Mapping[str, str] = field(default_factory=dict)
-
-    def renamed(self, names: Mapping[str, str]) -> MeasuredEnergies:
-        """The same under other names of the tensors: ``names`` of a tensor -> the one it has here."""
-        if not names:
-            return self
-        then = {tensor: name for name, tensor in names.items()}
-
-        def now(matrix: str) -> str | None:
-            tensor, bracket, expert = matrix.partition("[")
-            return f"{then[tensor]}{bracket}{expert}" if tensor in then else None
-
-        means = {name: mean for matrix, mean in self.means.items() if (name := now(matrix)) is not None}
-        norms = {name: norm for matrix, norm in self.norms.items() if (name := now(matrix)) is not None}
-        return MeasuredEnergies(self.path, means, norms)
 
     def known(self, name: str) -> bool:
         """As :meth:`gguf_itq3s.rounding.factors.Energies.known`."""
@@ -106,8 +92,9 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
 
             with tempfile.TemporaryDirectory() as scratch:
                 run_layer(
-                    model, number, hidden, hidden, batches, keywords[number], Path(scratch) / "experts", options, add
-                )
+                    model, number, hidden, hidden, batches, keywords[number], Path(scratch) / "experts",
+                    lambda found: bytes_of_expert(found, options), add,
+                )  # fmt: skip
             for group in groups:
                 # Of what saw no token nothing is known.
                 for reader in group.readers if tokens[group.key] and sums[group.key].any() else ():

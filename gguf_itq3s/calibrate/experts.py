@@ -23,7 +23,7 @@ from ..base.errors import UserError
 from ..checkpoint import experts
 from ..torch import stacked
 from .activations import Activations, activations
-from .inputs import Reader
+from .inputs import LayerMatrix
 from .layers import LayeredModel, Stop
 
 #: Bytes of the weights and sums of experts that are in memory together.
@@ -165,7 +165,7 @@ class Loaded:
         place = number - self.numbers.start
         return self.stacks[experts.GATE_UP][place], self.stacks[experts.DOWN][place]
 
-    def rows(self, reader: Reader) -> torch.Tensor:
+    def rows(self, reader: LayerMatrix) -> torch.Tensor:
         """A matrix, a view."""
         assert reader.expert is not None
         return reader.rows_of(self.stacks[reader.parameter][reader.expert - self.numbers.start])

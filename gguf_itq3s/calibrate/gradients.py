@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import UserError
 from ..rounding.target import DAMPING, decompose
-from .inputs import Reader
+from .inputs import LayerMatrix
 from .ranks import Ranks
 
 #: Tokens for each row of an expert's matrix that weigh as much as what is known of it otherwise. By the gradients of
@@ -63,7 +63,7 @@ class GradientSums:
                 total /= 1 + damping
         self._before = {}
 
-    def finish(self, readers: Sequence[Reader], tokens: int, ranks: Ranks) -> dict[str, np.ndarray]:
+    def finish(self, readers: Sequence[LayerMatrix], tokens: int, ranks: Ranks) -> dict[str, np.ndarray]:
         """Add up over all ranks, shrink the matrices and divide them by the tokens.
 
         Args:
@@ -86,7 +86,7 @@ class GradientSums:
                     found[name] = block
         return found
 
-    def reduce(self, readers: Sequence[Reader], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
+    def reduce(self, readers: Sequence[LayerMatrix], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
         """Add up over all ranks, each matrix on one of them; nothing is left of it on the others.
 
         Those of experts go to the first rank, as they are shrunk to each other; the others are dealt out.

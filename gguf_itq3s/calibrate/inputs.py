@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reader:
+class LayerMatrix:
     """A matrix of a layer.
 
     Attributes:
@@ -73,7 +73,7 @@ class Group:
     path: str
     expert: int | None = None
     inner: bool = False
-    readers: list[Reader] = field(default_factory=list)
+    readers: list[LayerMatrix] = field(default_factory=list)
 
 
 class Layout:
@@ -105,7 +105,7 @@ class Layout:
         """The groups of a layer, members in the order of its modules; rows that are not whole blocks are left out."""
         found: dict[str, Group] = {}
 
-        def add(reader: Reader, columns: int, norm: str | None, *, inner: bool = False) -> None:
+        def add(reader: LayerMatrix, columns: int, norm: str | None, *, inner: bool = False) -> None:
             if not rotation_block(columns) or reader.name not in self._tensors:
                 return
             shared = experts.gate_and_up(reader.entry) if norm is None else norm
@@ -116,7 +116,7 @@ class Layout:
         for path, module in layer.named_modules():
             if isinstance(module, torch.nn.Linear):
                 name = self.name(number, path)
-                add(Reader(name, None, path), module.in_features, self.norms.norm_of(name))
+                add(LayerMatrix(name, None, path), module.in_features, self.norms.norm_of(name))
             elif isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
                 stacks: dict[str, Any] = {name: getattr(module, name) for name in (experts.GATE_UP, experts.DOWN)}
                 for expert in range(len(stacks[experts.DOWN])):
@@ -124,7 +124,7 @@ class Layout:
                         parts = experts.STACKS[parameter]
                         for half, part in enumerate(parts):
                             name = experts.tensor(number, part)
-                            reader = Reader(name, expert, path, parameter, half if len(parts) > 1 else None)
+                            reader = LayerMatrix(name, expert, path, parameter, half if len(parts) > 1 else None)
                             inner = parameter == experts.DOWN
                             add(reader, weights.shape[2], self.norms.norm_of(name), inner=inner)
         return list(found.values())

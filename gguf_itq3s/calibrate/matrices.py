@@ -21,7 +21,7 @@ from ..rounding import fisher, target
 from ..rounding.encode import KEPT_TYPES, Encoder
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
-from .inputs import Reader
+from .inputs import LayerMatrix
 from .moments import rotate
 from .ranks import ALONE, Ranks
 from .streams import Streams, Sums
@@ -56,7 +56,7 @@ class Source:
         """Whether a tensor is written in a type that changes it."""
         return self.types.get(name) not in (None, *KEPT_TYPES)
 
-    def scale(self, reader: Reader) -> np.ndarray | None:
+    def scale(self, reader: LayerMatrix) -> np.ndarray | None:
         """What the file multiplies the columns of a matrix by."""
         return self.rescaling.columns(reader.name, reader.expert)
 
@@ -95,7 +95,7 @@ class Matrix:
 
     source: Source
     streams: Streams
-    reader: Reader
+    reader: LayerMatrix
     stacks: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
 
     @property

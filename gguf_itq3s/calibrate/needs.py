@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -17,7 +18,6 @@ from ..codec.transform import rotation_block
 from ..rounding.target import WIDE
 from .backward import CHUNK
 from .experts import BOUND
-from .experts import find as find_experts
 from .layers import LayeredModel
 from .matrices import EMBEDDING, Source
 from .options import DTYPES, CalibrationOptions
@@ -43,58 +43,23 @@ class FisherBlocks:
     block: int = 1024
 
 
-@dataclass
-class _Layer:
-    """Sizes of a layer, or the largest of several.
-
-    Attributes:
-        weights: all of them.
-        columns: of the widest input.
-        kept: columns of the inputs that are kept while a layer is at work.
-        solving: bytes of the sums of one passage, their decompositions and its targets.
-        gradients: numbers in the output Fisher matrices.
-        large: whether experts are in memory in groups.
-        experts: weights of these.
-        grouped: numbers in their output Fisher matrices.
-        encoded: bytes that they are encoded in.
-    """
-
-    weights: int = 0
-    columns: int = 0
-    kept: int = 0
-    solving: int = 0
-    gradients: int = 0
-    large: bool = False
-    experts: int = 0
-    grouped: int = 0
-    encoded: int = 0
-
-    def add(
-        self, name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
-    ) -> None:  # fmt: skip
-        """Count a matrix, or a stack of them, that is encoded in a type."""
-        rows, columns = tensor.shape[-2:]
-        self.weights += tensor.size
-        self.columns = max(self.columns, columns)
-        self.kept += columns if name.endswith(WRITERS) else 0
-        n = columns if calibration.full(columns) else rotation_block(columns)
-        # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
-        square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
-        gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
-        count = tensor.size // (rows * columns)
-        if count > 1 and self.large:
-            self.experts += tensor.size
-            self.grouped += gradients
-            self.encoded += tensor.bytes_in(qtype)
-        elif count > 1:
-            # The sums of all of them are taken at once.
-            square += (count - 1) * 2 * 8 * n * columns
-        self.solving = max(self.solving, square + 8 * 7 * rows * columns)
-        self.gradients += gradients
-
-    def or_larger(self, other: _Layer) -> _Layer:
-        """The larger of each."""
-        return _Layer(*(max(getattr(self, key.name), getattr(other, key.name)) for key in fields(self)))
+def _sizes(
+    name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
+) -> Counter[str]:
+    """What a matrix of a layer, or its experts' in one group after the other, takes: numbers of weights and gradients,
+    bytes while it is rounded and of what it is encoded in."""
+    rows, columns = tensor.shape[-2:]
+    n = columns if calibration.full(columns) else rotation_block(columns)
+    # Sums in float64, two decompositions with a copy each, a factor; of narrow ones all in float64.
+    square = (8 + 6 * 4 if n > WIDE else 2 * 8 + 6 * 8) * n * columns
+    gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
+    inside = len(tensor.shape) > 2
+    return Counter(
+        solving=square + 8 * 7 * rows * columns, columns=columns, kept=columns if name.endswith(WRITERS) else 0,
+        weights=0 if inside else tensor.size, gradients=0 if inside else gradients,
+        experts=tensor.size if inside else 0, of_experts=gradients if inside else 0,
+        encoded=tensor.bytes_in(qtype) if inside else 0,
+    )  # fmt: skip
 
 
 def check(
@@ -117,31 +82,31 @@ def check(
     Raises:
         UserError: the disk is too small.
     """
-    layers: dict[int, _Layer] = {}
+    layers: dict[str, Counter[str]] = {}
     for name, tensor in source.tensors.items():
         if len(tensor.shape) >= 2 and name.startswith("blk."):
-            number = int(name.split(".")[1])
-            if number not in layers:
-                grouped = number < model.layers and find_experts(model, number) is not None
-                layers[number] = _Layer(large=grouped)
-            layers[number].add(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
-    largest = _Layer()
+            size = layers.setdefault(name.split(".")[1], Counter())
+            layer = _sizes(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
+            one = {key: max(size[key], layer[key]) for key in ("solving", "columns")}
+            size.update(layer)
+            size.update({key: value - size[key] for key, value in one.items()})
+    largest: Counter[str] = Counter()
     for size in layers.values():
-        largest = largest.or_larger(size)
+        largest |= size
     vocabulary, hidden = source.tensors[EMBEDDING].shape[-2:]
     batch = min(own_batch(calibration.batch, calibration.device), len(inputs)) * inputs.shape[1]
     kept = batches.kept(inputs.shape[1])
     held = len(range(kept.start, kept.stop, kept.step))
     weight, number = 2 if model.in_bfloat16 else 4, DTYPES[model.dtype][0]
-    # Of large layers a group of experts, and what all of them are encoded in.
-    group = BOUND if largest.large else 0
-    rounding = 2 * weight * (largest.weights - largest.experts) + group + largest.encoded + largest.solving
-    rounding += 4 * (8 * batch + 3 * held) * largest.columns
+    # Of experts a group, and what all of them are encoded in.
+    group = min(BOUND, 8 * largest["experts"] + 8 * largest["of_experts"])
+    rounding = 2 * weight * largest["weights"] + group + largest["encoded"] + largest["solving"]
+    rounding += 4 * (8 * batch + 3 * held) * largest["columns"]
     # The output matrix and a copy of it, logits of the original and, of some tokens, of both.
     ends = 8 * vocabulary * hidden + 4 * 2 * MEASURED * vocabulary
     stream = number * inputs.size * hidden
-    disk = 4 * stream + 2 * number * inputs.size * largest.kept
-    if largest.large:  # what comes into the experts of both models and what they put out
+    disk = 4 * stream + 2 * number * inputs.size * largest["kept"]
+    if group:  # what comes into the experts of both models and what they put out
         disk += 4 * stream
     if ranks.first:
         disk += sum(tensor.bytes_in(source.types[name]) for name, tensor in source.tensors.items())
@@ -149,10 +114,10 @@ def check(
     if fisher is not None:
         disk += (model.layers + 3) * stream
         if ranks.first:
-            disk += 4 * sum(size.gradients for size in layers.values())
+            disk += 4 * sum(size["gradients"] + size["of_experts"] for size in layers.values())
         # A layer, sums in float64 and what is written of them; before that the logits of a few tokens.
-        rest = weight * (largest.weights - largest.experts) + 12 * (largest.gradients - largest.grouped)
-        backward = rest + 2 * group + 16 * batch * largest.columns
+        rest = weight * largest["weights"] + 12 * largest["gradients"]
+        backward = rest + 2 * group + 16 * batch * largest["columns"]
         ends = max(ends, 6 * vocabulary * hidden + 32 * CHUNK * vocabulary)
     memory = _LIBRARIES + max(rounding, ends, backward)
     tokens, whole = (int(total) for total in ranks.sums(inputs.size, disk))

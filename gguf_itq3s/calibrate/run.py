@@ -31,7 +31,7 @@ from . import needs, result
 from .activations import activation_path, activations
 from .backward import OutputFisher
 from .finished import FISHER, STREAMS, Finished
-from .inputs import Group, Reader
+from .inputs import Group, LayerMatrix
 from .layers import LayeredModel, quick_products
 from .matrices import Matrix, Source
 from .moments import in_basis
@@ -310,7 +310,7 @@ class Sequential:
         return results
 
     def _take(
-        self, streams: Streams, reader: Reader, owner: int | None, results: dict[str, Rounded], finished: Finished
+        self, streams: Streams, reader: LayerMatrix, owner: int | None, results: dict[str, Rounded], finished: Finished
     ) -> np.ndarray:
         """The bytes of a matrix, which its owner gives to all, and what is to be known of it."""
         if owner is None:

@@ -169,7 +169,7 @@ def _run(
             run_layer(
                 model, number, source, target, batches, keywords[number],
                 (out / _PARTIAL if ranks.alone else own) / "experts",
-                options, add if number >= done else None, write, bar.update,
+                lambda found: bytes_of_expert(found, options), add if number >= done else None, write, bar.update,
             )  # fmt: skip
             target.flush()
             del source, target
@@ -190,7 +190,7 @@ def _run(
 
 def run_layer(
     model: LayeredModel, number: int, source: Array, target: Array, batches: Sequence[Batch],
-    keywords: Mapping[int, dict[str, Any]], folder: Path, options: CalibrationOptions,
+    keywords: Mapping[int, dict[str, Any]], folder: Path, bytes_of_expert: Callable[[LayerExperts], int],
     receive: Callable[[Seen], None] | None, end: Callable[[Sequence[Group]], None] = lambda _: None,
     done: Callable[[], Any] = lambda: None,
 ) -> None:  # fmt: skip
@@ -204,7 +204,7 @@ def run_layer(
         batches: windows that run together.
         keywords: batch size -> arguments of the layer.
         folder: for files that are needed meanwhile.
-        options: form of the sums, which says how many experts are in memory together.
+        bytes_of_expert: of its weights and sums, which say how many are in memory together.
         receive: is given every input; None where the outputs alone are wanted.
         end: is given the groups of matrices whose inputs have all been handed over.
         done: called after each batch.
@@ -228,7 +228,7 @@ def run_layer(
                     routed.keep(batch, lambda batch=batch: model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
                 if seen[0].plain is not seen[0].raw:
                     routed.put("plain", batch, seen[0].plain)
-            for members in found.groups(_each(found, options)):
+            for members in found.groups(bytes_of_expert(found)):
                 loaded = found.load(members)
                 here = [group for group in mine if group.expert in members]
                 for batch in batches if receive else ():
@@ -259,7 +259,7 @@ def _run_whole(
             done()
 
 
-def _each(found: LayerExperts, options: CalibrationOptions) -> int:
+def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:
     """Bytes of one expert while statistics are taken: its weights, and the sums of both of its inputs."""
     sums = (columns * (columns if options.full(columns) else rotation_block(columns)) for columns in found.columns)
     return 4 * found.weights + 8 * sum(sums)

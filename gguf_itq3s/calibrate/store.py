@@ -205,21 +205,19 @@ class Calibration:
         self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
         """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
-        found = self.hessian(name, expert)
-        if found is None:
-            return None
-        if hessian.columns_of(found) != columns:
-            raise ValueError(f"the statistics have {hessian.columns_of(found)} columns, the matrix {columns}")
-        return found if factor is None else hessian.scale_columns(found, factor)
+        found = self._of_columns(name, columns, expert)
+        return found if found is None or factor is None else hessian.scale_columns(found, factor)
 
     def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
         """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
+        found = self._of_columns(name, columns, expert)
+        return None if found is None else np.maximum(hessian.diagonal(found), 0)  # of float32 sums
+
+    def _of_columns(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float32] | None:
         found = self.hessian(name, expert)
-        if found is None:
-            return None
-        if hessian.columns_of(found) != columns:
+        if found is not None and hessian.columns_of(found) != columns:
             raise ValueError(f"the statistics have {hessian.columns_of(found)} columns, the matrix {columns}")
-        return np.maximum(hessian.diagonal(found), 0)  # of float32 sums
+        return found
 
     def hessian(self, name: str, expert: int | None = None) -> npt.NDArray[np.float32] | None:
         """The rotated Hessian of a matrix's inputs, without the gain of :attr:`Entry.norm`.

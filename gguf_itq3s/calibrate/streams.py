@@ -29,7 +29,7 @@ from ..codec.transform import rotation_block
 from . import experts
 from .activations import Activations, activations, narrowed, widened
 from .experts import LayerExperts, Loaded, Routed
-from .inputs import Group, Reader, Seen, Watch
+from .inputs import Group, LayerMatrix, Seen, Watch
 from .layers import LayeredModel, Stop
 from .moments import Moment, rotated
 from .options import CalibrationOptions
@@ -280,7 +280,7 @@ class Streams:
         inputs: tuple[Activations, ...],
         batches: Batches,
         keywords: Mapping[int, dict[str, Any]],
-        scales: Callable[[Reader], npt.NDArray[np.float32] | None],
+        scales: Callable[[LayerMatrix], npt.NDArray[np.float32] | None],
         folders: tuple[Path, Path],
         ranks: Ranks = ALONE,
     ) -> None:
@@ -320,7 +320,7 @@ class Streams:
         self._stack.close()
         self._model.unload(self._number)
 
-    def row_order(self, reader: Reader, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
+    def row_order(self, reader: LayerMatrix, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
         """Which row of a matrix each row of its GGUF tensor is, as :func:`gguf_itq3s.checkpoint.row_order.of_matrix`.
 
         Args:
@@ -332,19 +332,19 @@ class Streams:
             tensor = widened(narrowed(np.asarray(tensor, dtype=np.float32)))  # as the layer has it
         return row_order.of_matrix(self._model.folder, reader.entry, self.weights(reader), tensor)
 
-    def weights(self, reader: Reader) -> npt.NDArray[np.float32]:
+    def weights(self, reader: LayerMatrix) -> npt.NDArray[np.float32]:
         """The weights of a matrix in the original layer, as Transformers has them: (rows, columns).
 
         Of an expert while its group is at work, as in :meth:`put`.
         """
         return self._rows(0, reader).detach().float().cpu().numpy().copy()
 
-    def put(self, reader: Reader, weights: npt.NDArray[np.float32]) -> None:
+    def put(self, reader: LayerMatrix, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
         with torch.no_grad():
             self._rows(1, reader).copy_(torch.from_numpy(weights))
 
-    def _rows(self, which: int, reader: Reader) -> torch.Tensor:
+    def _rows(self, which: int, reader: LayerMatrix) -> torch.Tensor:
         """A matrix of one of the layers, a view."""
         if reader.expert is not None:
             return self._loaded[which].rows(reader)

@@ -19,17 +19,14 @@ from checkpoints import NOVEL
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import budget, ends, scores
 from gguf_itq3s.calibrate.scores import Scores
-from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.source import SourceTensor
 from gguf_itq3s.cli import convert_main
-from gguf_itq3s.codec.family import FAMILY
 from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 from gguf_itq3s.rounding import fisher, hessian
-from selection import some
 
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4, "effort": "fast"}
 
@@ -74,23 +71,6 @@ def test_the_file_has_the_bits_that_are_asked_for(bpw: float, made: tuple[Path, 
     most = max(counts, key=lambda qtype: counts[qtype]).name
     field = gguf.GGUFReader(out).fields["general.file_type"].contents()
     assert LlamaFileType(field).name.startswith(f"MOSTLY_{most}")
-
-
-def test_the_file_has_the_size_that_is_asked_for(made: tuple[Path, Path], tmp_path: Path) -> None:
-    smallest = quietly(made[0], tmp_path / "a.gguf", calibration=made[1], target_bpw=3.3, dry_run=True)
-    asked = smallest.size + 100_000
-    done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_size=asked)
-    size = (tmp_path / "x.gguf").stat().st_size
-    assert asked - 40_000 < size <= asked and done.size == size
-
-
-def test_more_bits_are_a_better_score(made: tuple[Path, Path], tmp_path: Path) -> None:
-    done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.2, dry_run=True)
-    assert done.plan is not None
-    sizes, scores = ([point[i] for point in done.plan.curve] for i in (1, 2))
-    assert len(done.plan.curve) == 10 and sizes == sorted(sizes) and scores == sorted(scores, reverse=True)
-    assert scores[0] > scores[-1] > 0
-    assert scores[0] > done.plan.here[2] > scores[-1]
 
 
 def test_given_types_stay(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -147,27 +127,6 @@ def test_what_cannot_be_had_is_one_line(
 def test_statistics_are_needed(made: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs to know the inputs"):
         quietly(made[0], tmp_path / "x.gguf", target_bpw=4)
-
-
-def test_the_least_that_is_said_can_be_had(made: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError) as problem:
-        quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=1)
-    found = re.search(r"least is ([\d.]+), the most ([\d.]+)", str(problem.value))
-    assert found
-    for word, only in zip(found.groups(), (budget.TYPES[BLOCK][0], budget.TYPES[BLOCK][-1]), strict=True):
-        done = quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=float(word), dry_run=True)
-        # The bits that are said have three decimals, which may be one matrix's step below the most.
-        assert sum(row.type not in (only.name, "F32") for row in done.rows) <= 1
-
-
-@pytest.mark.parametrize("outtype", ["itq2_s", "itq3_s"])
-def test_a_trellis_type_that_is_named_changes_nothing(outtype: str, made: tuple[Path, Path], tmp_path: Path) -> None:
-    """All types are chosen among; what is not to be chosen is as in either mix."""
-    for name, asked in (("named", {"outtype": outtype}), ("not", {})):
-        quietly(made[0], tmp_path / f"{name}.gguf", calibration=made[1], target_bpw=2.8, **asked)
-    found = types(tmp_path / "named.gguf")
-    assert found == types(tmp_path / "not.gguf")
-    assert {row.type for row in FAMILY.values() if row.format.block == 256} <= set(found.values())
 
 
 def test_the_experts_of_a_layer_have_one_type(
@@ -229,18 +188,6 @@ def test_scores_are_those_of_the_whole_errors(made: tuple[Path, Path], tmp_path:
     assert done.plan.here[2] == pytest.approx(sum(wanted.values()), rel=0.02)
 
 
-def test_a_sample_of_rows_stands_for_all() -> None:
-    rng = np.random.default_rng(0)
-    weights, costs = rng.exponential(1, 5000) ** 4, rng.uniform(0.9, 1.1, 5000)
-    rows = scores._sample(weights, 400)
-    assert len(set(rows.indices)) == 400
-    estimate = (weights * costs)[rows.indices] @ rows.counts(weights)
-    assert estimate == pytest.approx(weights @ costs, rel=0.01)
-    everything = scores._sample(weights, 5000)
-    np.testing.assert_array_equal(everything.indices, np.arange(5000))
-    assert (everything.counts(weights) == 1).all()
-
-
 def test_the_weights_of_rows_are_what_feedback_leaves() -> None:
     """Errors that are alike in all rows cost by ``weight`` with the feedback, and by the diagonal without."""
     rng = np.random.default_rng(1)
@@ -286,26 +233,6 @@ def test_damaged_ends_are_one_line(made: tuple[Path, Path], tmp_path: Path) -> N
 # --------------------------------------------------------------------------------------------------------- calibrated
 
 
-@pytest.mark.parametrize("name", some(["llama", "mixtral", "gemma"], lambda name: name == "llama"))
-def test_with_gradients_all_tensors_are_in_one_unit(name: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    done = quietly(
-        uneven(name), tmp_path / "x.gguf", calibrate=(NOVEL,), fisher=True, target_bpw=4.5, **SMALL
-    )  # fmt: skip
-    assert done.plan is not None and "nats" in done.plan.unit
-    assert bits_of(tmp_path / "x.gguf") <= 4.5
-    assert all(score != "-" for name, qtype, _, score in done.plan.lines if qtype not in ("F16", "F32"))
-    assert {path.name for path in tmp_path.iterdir()} == {"x.gguf"}
-
-
-def test_a_dry_run_writes_nothing(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    done = quietly(uneven("llama"), tmp_path / "x.gguf", calibrate=(NOVEL,), target_bpw=4, dry_run=True, **SMALL)
-    assert not list(tmp_path.iterdir())
-    assert done.plan is not None
-    text = done.plan.describe(curve=True)
-    assert text.count("\n") >= 30 and "<- chosen" in text and "bits/weight" in text
-    assert "blk.1.ffn_down.weight" in text
-
-
 def test_an_interrupted_choice_goes_on(
     uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,13 +262,3 @@ def test_an_interrupted_choice_goes_on(
 
 def _unchanged(folder: Path, stamps: dict[Path, int]) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/*.safetensors")} == stamps
-
-
-def test_the_statistics_of_another_text_are_thrown_away(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"calibrate": (NOVEL,), "target_bpw": 4, **SMALL}
-    quietly(uneven("llama"), tmp_path / "x.gguf", **asked)
-    folder = tmp_path / "y.gguf.calibrating"
-    calibrate(calibration_options(uneven("llama"), tokens=320), folder / "statistics")
-    (folder / "scores.jsonl").write_text('{"run": "of another"}\n')
-    quietly(uneven("llama"), tmp_path / "y.gguf", **asked)
-    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
 from calibrating import options
 from checkpoints import NOVEL
-from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import backward, gradients, layers, store
-from gguf_itq3s.calibrate.activations import Activations, activation_path, activations
+from gguf_itq3s.calibrate.activations import activation_path, activations
 from gguf_itq3s.calibrate.backward import OutputFisher
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.moments import Moment
@@ -27,10 +25,8 @@ from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
-from gguf_itq3s.codec.family import is_trellis
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from selection import some
 
 Make = Callable[[str], Path]
 
@@ -41,19 +37,6 @@ def quantized(model: Path, out: Path, **changes: Any) -> str:
     values = {"effort": "fast", "tokens": 640, "context": 64, "batch": 4, **changes}
     convert(ConvertOptions.of(model, out, calibrate=(NOVEL,), **values), messages)
     return messages.getvalue()
-
-
-def divergence(printed: str) -> float:
-    """On the tokens that were held out."""
-    found = re.search(r"mean KL divergence ([\d.]+)", printed)
-    assert found
-    return float(found[1])
-
-
-def decoded(path: Path) -> dict[str, np.ndarray]:
-    """Trellis-coded matrices of the layers of a file, float32."""
-    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name.startswith("blk.")]
-    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in tensors if is_trellis(t.tensor_type)}
 
 
 @pytest.fixture
@@ -101,16 +84,6 @@ def test_what_is_no_number_stays_none(tmp_path: Path) -> None:
     assert np.isnan(array[:]).all()
 
 
-def test_float32_is_mapped_as_it_is(tmp_path: Path) -> None:
-    values = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
-    array: Activations = activations(tmp_path, 0, values.shape, "w+", partial=True)
-    array[:] = values
-    array.flush()
-    path = activation_path(tmp_path, 0, partial=True)
-    assert isinstance(array, np.memmap) and path.name == "activations-0000.f32.partial"
-    assert path.read_bytes() == values.tobytes()
-
-
 # --------------------------------------------------------------------------------------------------------- processors
 
 
@@ -122,12 +95,6 @@ def test_processors_that_are_quick_at_bfloat16(amx: bool, avx512: bool, monkeypa
     assert layers.quick_bfloat16(torch.device("cpu")) == (amx or avx512)
     assert layers.quick_bfloat16(torch.device("cuda", 0))
     assert not layers.quick_bfloat16(torch.device("meta"))
-
-
-def test_a_torch_that_does_not_say_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.delattr(torch.cpu, name, raising=False)
-    assert not layers.quick_bfloat16(torch.device("cpu"))
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
@@ -175,72 +142,7 @@ def test_statistics_of_a_model_in_bfloat16_are_sums_in_float32(
     assert max(off[True], default=0) < 0.1, "a token near the border goes to another expert"
 
 
-def test_a_folder_of_another_dtype_is_refused(
-    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And one of float32 says what those of earlier versions said."""
-    monkeypatch.setattr(layers, "quick_bfloat16", lambda device: False)
-    model, before = calibrated("llama")
-    assert set(read_manifest(before).options) == {"context", "hessian"}
-    with pytest.raises(UserError, match="other options"):
-        calibrate(options(model, dtype="bfloat16"), before)
-    calibrate(options(model, dtype="bfloat16"), tmp_path / "out")
-    assert read_manifest(tmp_path / "out").options["products"] == "float32"
-    with pytest.raises(UserError, match="other options"):
-        calibrate(options(model), tmp_path / "out")
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_calibration_in_bfloat16_goes_on(
-    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = calibrated("llama")
-    calibrate(options(model, dtype="bfloat16"), tmp_path / "whole")
-    step, calls = LayeredModel.step, []
-
-    def interrupted(self: LayeredModel, *args: Any) -> np.ndarray:
-        calls.append(1)
-        if len(calls) == 5:  # three batches a layer: in the middle of the second
-            raise KeyboardInterrupt
-        return step(self, *args)
-
-    monkeypatch.setattr(LayeredModel, "step", interrupted)
-    out = tmp_path / "broken"
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(options(model, dtype="bfloat16"), out)
-    assert (out / "activations-0001.bf16").stat().st_size == 2 * 640 * 256
-    calibrate(options(model, dtype="bfloat16"), out)
-    assert len(calls) == 8, "the first layer is not run again"
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()
-    }
-
-
 # -------------------------------------------------------------------------------------------------------- conversions
-
-
-@pytest.mark.parametrize(
-    ("name", "in_bfloat16"),
-    some(
-        [("llama", True), ("mixtral-few", True), ("gemma", True), ("llama", False)],
-        lambda name, in_bfloat16: in_bfloat16 and name != "gemma",
-    ),
-)
-def test_a_conversion_loses_no_more(
-    name: str, in_bfloat16: bool, uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the model in bfloat16, and with the files alone."""
-    monkeypatch.setattr(layers, "quick_bfloat16", lambda device: in_bfloat16)
-    lost, files = {}, {}
-    for dtype in ("float32", "bfloat16"):
-        printed = quantized(uneven(name), tmp_path / f"{dtype}.gguf", fisher=True, dtype=dtype)
-        lost[dtype], files[dtype] = divergence(printed), decoded(tmp_path / f"{dtype}.gguf")
-    assert 0 < lost["bfloat16"] < 1.25 * lost["float32"]
-    assert files["bfloat16"].keys() == files["float32"].keys()
-    for tensor, weights in files["float32"].items():
-        # Rounding is chaotic: the two are as far apart as where inputs differ by 1e-5, up to 0.58.
-        off = np.linalg.norm(files["bfloat16"][tensor] - weights) / np.linalg.norm(weights)
-        assert 0 < off < 0.65, tensor
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral-few"])
@@ -267,23 +169,6 @@ def test_gradients_through_a_model_in_bfloat16(
     assert len(off) == (7 if name == "llama" else 4 + 3 * 4)
     # A token near the border goes to another expert.
     assert np.median(off) > 1e-5 and max(off) < (0.02 if name == "llama" else 0.1)
-
-
-def test_gradients_of_another_precision_are_collected_anew(
-    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = []
-
-    def collect(self: Any, model: Any, windows: Any, batch: int, key: str, messages: Any) -> None:
-        keys.append(key)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(OutputFisher, "collect", collect)
-    for dtype, answer in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)):
-        monkeypatch.setattr(layers, "quick_bfloat16", lambda device, answer=answer: answer)
-        with pytest.raises(KeyboardInterrupt):
-            quantized(uneven("llama"), tmp_path / "x.gguf", fisher=True, dtype=dtype)
-    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_an_interrupted_conversion_goes_on_in_its_dtype_alone(
@@ -320,9 +205,3 @@ def test_an_interrupted_conversion_goes_on_in_its_dtype_alone(
 def _size(found: re.Match[str] | None) -> float:
     assert found
     return float(found[1]) * {"KiB": 1 << 10, "MiB": 1 << 20}[found[2]]
-
-
-def test_what_decides_a_file_of_float32_is_what_it_was(tmp_path: Path) -> None:
-    """Folders of work that earlier versions left go on."""
-    assert "dtype" not in ConvertOptions.of(tmp_path).deciding()
-    assert ConvertOptions.of(tmp_path, dtype="bfloat16").deciding()["dtype"] == "bfloat16"

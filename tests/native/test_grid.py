@@ -45,21 +45,3 @@ def test_the_identity_gives_the_nearest_codes(library: native.NativeLibrary, qty
     for code in range(of.low, of.high + 1):
         other = grids.put_codes(data, np.full(weights.shape, code, dtype=np.int8), qtype)
         assert (error <= np.abs(gguf.quants.dequantize(other, qtype) - weights) + 1e-8).all()
-
-
-@TYPES
-def test_feedback_costs_less_than_the_nearest_codes(library: native.NativeLibrary, qtype: Type) -> None:
-    weights, h = rows(40, 512), second_moment(512, 90)
-    for form, share in ((h, 0.9), (blocks_of(h), 0.95)):
-        factor = hessian.factorize(form)
-        ours = grid.quantize(weights, qtype, factor, library=library)
-        nearest = library.quantize_type(weights, qtype, importance=np.diagonal(h).astype(np.float32))
-        costs = [hessian.cost(gguf.quants.dequantize(data, qtype) - weights, form) for data in (ours, nearest)]
-        assert costs[0] < share * costs[1]
-
-
-def test_shapes_that_do_not_match_are_refused(library: native.NativeLibrary) -> None:
-    with pytest.raises(ValueError, match="do not match"):
-        grid.quantize(rows(3, 512), Type.Q4_K, hessian.factorize(np.eye(256)), library=library)
-    with pytest.raises(ValueError, match="importance of 256 columns"):
-        library.quantize_type(rows(3, 512), Type.Q4_K, importance=np.ones(256, dtype=np.float32))

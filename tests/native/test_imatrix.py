@@ -157,21 +157,6 @@ def test_llama_quantize_refuses_importance_that_says_nothing(
     assert not out.exists()
 
 
-def test_llama_quantize_takes_importance_of_any_size(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    """Only how the columns differ counts: the same bytes for 2^100 times the matrix, and not the plain ones."""
-    f16 = tmp_path / "f16.gguf"
-    convert(ConvertOptions.of(uneven("llama"), f16, outtype="f16"))
-    data = []
-    for factor in (1.0, 2.0**100, None):
-        out = tmp_path / "out.gguf"
-        given: list[str | Path] = []
-        if factor is not None:
-            given = ["--imatrix", _imatrix(tmp_path, {Q: EVEN * np.float32(factor)}, 1.0)]
-        llama.run("llama-quantize", *given, f16, out, "ITQ3_S")
-        data.append(next(t.data.tobytes() for t in gguf.GGUFReader(out).tensors if t.name == Q))
-    assert data[0] == data[1] != data[2]
-
-
 def _imatrix(folder: Path, values: dict[str, np.ndarray], count: float) -> Path:
     """A file as llama-imatrix writes it, of sums over that many tokens."""
     writer = gguf.GGUFWriter(folder / "i.gguf", "", use_temp_file=False)

@@ -31,16 +31,6 @@ def test_numpy_and_c_give_the_same_bytes(
 
 
 @of_types
-def test_numpy_and_c_agree_on_the_identity_and_on_threads(library: native.NativeLibrary, row: TrellisType) -> None:
-    weights = rows(150, 512)
-    for h in (np.eye(512), second_moment(512, 300)):
-        factor = hessian.factorize(h)
-        expected = ldlq.quantize(weights, factor, qtype=row.type)
-        got = ldlq.quantize(weights, factor, qtype=row.type, library=library, threads=3)
-        np.testing.assert_array_equal(got, expected)
-
-
-@of_types
 def test_what_numpy_refuses_c_refuses(library: native.NativeLibrary, row: TrellisType) -> None:
     factor = hessian.factorize(second_moment(256, 100))
     for bad in (np.nan, np.inf, 1e30):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibrating import same_statistics, statistics
 from checkpoints import NOVEL
 from gguf_itq3s.calibrate import experts
 from gguf_itq3s.calibrate.activations import activations
@@ -22,7 +21,6 @@ from gguf_itq3s.calibrate.backward import OutputFisher
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.options import CalibrationOptions
 from gguf_itq3s.calibrate.shares import split
-from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.streams import Streams, Sums
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
@@ -129,21 +127,6 @@ def test_the_file_is_nearly_that_of_all_experts_together(
             np.testing.assert_array_equal(groups[name], wanted)
         else:
             assert np.square(groups[name] - wanted).sum() <= 1e-3 * np.square(wanted).sum(), name
-
-
-@pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 1)])
-def test_statistics_of_groups_are_those_of_all_experts_together(
-    name: str, size: int, uneven: Callable[[str], Path], few: Callable[[int], None], any_tokenizer: None, tmp_path: Path
-) -> None:
-    options = CalibrationOptions(uneven(name), [NOVEL], **SMALL)
-    calibrate(options, tmp_path / "together")
-    few(size)
-    calibrate(options, tmp_path / "groups")
-    assert len(list((tmp_path / "groups").glob("layer-*-experts-*"))) == 2 * -(-4 // size)
-    assert not list((tmp_path / "groups").glob("partial"))
-    wanted, found = statistics(tmp_path / "together"), statistics(tmp_path / "groups")
-    assert found.keys() == wanted.keys() and any("exps" in key for key in wanted)
-    same_statistics(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -24,24 +24,21 @@ from gguf_itq3s.calibrate.backward import OutputFisher, sampled
 from gguf_itq3s.calibrate.finished import Finished
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.matrices import Matrix
-from gguf_itq3s.calibrate.options import BUNDLED, CalibrationOptions
+from gguf_itq3s.calibrate.options import CalibrationOptions
 from gguf_itq3s.calibrate.run import Sequential
 from gguf_itq3s.calibrate.shares import Batches, Share, split
 from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.streams import Streams
-from gguf_itq3s.calibrate.text import read_text, windows
+from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.reading import open_checkpoint
-from gguf_itq3s.checkpoint.row_order import row_order
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec.family import is_trellis
-from gguf_itq3s.codec.types import ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.rounding import hessian, target
+from gguf_itq3s.rounding import hessian
 from quantized import quantized
 from selection import some
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "demo-llama"
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
 
 
@@ -217,31 +214,6 @@ def test_a_tenth_of_the_windows_is_held_out_and_some_of_their_tokens_are_kept() 
         assert len(kept) == tokens and (tokens < 1024 or set(kept % 512) == set(range(512)))
 
 
-def test_a_norm_behind_a_matrix_parts_it_from_the_residual_stream(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    streams, *_ = streams_of_layer_0(checkpoint("llama"), tmp_path / "llama")
-    assert streams._writers == {"blk.0.attn_output.weight", "blk.0.ffn_down.weight"}
-    experts, *_ = streams_of_layer_0(checkpoint("mixtral"), tmp_path / "mixtral")
-    assert experts._writers == {"blk.0.attn_output.weight"}
-    assert [len(stage) for stage in experts.stages] == [1, 1, 8, 8]
-
-
-def test_rows_that_the_conversion_permutes_are_found() -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((6, 8)).astype(np.float32)
-    order = np.array([3, 1, 0, 5, 4, 2])
-    np.testing.assert_array_equal(row_order(rows, rows[order]), order)
-    np.testing.assert_array_equal(row_order(rows, rows), np.arange(6))
-    twice = np.concatenate([rows, rows])
-    found = row_order(twice, twice[::-1])
-    np.testing.assert_array_equal(twice[found], twice[::-1])
-    with pytest.raises(ValueError, match="row by row"):
-        row_order(rows, rows + 1)
-    with pytest.raises(ValueError, match="in GGUF"):
-        row_order(rows, rows[:, :4])
-
-
 # ----------------------------------------------------------------------------------------------------------- results
 
 
@@ -322,29 +294,6 @@ def test_what_is_lost_stops_and_leaves_no_file(
     assert not out.exists()
 
 
-def test_a_target_too_far_away_is_refused(
-    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, "line_search", lambda *_: 1000.0)
-    with pytest.raises(UserError, match="further from it than it is large") as caught:
-        quiet(asked(uneven("llama"), tmp_path / "x.gguf"))
-    assert "blk.0." in str(caught.value)
-    assert not (tmp_path / "x.gguf").exists()
-
-
-def test_what_is_written_is_read(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "x.gguf"
-    quiet(asked(uneven("mixtral"), out))
-    reader = gguf.GGUFReader(out)
-    assert reader.fields["itq3s.calibrated"].contents() is True
-    share = reader.fields["itq3s.calibrated_share"].contents()
-    # Rows of the embedding are looked up, not multiplied; every expert has seen tokens here.
-    known = sum(int(t.n_elements) for t in reader.tensors if t.tensor_type == ITQ3_S and t.name.startswith("blk."))
-    total = sum(int(t.n_elements) for t in reader.tensors if t.tensor_type == ITQ3_S)
-    assert share == pytest.approx(known / total)
-    assert all(np.isfinite(gguf.quants.dequantize(t.data, t.tensor_type)).all() for t in reader.tensors)
-
-
 def test_codes_are_quantized_as_what_they_mean(uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """A checkpoint in FP8 gives the file that its weights in floats give."""
     files = []
@@ -415,18 +364,6 @@ def test_behind_the_last_layer_nothing_runs_again(
     monkeypatch.setattr(LayeredModel, "load", load)
     quiet(asked(folder, out))
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-
-
-def test_another_text_starts_anew(
-    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = uneven("llama")
-    work = tmp_path / "x.gguf.calibrating"
-    work.mkdir()
-    (work / "journal.json").write_text('{"run": "of another"}\n{"file": "layer-0000.safetensors"}\n')
-    quiet(asked(folder, tmp_path / "x.gguf"))
-    quiet(asked(folder, tmp_path / "y.gguf"))
-    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "y.gguf").read_bytes()
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(uneven: Callable[[str], Path], tmp_path: Path) -> None:
@@ -563,34 +500,3 @@ def test_output_fisher_matrices_of_experts_are_those_of_autograd(uneven: Callabl
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--fisher"], ["--calibrate", "--imatrix", "x"], ["--calibrate", "--outtype", "tq2_0"],
-     ["--calibrate", "--prune-layers", "1"], ["--calibrate", "nowhere.txt"], ["--calibrate", "--device", "nothing"],
-     ["--calibrate", "--context", "3"]],
-    ids=lambda options: " ".join(options),
-)  # fmt: skip
-def test_what_does_not_go_together_is_one_line(
-    options: list[str], uneven: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert convert_main([str(uneven("llama")), str(tmp_path / "x.gguf"), *options]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].startswith("error: ")
-    assert not list(tmp_path.glob("x.gguf*"))
-
-
-def test_an_architecture_that_is_not_known_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be calibrated"):
-        quiet(asked(checkpoint("ernie-moe"), tmp_path / "x.gguf"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_bundled_text_is_a_mix() -> None:
-    text = read_text(BUNDLED)
-    assert BUNDLED.stat().st_size < 1 << 20
-    assert len(text) > 900_000
-    for part in ("def ", "#include", "\n| ", "\n- ", '": ', '"I '):
-        assert text.count(part) > 20, part
-    assert sum("\u4e00" <= character <= "\u9fff" for character in text) > 2000

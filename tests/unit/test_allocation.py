@@ -54,17 +54,6 @@ def test_it_is_as_good_as_trying_all(seed: int) -> None:
     assert same >= 8
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_at_the_corners_it_is_the_best(seed: int) -> None:
-    """Where the budget is that of a choice for some price of a byte, nothing is better (Everett)."""
-    tensors = random_tensors(seed, 5)
-    for price in np.geomspace(1e-6, 1e-1, 9):
-        choice = [int((t.scores + price * t.sizes).argmin()) for t in tensors]
-        budget = allocation.size(tensors, choice)
-        found = allocation.allocate(tensors, budget)
-        assert allocation.score(tensors, found) == pytest.approx(best(tensors, budget), rel=1e-12)
-
-
 @pytest.mark.slow
 def test_more_budget_is_never_worse_and_the_budget_is_used() -> None:
     tensors = random_tensors(7, 40, 6)
@@ -80,21 +69,6 @@ def test_more_budget_is_never_worse_and_the_budget_is_used() -> None:
             better = tensor.scores < tensor.scores[taken]
             assert (tensor.sizes[better] - tensor.sizes[taken] > left).all()
     assert allocation.allocate(tensors, most) == [int(t.scores.argmin()) for t in tensors]
-
-
-def test_a_large_tensor_does_not_stand_in_the_way() -> None:
-    """Alone the steepest step is that of the small tensor, after which the large one has no room."""
-    large = Candidates(np.array([100, 200]), np.array([10.0, 1.0]))
-    small = Candidates(np.array([10, 20]), np.array([1.0, 0.0]))
-    tensors = [large, small]
-    assert allocation._greedy(allocation._table(tensors), 210) == [0, 1]
-    assert allocation.allocate(tensors, 210) == [1, 0]
-
-
-def test_candidates_that_are_larger_and_worse_are_never_taken() -> None:
-    tensor = Candidates(np.array([10, 20, 30, 40]), np.array([4.0, 5.0, 1.0, 2.0]))
-    assert tensor.hull() == [0, 2]
-    assert [allocation.allocate([tensor], budget) for budget in (10, 29, 30, 100)] == [[0], [0], [2], [2]]
 
 
 def test_what_cannot_be_is_said() -> None:

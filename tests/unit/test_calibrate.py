@@ -25,7 +25,6 @@ from checkpoints import NOVEL, SIZES, save_model
 from gguf_files import metadata
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import statistics, store, text
-from gguf_itq3s.calibrate.inputs import Layout
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.moments import Moment
 from gguf_itq3s.calibrate.options import CalibrationOptions
@@ -35,8 +34,6 @@ from gguf_itq3s.cli import main
 from gguf_itq3s.codec.transform import hadamard_matrix, rotation_block
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.rounding import hessian
-from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from selection import some
 
 Make = Callable[[str], Path]
@@ -62,18 +59,6 @@ def second_moment(x: torch.Tensor) -> np.ndarray:
     block = rotation_block(flat.shape[1])
     rotated = flat @ np.kron(np.eye(flat.shape[1] // block), hadamard_matrix(block))
     return np.asarray(rotated.T @ rotated / len(rotated))
-
-
-def test_the_damping_is_for_the_tokens_that_were_seen(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
-    _, out = calibrated("llama")
-    opened = store.Calibration(out, read_manifest(out))
-    found = opened.hessian("blk.0.ffn_down.weight")
-    assert found is not None and found.shape == (512, 512)
-    inputs = Inputs(opened, gain=lambda norm: np.ones(256, dtype=np.float32))
-    for damping, wanted in ((None, 0.003 + 0.4 * 512 / 640), (0.5, 0.5)):
-        factor = HessianFactors(opened, inputs, damping).factor("blk.0.ffn_down.weight", (256, 512), 0)
-        assert factor is not None
-        np.testing.assert_array_equal(factor.feedback, hessian.factorize(found, wanted).feedback)
 
 
 @pytest.mark.parametrize("name", some(["llama-short", "gemma"], lambda name: name == "gemma", pytest.mark.slow))
@@ -106,36 +91,6 @@ def test_statistics_equal_a_direct_computation(name: str, calibrated: Callable[[
             np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
     files = load_file(out / "layer-0000.safetensors")
     assert len(files) == 4, "matrices that read the same input share statistics"
-
-
-@pytest.mark.slow
-def test_experts_accumulate_their_own(calibrated: Callable[[str], tuple[Path, Path]]) -> None:
-    model, out = calibrated("mixtral")
-    manifest = read_manifest(out)
-    opened = store.Calibration(out, manifest)
-    windows = text.windows(options(model), 256)
-    seen = inputs_of(model, windows)
-    (x,) = seen["model.layers.0.post_attention_layernorm"]
-    plain = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).reshape(-1, 256)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    norm, block = whole.model.layers[0].post_attention_layernorm, whole.model.layers[0].mlp
-    with torch.no_grad():
-        chosen = torch.topk((norm.weight * plain) @ block.gate.weight.T, 2, dim=-1).indices
-    total = compared = 0
-    for expert in range(8):
-        rows = (chosen == expert).any(-1)
-        entry = manifest.entries[f"blk.0.ffn_gate_exps.weight[{expert}]"]
-        assert abs(entry.tokens - int(rows.sum())) <= 1
-        total += entry.tokens
-        if entry.tokens == int(rows.sum()):
-            found = opened.hessian("blk.0.ffn_up_exps.weight", expert)
-            assert found is not None
-            np.testing.assert_allclose(found, second_moment(plain[rows]), rtol=1e-2, atol=2e-2)
-            compared += 1
-        down = manifest.entries[f"blk.0.ffn_down_exps.weight[{expert}]"]
-        assert down.tokens == entry.tokens and down.norm is None
-    assert total == 2 * 640
-    assert compared >= 6, "float32 sends hardly a token elsewhere"
 
 
 class Clamped(modeling_mixtral.MixtralExperts):
@@ -229,19 +184,6 @@ def test_the_text_model_of_a_multimodal_one_is_calibrated(
             np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * expected.max())
 
 
-def test_block_form_is_the_diagonal_of_the_full_one(
-    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    model, out = calibrated("llama")
-    calibrate(options(model, hessian="block"), tmp_path / "block")
-    full = store.Calibration(out, read_manifest(out)).hessian("blk.1.ffn_down.weight")
-    block = store.Calibration(tmp_path / "block", read_manifest(tmp_path / "block")).hessian("blk.1.ffn_down.weight")
-    assert full is not None and block is not None and block.shape == (2, 256, 256)
-    for i in range(2):
-        part = slice(256 * i, 256 * i + 256)
-        np.testing.assert_allclose(block[i], full[part, part], rtol=1e-4, atol=1e-6 * full.max())
-
-
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,22 +230,6 @@ def test_a_manifest_of_another_model_is_refused(
         convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", calibration=tmp_path))
 
 
-def test_tensors_without_statistics_are_named(
-    calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, out = calibrated("llama")
-    thin = tmp_path / "thin"
-    thin.mkdir()
-    for path in out.iterdir():
-        (thin / path.name).write_bytes(path.read_bytes())
-    manifest = json.loads((thin / "manifest.json").read_text())
-    del manifest["entries"]["blk.1.attn_k.weight"]
-    (thin / "manifest.json").write_text(json.dumps(manifest))
-    convert(ConvertOptions.of(model, tmp_path / "x.gguf", calibration=thin, dry_run=True))
-    warning = next(line for line in capsys.readouterr().err.split("warning: ") if "has nothing on" in line)
-    assert "1 tensors" in warning and "blk.1.attn_k.weight" in warning
-
-
 @pytest.mark.parametrize("change", ["", "\u3000"], ids=["as it is", "U+3000"])
 @pytest.mark.parametrize("share", [1, 40], ids=["text enough", "too little text"])
 def test_windows_are_disjoint_whatever_stands_between_words(
@@ -339,14 +265,6 @@ def test_a_text_that_is_given_twice_counts_once(uneven: Make, tmp_path: Path) ->
         for other in (NOVEL, copied):
             twice = text.windows(CalibrationOptions(uneven("llama"), (NOVEL, other), tokens, 64), 256)
             assert np.array_equal(twice, once)
-
-
-def test_windows_begin_with_a_word_that_is_near() -> None:
-    tokens = ["\u2581a", "b", "\u2581c", "d", "e", "\u2581f", "g", "h"]
-    assert text.places(tokens, 2, 2) == [0, 5]
-    assert text.places(tokens, 2, 4) == [0, 4]
-    assert text.places(["x"] * 300, 2, 50) == [0, 150]
-    assert text.places(tokens, 2, 9) == []
 
 
 def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
@@ -480,16 +398,6 @@ def test_activations_that_say_nothing_are_refused(
 
 
 @pytest.mark.slow
-def test_a_calibration_without_matrices_is_refused(
-    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Layout, "groups", lambda *_: [])
-    for _ in range(2):  # the folder that is left behind is no success either
-        with pytest.raises(UserError, match="has no matrix with statistics"):
-            calibrate(options(uneven("llama")), tmp_path / "out")
-
-
-@pytest.mark.slow
 def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
     calibrated: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -508,11 +416,3 @@ def test_the_header_says_whether_a_matrix_was_rounded_with_statistics(
     # The only matrix with statistics has another type.
     other = copied(out, tmp_path / "other", lambda m: m.update(entries={"output.weight": m["entries"][Q_ENTRY]}))
     assert says(calibration=other) is False
-
-
-@pytest.mark.slow
-def test_what_a_run_killed_at_its_end_left_is_taken_away(uneven: Make, tmp_path: Path) -> None:
-    calibrate(options(uneven("llama")), tmp_path / "out")
-    (tmp_path / "out" / "activations-0002.f32").touch()
-    calibrate(options(uneven("llama")), tmp_path / "out")
-    assert not list((tmp_path / "out").glob("activations-*"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from encoding import encoded, error_of, weights
+from encoding import encoded, weights
 from gguf_itq3s.checkpoint import converter
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.types import ITQ3_S
@@ -27,19 +27,6 @@ def test_pieces_make_the_whole(qtype: Type, threads: int, monkeypatch: pytest.Mo
     encoder = encode.Encoder(threads=threads)
     for parts in ([array], [array[:7], array[7:]], [array.reshape(1, 23, 512)]):
         np.testing.assert_array_equal(encoded(encoder, parts, qtype), expected.view(np.uint8).ravel())
-
-
-def test_arrays_that_are_not_contiguous() -> None:
-    array = weights(4, 256, 320)
-    turned = array.transpose(0, 2, 1)
-    expected = blocks.quantize(np.ascontiguousarray(turned), effort="fast").ravel()
-    np.testing.assert_array_equal(encoded(encode.Encoder("fast"), [turned], ITQ3_S), expected)
-
-
-def test_half_precision_is_widened_exactly() -> None:
-    array = weights(8, 256).astype(np.float16)
-    expected = blocks.quantize(array.astype(np.float32)).ravel()
-    np.testing.assert_array_equal(encoded(encode.Encoder(), [array], ITQ3_S), expected)
 
 
 def test_what_comes_quantized_is_copied() -> None:
@@ -68,18 +55,6 @@ def test_chunked_tensors_of_gguf_py_are_read_chunk_by_chunk() -> None:
     np.testing.assert_array_equal(
         encoded(encode.Encoder(), list(converter._parts(chunked)), ITQ3_S), blocks.quantize(array).ravel()
     )
-
-
-def test_error_of_a_sample_is_near_the_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    array = weights(256, 1024)
-    whole = error_of(encode.Encoder("fast"), array, ITQ3_S)
-    decoded = blocks.dequantize(blocks.quantize(array, effort="fast"))
-    assert whole.relative == pytest.approx(np.square(decoded - array).sum() / np.square(array).sum(), rel=1e-5)
-    monkeypatch.setattr(encode, "_ERROR_SAMPLE", array.size // 8)
-    sample = error_of(encode.Encoder("fast"), array, ITQ3_S)
-    assert sample.energy == pytest.approx(whole.energy / 8, rel=0.05)
-    assert sample.relative == pytest.approx(whole.relative, rel=0.02)
-    assert encode.SquaredError().relative == 0
 
 
 @pytest.mark.parametrize(

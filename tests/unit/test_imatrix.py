@@ -69,19 +69,6 @@ def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path
     assert cost < 0.9 * before
 
 
-def test_options_that_exclude_each_other(uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    matrix = write(tmp_path / "i.gguf", {"a.weight": np.arange(256.0)[None]})
-    out = tmp_path / "x.gguf"
-    with pytest.raises(UserError, match="not both"):
-        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, calibration=tmp_path))
-    with pytest.raises(UserError, match="trellis code"):
-        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, codec="ternary"))
-    with pytest.raises(UserError, match="damping"):
-        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, damping=0.0))
-    with pytest.raises(UserError, match="lookahead"):
-        convert(ConvertOptions.of(uneven("llama"), out, imatrix=matrix, lookahead=99))
-
-
 def test_an_importance_matrix_without_the_models_matrices_is_refused(
     uneven: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -98,14 +85,6 @@ def test_an_importance_matrix_without_the_models_matrices_is_refused(
 def test_importance_that_says_nothing_is_refused(rows: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"i\.gguf: a\.weight: has the same value for every column, or none"):
         imatrix.read(write(tmp_path / "i.gguf", {"a.weight": rows}))
-
-
-def test_counts_are_looked_at(tmp_path: Path) -> None:
-    rows = np.arange(256.0)[None]
-    with pytest.raises(UserError, match="or none"):
-        imatrix.read(write(tmp_path / "i.gguf", {"a.weight": rows}, counts=0.0))
-    with pytest.raises(UserError, match="counts that are not finite or negative"):
-        imatrix.read(write(tmp_path / "i.gguf", {"a.weight": -rows}, counts=-1.0))
 
 
 def test_matrices_that_are_multiplied_together_are_one_row_of_the_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gguf_itq3s.base.errors import UserError
-from gguf_itq3s.base.journal import Journal, key_of, save_arrays, write_text
+from gguf_itq3s.base.journal import Journal, save_arrays, write_text
 from gguf_itq3s.calibrate.finished import Finished
 
 
@@ -42,12 +42,6 @@ def test_a_torn_line_counts_for_nothing_and_is_cut(tmp_path: Path, torn: bytes) 
     assert journal.records() == [*records, {"number": 2}]
     journal.begin(1)
     assert journal.records() == records[:1]
-
-
-def test_keys_differ_by_every_part_and_where_it_ends() -> None:
-    keys = [key_of(*parts) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), ("abc",), (("a", 1),), (("a", 2),))]
-    assert len(set(keys)) == len(keys)
-    assert key_of("a", 1) == key_of("a", 1)
 
 
 def test_a_journal_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.family import FAMILY, TrellisType
 from gguf_itq3s.codec.transform import fwht
-from gguf_itq3s.codec.trellis import search
 from gguf_itq3s.rounding import hessian, ldlq
-from hessians import SEARCHES, blocks_of, rows, second_moment
+from hessians import blocks_of, rows, second_moment
 from selection import some
 
 ROWS = list(FAMILY.values())
@@ -23,19 +20,6 @@ of_types = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 def rotated_error(weights: np.ndarray, data: np.ndarray, row: TrellisType) -> np.ndarray:
     return fwht(blocks.dequantize(data, fmt=row.format) - weights, row.format.block)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=8)
-@given(st.integers(0, 1000), st.integers(40, 400), st.sampled_from([256, 512]), st.sampled_from(ROWS))
-def test_never_worse_than_rounding(seed: int, rank: int, columns: int, row: TrellisType) -> None:
-    """On random positive-definite matrices the Hessian-weighted error does not increase."""
-    weights, h = rows(24, columns, seed), second_moment(columns, rank, seed) + 0.01 * np.eye(columns)
-    plain = hessian.cost(rotated_error(weights, blocks.quantize(weights, row.format), row), h)
-    calibrated = hessian.cost(
-        rotated_error(weights, ldlq.quantize(weights, hessian.factorize(h), qtype=row.type), row), h
-    )
-    assert calibrated <= plain
 
 
 @pytest.mark.slow
@@ -67,33 +51,6 @@ def test_identity_is_plain_rounding(
     weights, h = rows(20, 512), form(np.eye(512), row.format.block)
     data = ldlq.quantize(weights, hessian.factorize(h), ldlq.Search(effort=effort), qtype=row.type)
     np.testing.assert_array_equal(data, blocks.quantize(weights, row.format, effort=effort))
-
-
-@of_types
-def test_search_of_an_uncoupled_block_is_the_viterbi_search(row: TrellisType) -> None:
-    fmt = row.format
-    target = np.random.default_rng(3).standard_normal((256, 9)).astype(np.float32) * 25
-    weight = np.ones(256, dtype=np.float32)
-    found = ldlq.search(target, np.eye(256, dtype=np.float32), weight, ldlq.Search(4, 4), fmt)
-    for got, expected in zip(found, search(target, fmt.trellis, fmt.levels), strict=True):
-        np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.slow
-@of_types
-def test_levels_are_those_of_the_selectors(row: TrellisType) -> None:
-    """Committing segment by segment leaves one path through the trellis."""
-    weights, h = rows(40, 256), second_moment(256, 60)
-    feedback = hessian.factorize(h)
-    for options in SEARCHES:
-        indices, selectors = ldlq.search(
-            np.ascontiguousarray(fwht(weights, row.format.block).T) * 1200,
-            feedback.feedback,
-            feedback.weight,
-            options,
-            row.format,
-        )
-        np.testing.assert_array_equal(row.format.trellis.subsets(selectors), indices & 3)
 
 
 @of_types

@@ -106,19 +106,6 @@ def test_the_step_leaves_least_of_what_is_missing() -> None:
     assert left[1] < left[0] and left[1] < left[2]
 
 
-def test_blocks_that_explain_the_same_share_it() -> None:
-    """40 blocks with the same inputs: each explains all that is missing, 40 times in all; a step makes it once."""
-    rng = np.random.default_rng(4)
-    one = torch.from_numpy(rng.standard_normal((600, 256)))
-    lacking = one @ torch.from_numpy(rng.standard_normal((256, 3)))
-    found = Decomposition.of((one.T @ one).expand(40, 256, 256), 0.001)
-    explained = one.repeat(1, 40) @ found.solve((lacking.T @ one).repeat(1, 40)).T
-    assert float(explained.norm()) > 35 * float(lacking.norm())
-    step = target.line_search(lacking, explained)
-    assert step == pytest.approx(1 / 40, rel=0.05)
-    assert float((lacking - step * explained).norm()) < 0.1 * float(lacking.norm())
-
-
 def test_hessians_that_cannot_be_decomposed_are_refused() -> None:
     s = sums(np.random.default_rng(5))
     h = s["now"].T @ s["now"]
@@ -191,10 +178,6 @@ def test_feedback_across_rows_lowers_the_cost() -> None:
         errors[rows] = np.round(wanted) - w[rows]
     plain = np.round(w) - w
     assert np.vdot(errors, g @ errors) < 0.9 * np.vdot(plain, g @ plain)
-
-
-def test_no_fisher_information_is_no_feedback() -> None:
-    assert not fisher.factorize(np.zeros((20, 20))).feedback.any()
 
 
 @pytest.mark.parametrize("matrix", [np.zeros((3, 4)), np.full((4, 4), np.nan), -np.eye(4)])
