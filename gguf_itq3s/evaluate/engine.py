@@ -169,12 +169,14 @@ class Evaluation:
         return path
 
     @cached_property
-    def calibration(self) -> Path:
+    def statistics(self) -> Path:
         """Second moments of the model's activations, collected if they are not there."""
         tokens = self.settings.calibration_tokens
-        path = self.work / f"calibration-{hash_of(self.model, self.sources, self.training.name, tokens)}"
+        path = self.work / f"statistics-{hash_of(self.model, self.sources, self.training.name, tokens)}"
         command = [self.settings.model, "--text", self.training, "-o", path, "--tokens", tokens]
-        self._run([*self._package("calibrate"), *command], "calibrate")  # ends at once if the folder is complete
+        self._run(
+            [*self._package("collect-statistics"), *command], "statistics"
+        )  # ends at once if the folder is complete
         return path
 
     # -------------------------------------------------------------------------------------------------- one row
@@ -220,7 +222,7 @@ class Evaluation:
         if not file.is_file():
             settings, threads = self.settings, str(self.settings.threads)
             known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
-                     "{imatrix}": lambda: self.imatrix, "{calibration}": lambda: self.calibration}  # fmt: skip
+                     "{imatrix}": lambda: self.imatrix, "{statistics}": lambda: self.statistics}  # fmt: skip
             program, *options = [known[word]() if word in known else word for word in row.command]
             # The converter lets a file appear when it is whole; llama-quantize writes as it goes.
             out = file if row.maker == "convert" else file.with_name(f"partial-{file.name}")

@@ -19,7 +19,7 @@ class Row:
         type: as the table shows it.
         how: what the table says about its making.
         command: ``llama-quantize`` with its options and the type, or ``convert`` with its options; empty for the F16
-            file itself. ``{imatrix}``, ``{calibration}``, ``{text}`` and ``{tokens}`` are put in.
+            file itself. ``{imatrix}``, ``{statistics}``, ``{text}`` and ``{tokens}`` are put in.
         runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
         environment: variables set for llama-perplexity.
     """
@@ -43,9 +43,9 @@ class Row:
 
 
 IMATRIX: Final = ("--imatrix", "{imatrix}")
-CALIBRATION: Final = ("--calibration", "{calibration}")
-SEQUENTIAL: Final = ("--calibrate", "{text}", "--tokens", "{tokens}")
-FISHER: Final = (*SEQUENTIAL, "--fisher")
+STATISTICS: Final = ("--statistics", "{statistics}")
+LAYERWISE: Final = ("--layerwise", "{text}", "--tokens", "{tokens}")
+FISHER: Final = (*LAYERWISE, "--fisher")
 #: llama-quantize refuses them without an importance matrix: IQ3_XXS because its mix has IQ2_S.
 _NEED_MATRIX: Final = ("IQ3_XXS", "IQ2_XXS")
 
@@ -67,8 +67,8 @@ def converted(
 
 #: What a calibration can be.
 WAYS: Final = (
-    ("", "", ()), ("-calibrated", ", calibrated", CALIBRATION),
-    ("-sequential", ", calibrated in sequence", SEQUENTIAL), ("-fisher", ", calibrated in sequence, Fisher", FISHER),
+    ("", "", ()), ("-calibrated", ", calibrated", STATISTICS),
+    ("-sequential", ", calibrated in sequence", LAYERWISE), ("-fisher", ", calibrated in sequence, Fisher", FISHER),
 )  # fmt: skip
 #: Name for llama-quantize -> that of its ``--pure`` row, None where another has it.
 _STOCK: Final = {
@@ -100,7 +100,7 @@ def weight_rows() -> list[Row]:
     rows += converted("convert-q4_k-pure", "Q4_K", "pure", stock, "--outtype", "q4_k_s", "--pure")
     rows += converted("convert-q4_k_m", "Q4_K_M", "mix", stock, "--outtype", "q4_k_m")
     for bits in _FRONT:
-        ways = (("", ", calibrated", CALIBRATION), *((WAYS[3],) if bits in _BEST else ()))
+        ways = (("", ", calibrated", STATISTICS), *((WAYS[3],) if bits in _BEST else ()))
         sized = ("--target-bpw", bits, "--fold-norms")
         rows += converted(f"convert-bpw-{bits}", "mix", f"types for {bits} bits", ways, *sized)
     others = (

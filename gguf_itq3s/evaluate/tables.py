@@ -18,7 +18,7 @@ Ratio = tuple[str, str, str]
 OURS: Final = ("crimson", "darkmagenta", "orangered", "hotpink")
 #: How a file was made -> marker; the first that the row's description holds.
 _MARKERS: Final = (
-    ("Fisher", "P", "--calibrate --fisher"), ("in sequence", "D", "--calibrate"), ("calibrated", "*", "--calibration"),
+    ("Fisher", "P", "--layerwise --fisher"), ("in sequence", "D", "--layerwise"), ("calibrated", "*", "--statistics"),
     ("imatrix", "o", "importance matrix"), ("", "s", "no data"),
 )  # fmt: skip
 #: Types far from the choice that pictures are for: codes for models that were trained ternary, and eight bits.

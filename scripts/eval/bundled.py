@@ -33,22 +33,22 @@ TWIN_ROWS: Final = (
 )  # fmt: skip
 #: What calibrating while quantizing is worth.
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
-    ("ITQ3_S `--calibrate` / `--calibration`", "convert-pure-sequential", "convert-pure-calibrated"),
-    ("ITQ3_S `--calibrate --fisher` / `--calibration`", "convert-pure-fisher", "convert-pure-calibrated"),
-    ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "convert-pure-fisher", "iq3_s-pure-imatrix"),
-    ("mix of ITQ3_S, `--calibrate` / no data", "convert-sequential", "convert"),
-    ("mix of ITQ3_S, `--calibrate --fisher` / mix of IQ3_S, imatrix", "convert-fisher", "iq3_s-imatrix"),
-    ("ITQ2_S `--calibrate --fisher` / IQ2_XXS, imatrix", "convert-itq2_s-pure-fisher", "iq2_xxs-pure-imatrix"),
-    ("ITQ2_S `--calibrate --fisher` / Q2_K, imatrix", "convert-itq2_s-pure-fisher", "q2_k-pure-imatrix"),
-    ("`--target-bpw 2.7 --calibrate --fisher` / Q2_K mix, imatrix", "convert-bpw-2.7-fisher", "q2_k-imatrix"),
-    ("Q4_K `--calibration` / imatrix", "convert-q4_k-pure-calibrated", "q4_k-pure-imatrix"),
-    ("Q4_K `--calibrate --fisher` / imatrix", "convert-q4_k-pure-fisher", "q4_k-pure-imatrix"),
-    ("Q4_K_M `--calibrate --fisher` / imatrix", "convert-q4_k_m-fisher", "q4_k_m-imatrix"),
-    ("`--target-bpw 3.85 --calibrate --fisher` / Q4_K_M mix, imatrix", "convert-bpw-3.85-fisher", "q4_k_m-imatrix"),
-    ("`--target-bpw 3.85 --calibration` / Q3_K_S mix, imatrix", "convert-bpw-3.85", "q3_k_s-imatrix"),
-    ("`--target-bpw 4.3 --calibration` / Q3_K_M mix, imatrix", "convert-bpw-4.3", "q3_k_m-imatrix"),
-    ("`--target-bpw 4.65 --calibration` / IQ4_XS mix, imatrix", "convert-bpw-4.65", "iq4_xs-imatrix"),
-    ("`--target-bpw 5 --calibration` / Q4_K_M mix, imatrix", "convert-bpw-5", "q4_k_m-imatrix"),
+    ("ITQ3_S `--layerwise` / `--statistics`", "convert-pure-sequential", "convert-pure-calibrated"),
+    ("ITQ3_S `--layerwise --fisher` / `--statistics`", "convert-pure-fisher", "convert-pure-calibrated"),
+    ("ITQ3_S `--layerwise --fisher` / IQ3_S, imatrix", "convert-pure-fisher", "iq3_s-pure-imatrix"),
+    ("mix of ITQ3_S, `--layerwise` / no data", "convert-sequential", "convert"),
+    ("mix of ITQ3_S, `--layerwise --fisher` / mix of IQ3_S, imatrix", "convert-fisher", "iq3_s-imatrix"),
+    ("ITQ2_S `--layerwise --fisher` / IQ2_XXS, imatrix", "convert-itq2_s-pure-fisher", "iq2_xxs-pure-imatrix"),
+    ("ITQ2_S `--layerwise --fisher` / Q2_K, imatrix", "convert-itq2_s-pure-fisher", "q2_k-pure-imatrix"),
+    ("`--target-bpw 2.7 --layerwise --fisher` / Q2_K mix, imatrix", "convert-bpw-2.7-fisher", "q2_k-imatrix"),
+    ("Q4_K `--statistics` / imatrix", "convert-q4_k-pure-calibrated", "q4_k-pure-imatrix"),
+    ("Q4_K `--layerwise --fisher` / imatrix", "convert-q4_k-pure-fisher", "q4_k-pure-imatrix"),
+    ("Q4_K_M `--layerwise --fisher` / imatrix", "convert-q4_k_m-fisher", "q4_k_m-imatrix"),
+    ("`--target-bpw 3.85 --layerwise --fisher` / Q4_K_M mix, imatrix", "convert-bpw-3.85-fisher", "q4_k_m-imatrix"),
+    ("`--target-bpw 3.85 --statistics` / Q3_K_S mix, imatrix", "convert-bpw-3.85", "q3_k_s-imatrix"),
+    ("`--target-bpw 4.3 --statistics` / Q3_K_M mix, imatrix", "convert-bpw-4.3", "q3_k_m-imatrix"),
+    ("`--target-bpw 4.65 --statistics` / IQ4_XS mix, imatrix", "convert-bpw-4.65", "iq4_xs-imatrix"),
+    ("`--target-bpw 5 --statistics` / Q4_K_M mix, imatrix", "convert-bpw-5", "q4_k_m-imatrix"),
 )
 Rows = Sequence[Mapping[str, Any]]
 

@@ -46,7 +46,7 @@ from gguf_itq3s.codec.family import DEFAULT, FAMILY
 from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.evaluate import tables, wikitext
 from gguf_itq3s.evaluate.engine import ABOVE, Evaluation, Settings, Text, chosen, hash_of, write_json
-from gguf_itq3s.evaluate.rows import FISHER, IMATRIX, SEQUENTIAL, Row, converted, quantized
+from gguf_itq3s.evaluate.rows import FISHER, IMATRIX, LAYERWISE, Row, converted, quantized
 from gguf_itq3s.evaluate.tools import Tools
 from scripts.eval import decode, models
 
@@ -76,16 +76,16 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_S, `--equalize` without text / no data", "itq3_s-equalize", "itq3_s"),
     ("ITQ3_S `--imatrix`, equalized / not", "itq3_s-imatrix", "itq3_s-imatrix-plain"),
     ("ITQ3_S `--imatrix` / IQ3_S, imatrix", "itq3_s-imatrix", "iq3_s-imatrix"),
-    ("ITQ3_S `--calibrate` / ITQ3_S, no data", "itq3_s-calibrate", "itq3_s"),
-    ("ITQ3_S `--calibrate --fisher` / IQ3_S, imatrix", "itq3_s-fisher", "iq3_s-imatrix"),
-    ("ITQ2_S `--calibrate --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", "iq2_xxs-imatrix"),
-    ("ITQ2_S `--calibrate --fisher` / Q2_K, imatrix", "itq2_s-fisher", "q2_k-imatrix"),
-    ("ITQ3_N `--calibrate --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", "q3_k-imatrix"),
-    ("ITQ3_N `--calibrate --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
-    ("mix of ITQ3_S `--calibrate --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
-    ("`--target-bpw 2.7 --calibrate --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", "mix-q2_k-imatrix"),
-    ("`--target-bpw 3.85 --calibrate --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-3.85", "mix-iq4_xs-imatrix"),
-    ("`--target-bpw 4.3 --calibrate --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-4.3", "mix-iq4_xs-imatrix"),
+    ("ITQ3_S `--layerwise` / ITQ3_S, no data", "itq3_s-calibrate", "itq3_s"),
+    ("ITQ3_S `--layerwise --fisher` / IQ3_S, imatrix", "itq3_s-fisher", "iq3_s-imatrix"),
+    ("ITQ2_S `--layerwise --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", "iq2_xxs-imatrix"),
+    ("ITQ2_S `--layerwise --fisher` / Q2_K, imatrix", "itq2_s-fisher", "q2_k-imatrix"),
+    ("ITQ3_N `--layerwise --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", "q3_k-imatrix"),
+    ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
+    ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
+    ("`--target-bpw 2.7 --layerwise --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", "mix-q2_k-imatrix"),
+    ("`--target-bpw 3.85 --layerwise --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-3.85", "mix-iq4_xs-imatrix"),
+    ("`--target-bpw 4.3 --layerwise --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-4.3", "mix-iq4_xs-imatrix"),
 )
 PICTURE: Final = "real_kld"
 
@@ -99,13 +99,13 @@ def every_row() -> list[Row]:
     plain = ("--no-fold-norms", "--no-equalize")
     ways = (
         ("", "no data", ("--no-fold-norms",)), ("-imatrix", "imatrix, equalized", ("--equalize", *IMATRIX)),
-        ("-calibrate", "calibrated in sequence", SEQUENTIAL), ("-fisher", "calibrated in sequence, Fisher", FISHER),
+        ("-calibrate", "calibrated in sequence", LAYERWISE), ("-fisher", "calibrated in sequence, Fisher", FISHER),
     )  # fmt: skip
     # What equalization and folding are worth is shown of one type.
     more = (
         ("-folded", "no data, folded", ("--fold-norms",)), ("-equalize", "equalized, no text given", ("--equalize",)),
         ("-imatrix-plain", "imatrix, not equalized", (*plain, *IMATRIX)),
-        ("-calibrate-plain", "calibrated in sequence, not equalized", (*plain, *SEQUENTIAL)),
+        ("-calibrate-plain", "calibrated in sequence, not equalized", (*plain, *LAYERWISE)),
     )  # fmt: skip
     rows = []
     for own in FAMILY.values():

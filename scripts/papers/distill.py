@@ -68,7 +68,7 @@ class Row:
 
 
 ROWS: Final = {
-    "fisher": Row("`--calibrate --fisher`", "fisher"),
+    "fisher": Row("`--layerwise --fisher`", "fisher"),
     "A": Row("... 240 steps, rate 0.0005", "fisher", 240, 5e-4, 1e-3),
     "B": Row("... 240 steps, rate 0.003", "fisher", 240),
     "E": Row("... 160 steps, rate 0.003, embedding 0.001", "fisher", 160, embedding_lr=1e-3),

@@ -93,7 +93,7 @@ def test_rows_are_distinct_and_complete() -> None:
     assert "iq3_xxs-imatrix" in rows and not {"iq3_xxs", "iq2_xxs", "iq2_xxs-pure", "q8_0-imatrix"} & set(rows)
     assert rows["iq3_s-pure-imatrix"].command == ("llama-quantize", "--pure", "--imatrix", "{imatrix}", "IQ3_S")
     assert rows["convert-pure-fisher"].command == (
-        "convert", "--outtype", "itq3_s", "--fold-norms", "--pure", "--calibrate", "{text}", "--tokens", "{tokens}",
+        "convert", "--outtype", "itq3_s", "--fold-norms", "--pure", "--layerwise", "{text}", "--tokens", "{tokens}",
         "--fisher",
     )  # fmt: skip
 
@@ -119,11 +119,11 @@ def test_matplotlib_is_asked_for_before_the_work(
 @pytest.mark.parametrize(
     ("changes", "row", "same"),
     [
-        ({"calibration_tokens": 7}, Row("a", "X", "", ("convert", "--calibration", "{calibration}")), False),
+        ({"calibration_tokens": 7}, Row("a", "X", "", ("convert", "--statistics", "{statistics}")), False),
         ({"imatrix_tokens": 7}, Row("a", "X", "", ("llama-quantize", "--imatrix", "{imatrix}", "X")), False),
-        ({"training": "other"}, Row("a", "X", "", ("convert", "--calibrate", "{text}")), False),
+        ({"training": "other"}, Row("a", "X", "", ("convert", "--layerwise", "{text}")), False),
         ({"calibration_tokens": 7, "training": "other"}, Row("a", "X", "", ("llama-quantize", "X")), True),
-        ({"keep": True}, Row("a", "X", "", ("convert", "--calibration", "{calibration}")), True),
+        ({"keep": True}, Row("a", "X", "", ("convert", "--statistics", "{statistics}")), True),
     ],
 )
 def test_results_are_named_by_what_decides_them(changes: dict[str, Any], row: Row, same: bool, tmp_path: Path) -> None:
