@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """A GGUF file of a model as a Hugging Face folder with float16 weights, by Transformers' own reading of such files.
-
-    scripts/eval/decode.py model-q4_k_m.gguf FOLDER
 
 A file without an output matrix of its own gives a checkpoint with tied embeddings, one with it an untied one, whatever
 the published checkpoint was: quantized, the two matrices are not the same any more.
@@ -9,24 +6,19 @@ the published checkpoint was: quantized, the two matrices are not the same any m
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from gguf_itq3s.base.errors import UserError, report_errors  # noqa: E402
+from gguf_itq3s.base.errors import UserError
 
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split
-import gguf  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import gguf
+import numpy as np
+import torch
+import transformers
 
 #: Rows of a matrix that are compared after decoding.
 _COMPARED: Final = 16
@@ -112,21 +104,3 @@ def check(source: Path, f16: Path) -> None:
         same = bool(np.isclose(value, other)) if isinstance(value, float) and other is not None else value == other
         if not same and key != f"{arch}.vocab_size":
             raise UserError(f16, f"has {other!r:.60} for {key}, {source.name} {value!r:.60}", remedy)
-
-
-@report_errors
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="GGUF file")
-    parser.add_argument("folder", type=Path, help="Hugging Face folder to write")
-    args = parser.parse_args()
-    if not args.source.is_file():
-        raise UserError(args.source, "no such file", "give a GGUF file")
-    if args.folder.exists():
-        raise UserError(args.folder, "is there already", "delete it, or give another folder")
-    decode(args.source, args.folder)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
