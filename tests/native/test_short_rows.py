@@ -24,8 +24,6 @@ from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 
-MATRICES = [f"blk.{n}.{part}.weight" for n in range(2) for part in ("attn_q", "attn_output", "ffn_up", "ffn_down")]
-
 
 def made(model: Path, out: Path, **changes: Any) -> Conversion:
     return convert(ConvertOptions.of(model, out, **{"effort": "fast", "fold_norms": False, **changes}), io.StringIO())

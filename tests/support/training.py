@@ -50,22 +50,3 @@ def train(model: Any, tokens: torch.Tensor, steps: int, rate: float = 3e-3) -> l
         losses.append(float(loss.detach()))
     model.eval()
     return losses
-
-
-def promised_and_found(model: Any, tokens: torch.Tensor, share: float = 0.02) -> tuple[float, float]:
-    """By how much a step along the gradient should lower the loss, that share of it, and by how much it does.
-
-    The model has the parameters of before again afterwards.
-    """
-    loss = model(input_ids=tokens, labels=tokens).loss
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, trained)
-    slope = sum(float(gradient.double().square().sum()) for gradient in gradients)
-    before, kept = float(loss.detach()), [parameter.detach().clone() for parameter in trained]
-    with torch.no_grad():
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter -= share * before / slope * gradient
-        after = float(model(input_ids=tokens, labels=tokens).loss)
-        for parameter, value in zip(trained, kept, strict=True):
-            parameter.copy_(value)
-    return share * before, before - after

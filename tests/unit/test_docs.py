@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from gguf_itq3s.codec.family import FAMILY
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, ROOT / "scripts" / name, *arguments], capture_output=True, text=True)
 
 
 def test_the_format_description() -> None:

@@ -87,30 +87,6 @@ def test_vocab_only(checkpoint: Make, llama_copy: Path, tmp_path: Path) -> None:
     assert ours["tokenizer.ggml.tokens"] == whole["tokenizer.ggml.tokens"] and len(ours) == len(whole)
 
 
-@pytest.fixture
-def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small tokenizer is none of those that upstream knows by their hash."""
-    conversion = upstream.load_conversion()
-    monkeypatch.setattr(conversion.base.TextModel, "get_vocab_base_pre", lambda *_: "default")
-
-
-@pytest.fixture(scope="session")
-def nextn(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """A Qwen 3.5 of two layers and one more that predicts several tokens."""
-    kinds = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 64, "mtp_num_hidden_layers": 1}
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**SIZES, **kinds})).bfloat16()
-    folder = save_model(model, tmp_path_factory.mktemp("nextn") / "nextn", tokenizer)
-    weights = load_file(folder / "model.safetensors")
-    layer = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
-    extra = {name.replace("model.layers.1.", "mtp.layers.0."): tensor.clone() for name, tensor in layer.items()}
-    extra |= {f"mtp.{name}.weight": torch.ones(256).bfloat16()
-              for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}  # fmt: skip
-    extra["mtp.fc.weight"] = torch.randn(256, 512).bfloat16()
-    save_file({**weights, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture(scope="session")
 def multimodal(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     """A Gemma 3 with a vision tower."""
