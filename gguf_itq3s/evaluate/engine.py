@@ -152,19 +152,9 @@ class Evaluation:
         if not path.is_file():
             partial = path.with_name(f"partial-{path.name}")  # the tool chooses its format by the suffix
             windows = max(1, settings.imatrix_tokens // settings.context)
-            arguments = [
-                "-m",
-                self.f16,
-                "-f",
-                self.training,
-                "-o",
-                partial,
-                "--chunks",
-                windows,
-                "-c",
-                settings.context,
-            ]
-            self.tools.run("llama-imatrix", [*arguments, "-t", settings.threads], self.work / "logs" / "imatrix.log")
+            arguments = ["-m", self.f16, "-f", self.training, "-o", partial, "-t", settings.threads]
+            arguments += ["--chunks", windows, "-c", settings.context]
+            self.tools.run("llama-imatrix", arguments, self.work / "logs" / "imatrix.log")
             partial.replace(path)
         return path
 
@@ -173,10 +163,8 @@ class Evaluation:
         """Second moments of the model's activations, collected if they are not there."""
         tokens = self.settings.calibration_tokens
         path = self.work / f"statistics-{hash_of(self.model, self.sources, self.training.name, tokens)}"
-        command = [self.settings.model, "--text", self.training, "-o", path, "--tokens", tokens]
-        self._run(
-            [*self._package("collect-statistics"), *command], "statistics"
-        )  # ends at once if the folder is complete
+        command = [*self._package("collect-statistics"), self.settings.model, "--text", self.training]
+        self._run([*command, "-o", path, "--tokens", tokens], "statistics")  # ends at once if the folder is complete
         return path
 
     # -------------------------------------------------------------------------------------------------- one row
@@ -255,10 +243,8 @@ class Evaluation:
             context = self.settings.context
             write_json(counted, {"chunks": chunks, "tokens": chunks * (context - 1 - context // 2)})
         facts = json.loads(counted.read_text())
-        figures = self.tools.divergence(
-            file, base, self.settings.context, log / f"score-{row.key}.log", row.runtime,
-            dict(row.environment),
-        )  # fmt: skip
+        log = log / f"score-{row.key}.log"
+        figures = self.tools.divergence(file, base, self.settings.context, log, row.runtime, dict(row.environment))
         write_json(path, {**figures, **facts})
         return {**figures, **facts}
 
