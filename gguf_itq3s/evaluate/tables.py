@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,12 +37,12 @@ def bits_of(row: Result) -> float:
     return float(row["made"]["layer_bits" if row["how"].startswith("layers") else "tensor_bits"])
 
 
-def quality(rows: Sequence[Result], sources: str = "") -> str:
+def quality(rows: Sequence[Result], older: Callable[[Result], bool] = lambda row: False) -> str:
     """KL divergence, agreement and perplexity on every text, sizes, time and memory of making, the fewest bits last.
 
     Args:
         rows: of the same texts.
-        sources: rows that have been made by other sources of the package get a dagger; empty for none.
+        older: whether a row gets a dagger, for having been made otherwise than it would be now.
     """
     texts = list(rows[0]["texts"])
     several = len(texts) > 1
@@ -51,7 +51,7 @@ def quality(rows: Sequence[Result], sources: str = "") -> str:
     for row in sorted(rows, key=lambda r: (-round(bits_of(r), 3), -r["texts"][texts[0]]["mean_kld"])):
         figures, made = [row["texts"][text] for text in texts], row["made"]
         lines.append([
-            label(row, bool(sources) and row["command"].startswith("convert") and row["sources"] != sources),
+            label(row, older(row)),
             f"{bits_of(row):.3f}", f"{made['bytes'] / 2**20:.1f}",
             *(f"{f['mean_kld'] + 0.0:.4f} ± {f['mean_kld_error']:.4f}" for f in figures),
             *(f"{100 * f['same_top']:.1f}" for f in figures), *(f"{f['perplexity']:.2f}" for f in figures),
@@ -60,7 +60,7 @@ def quality(rows: Sequence[Result], sources: str = "") -> str:
         ])  # fmt: skip
     table = report.markdown(["", "bits", "MiB", *columns, "core minutes", "GiB", "row"], lines)
     dagger = any(DAGGER in line[0] for line in lines)
-    return table + f"\n{DAGGER} made by an earlier state of the converter.\n" * dagger
+    return table + f"\n{DAGGER} made by an earlier state of the converter, or with other texts.\n" * dagger
 
 
 def paired(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:

@@ -196,6 +196,11 @@ def code(option: Path | None) -> str:
 def page_of(facts: Mapping[str, Any]) -> str:
     """The section of a model."""
     rows, now = facts["rows"], sources(*ABOVE)
+
+    def older(row: Result) -> bool:
+        made = row["command"].startswith("convert") and row["sources"] != now
+        return made or row.get("setup") != facts.get("setup")
+
     scored = ", ".join(f"{name} {WINDOWS[name]} windows" for name in rows[0]["texts"])
     parts = [
         f"{facts['model']}, {report.count(rows[0]['made']['weights'])} weights; windows of {facts['context']} tokens, "
@@ -205,7 +210,7 @@ def page_of(facts: Mapping[str, Any]) -> str:
     for title, whole in (("Layers in one type, embedding and output in F16; bits are those of the layers:\n", False),
                          ("Whole files as a user makes them; bits are those of all matrices:\n", True)):  # fmt: skip
         if members := [row for row in rows if row["key"].startswith("mix-") == whole]:
-            parts += [title, tables.quality(members, now)]
+            parts += [title, tables.quality(members, older)]
     return "\n".join([*parts, "Mean KL divergence over that of another row, the same windows, paired errors:\n",
                       tables.ratios(RATIOS, rows)])  # fmt: skip
 
@@ -303,16 +308,20 @@ def main() -> int:
     training = given(args.training_text, "REAL_TRAINING")
     tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     texts = {"wiki": wikitext.read(wikitext.test_path()), "code": code(args.code_text)}
+    learnt = read_text(BUNDLED) if training is None else wikitext.read(training)
+    setup = hash_of(learnt, tokens, texts)
     evaluation = Evaluation(Settings(
-        folder, work, {text: Text(content, WINDOWS[text]) for text, content in texts.items()},
-        read_text(BUNDLED) if training is None else wikitext.read(training), tokens, tokens, threads=args.threads,
-        keep=args.keep,
+        folder, work, {text: Text(content, WINDOWS[text]) for text, content in texts.items()}, learnt, tokens, tokens,
+        threads=args.threads, keep=args.keep,
     ))  # fmt: skip
     if (published := work / f"{name}.gguf").is_file():
         decode.check(published, evaluation.f16)
     short = has_short_rows(evaluation.f16)
-    rows: list[Result] = [*evaluation.run([row for row in asked if args.rows or short or not is_short(row)])]
-    facts = {"model": title, "context": 512, "training_tokens": tokens, "rows": merged(rows, older)}
+    wanted = [row for row in asked if args.rows or short or not is_short(row)]
+    rows = [{**row, "setup": setup} for row in evaluation.run(wanted)]
+    facts = {
+        "model": title, "context": 512, "training_tokens": tokens, "setup": setup, "rows": merged(rows, older)
+    }  # fmt: skip
     out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     (out / "real.md").write_text(page_of(facts), encoding="utf-8")
