@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
 import struct
 import subprocess
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,19 @@ _WINDOW = re.compile(rf"^ *(\d+) +{_NUMBER} ±\s*{_NUMBER} +{_NUMBER} ±\s*{_NUM
 _TOO_SHORT = re.compile(r"you need at least (\d+) tokens")
 
 
+#: Runs a program and writes what it took. It is small: what a fork inherits counts as memory of the program.
+_TIMER = """\
+import resource, subprocess, sys, time
+began = time.monotonic()
+code = subprocess.call(sys.argv[2:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+seconds, processor = time.monotonic() - began, used.ru_utime + used.ru_stime
+with open(sys.argv[1], "w") as file:
+    print([round(seconds, 1), round(processor, 1), used.ru_maxrss << 10], file=file)
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
 def run_program(command: Sequence[object], log: Path, environment: Mapping[str, str] | None = None) -> dict[str, float]:
     """Run a program with its output in a log; its end is waited for, and an interruption ends it.
 
@@ -38,27 +52,25 @@ def run_program(command: Sequence[object], log: Path, environment: Mapping[str, 
     Raises:
         UserError: it failed; the message names the log.
     """
-    words, started = [str(word) for word in command], time.monotonic()
+    words, times = [str(word) for word in command], log.with_suffix(".json")
     with log.open("w", encoding="utf-8") as out:
         print(*words, file=out, flush=True)
-        # A session of its own: an interruption has to end what the program started, too.
+        # A session of its own: an interruption has to end what the timer started, too.
         process = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            [sys.executable, "-S", "-c", _TIMER, str(times), *words], stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})},
         )  # fmt: skip
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            code = process.wait()
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if code:
         last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
-        what = f"{Path(words[0]).name} ended with code {process.returncode}: {last.removeprefix('error: ')[:300]}"
+        what = f"{Path(words[0]).name} ended with code {code}: {last.removeprefix('error: ')[:300]}"
         raise UserError(log, what, "the file holds all it printed")
-    processor = round(usage.ru_utime + usage.ru_stime, 1)
-    return {"seconds": round(time.monotonic() - started, 1), "processor": processor, "memory": usage.ru_maxrss << 10}
+    return dict(zip(("seconds", "processor", "memory"), json.loads(times.read_text()), strict=True))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_ratio_of_paired_windows() -> None:
     for bad in (([1.0], [1.0, 2.0]), ([], []), ([1.0], [0.0])):
         with pytest.raises(ValueError, match=r"paired|zero"):
             tables.paired(*bad)
+
+
+def test_what_a_program_took(tmp_path: Path) -> None:
+    """Its own memory, not what it inherits of this process; a failure is its last line."""
+    kept = np.ones(40 << 17)  # 40 MiB
+    found = tools.run_program([sys.executable, "-S", "-c", "print(1)"], tmp_path / "log")
+    assert 0 < found["memory"] < kept.nbytes and found["seconds"] >= 0
+    with pytest.raises(UserError, match=r"log: sh ended with code 3: no such thing; the file holds all"):
+        tools.run_program(["sh", "-c", "echo error: no such thing; exit 3"], tmp_path / "log")
 
 
 def test_incomplete_log_probabilities(tmp_path: Path) -> None:
