@@ -48,6 +48,8 @@ class Bfloat16Array:
 
 #: What :func:`activations` gives: an array in a file, float32 to whoever reads or writes parts of it.
 Activations: TypeAlias = np.memmap | Bfloat16Array
+#: The same, or in memory.
+Array: TypeAlias = Activations | np.ndarray
 
 
 def widened(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -74,8 +76,6 @@ def activations(
 
     Args:
         folder: where it is.
-        number: of the layer.
-        shape: of the array.
         mode: as :class:`numpy.memmap` takes it.
         dtype: one of :data:`.options.DTYPES`.
         partial: whether it is written still.

@@ -109,11 +109,8 @@ class OutputFisher:
         """Run the model forward and backward, unless that is done.
 
         Args:
-            model: the model.
             text: int64 (windows, context), of all ranks.
-            batch: windows at a time.
             key: of all that decides the result; what belongs to another is thrown away.
-            messages: where progress goes.
 
         Raises:
             OSError: the folder cannot be written.
@@ -218,7 +215,6 @@ class OutputFisher:
         """The gradient behind the last layer, with respect to the log-likelihood of sampled labels.
 
         Args:
-            model: the model.
             shape: of the activations of this rank.
             windows: those of this rank.
             chances_of: float64 (windows, context) of the whole text, by which labels are drawn.
@@ -275,11 +271,8 @@ class OutputFisher:
         """One layer: its matrices' Fisher matrices to files, the gradient of its input to another.
 
         Args:
-            model: the model.
-            number: of the layer.
             shape: of the activations of this rank.
             batches: its windows that run together.
-            keywords: batch size -> arguments of the layer.
             again: the Fisher matrices are there already.
 
         Returns:
@@ -382,7 +375,6 @@ class OutputFisher:
         are written once more when that is known.
 
         Args:
-            found: the experts.
             readers: their matrices; none where the files are there already.
             routed: what came into the experts, and the gradients behind them.
             batches: windows of this rank that run together.

@@ -232,10 +232,8 @@ def choose(budget: Budget, factors: HessianFactors, calibration: Path | None, me
     """Choose types by statistics that are there.
 
     Args:
-        budget: what there is.
         factors: of the statistics.
         calibration: their folder, which has more of the ends of the model; None of an importance matrix.
-        messages: where progress goes.
 
     Raises:
         UserError: weights or statistics cannot be used.
@@ -253,7 +251,6 @@ def choose_layerwise(
     gradients.
 
     Args:
-        budget: what there is.
         sequential: what will quantize.
         factors_of: factors of statistics.
         work: folder for both and for the scores.

@@ -43,18 +43,12 @@ class Ends:
 
 
 def collect(
-    model: LayeredModel,
-    folder: Path,
-    text: np.ndarray,
-    batches: Sequence[np.ndarray],
-    *,
-    full: bool,
-    ranks: Ranks = ALONE,
-) -> dict[str, np.ndarray]:
+    model: LayeredModel, folder: Path, text: np.ndarray, batches: Sequence[np.ndarray], *, full: bool, ranks: Ranks =
+    ALONE,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """The contents of :data:`ENDS`.
 
     Args:
-        model: the model.
         folder: with the activations of this rank behind the last layer.
         text: int64 (windows, context), of all ranks.
         batches: windows of this rank that run together.

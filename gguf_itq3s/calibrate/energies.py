@@ -31,7 +31,6 @@ class MeasuredEnergies:
     """Mean squares of inputs, as :class:`gguf_itq3s.rounding.factors.Energies`.
 
     Attributes:
-        path: of the model, for messages.
         means: matrix -> float64 (n,), without the gain of ``norms``.
         norms: matrix -> the norm whose gain is left out.
     """
@@ -59,11 +58,6 @@ class MeasuredEnergies:
 @quick_products()
 def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextIO) -> MeasuredEnergies:
     """Run a model and measure its inputs.
-
-    Args:
-        options: model, text and tokens.
-        checkpoint: the model as it was read.
-        messages: where progress goes.
 
     Raises:
         UserError: the model or the text cannot be used.

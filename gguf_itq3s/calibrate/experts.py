@@ -58,8 +58,6 @@ class LayerExperts:
     """The experts of a layer.
 
     Attributes:
-        model: the model.
-        number: of the layer.
         path: of their module in it.
         module: of Transformers, its parameters on the meta device.
         gate: what lies between both matrices of an expert.
@@ -197,10 +195,7 @@ class Routed:
 
     Args:
         layer: with an :class:`Outside` in their place.
-        found: the experts.
         folder: of the files, made.
-        windows: how many.
-        context: length of a window.
     """
 
     def __init__(self, layer: torch.nn.Module, found: LayerExperts, folder: Path, windows: int, context: int) -> None:

@@ -32,7 +32,6 @@ class Finished:
     """Matrices that are encoded.
 
     Attributes:
-        folder: of work.
         journal: of the layers.
         errors: matrix -> squared error and energy of its weights, not of its target.
         files: matrix -> the file that holds it.
@@ -55,11 +54,6 @@ class Finished:
     def resume_together(cls, folder: Path, run: str, ranks: Ranks) -> Finished:
         """As :meth:`resume`, on every rank; those that do not write know what is finished.
 
-        Args:
-            folder: of work.
-            run: key of the run.
-            ranks: who takes part.
-
         Raises:
             UserError: as :meth:`resume`.
         """
@@ -77,7 +71,6 @@ class Finished:
 
         Args:
             folder: of work, made if it is not there.
-            run: key of the run.
 
         Raises:
             UserError: the folder is something else, or cannot be written.
@@ -109,7 +102,6 @@ class Finished:
         """A layer is finished.
 
         Args:
-            number: of the layer.
             matrices: their bytes, uint8; errors, ``unseen`` and ``dampings`` are known.
         """
         self.layers = number + 1

@@ -68,7 +68,6 @@ class GradientSums:
 
         Args:
             readers: matrices that are no expert's.
-            tokens: of all of them.
             ranks: those that have other gradients.
 
         Returns:

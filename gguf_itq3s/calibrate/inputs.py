@@ -81,7 +81,6 @@ class Layout:
 
     Args:
         arch: ``general.architecture``.
-        layers: how many.
         prefix: of a layer's modules, without its number.
         tensors: GGUF names of all tensors.
     """
@@ -153,7 +152,6 @@ class Seen:
         """The input of one group, (tokens, columns); of an expert, the tokens that ``chosen`` sends to it.
 
         Args:
-            group: one of the groups.
             chosen: the routing to go by; None for that of this call.
             gain: as the matrices read it, with the gain of its norm.
         """
@@ -174,20 +172,14 @@ class Watch:
 
     Args:
         model: the model, for its tensors.
-        number: of the layer.
-        layer: its modules.
         groups: the groups to watch.
         receive: called before each module that has one of them as its input.
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        number: int,
-        layer: torch.nn.Module,
-        groups: Sequence[Group],
-        receive: Callable[[Seen], None],
-    ) -> None:
+        self, model: LayeredModel, number: int, layer: torch.nn.Module, groups: Sequence[Group], receive:
+        Callable[[Seen], None],
+    ) -> None:  # fmt: skip
         self._model, self._receive = model, receive
         self._handles: list[Any] = []
         self._plain: dict[str, torch.Tensor] = {}  # norm -> its last output without the gain

@@ -33,7 +33,6 @@ class LayeredModel:
         ranks: those that run the same layers, all in the same precision.
 
     Attributes:
-        layers: how many.
         hidden: width of the activations between them.
         context: longest window.
         arch: ``general.architecture``.
@@ -73,19 +72,14 @@ class LayeredModel:
         return self._tensors[norm].vector()
 
     def start(
-        self,
-        folder: Path,
-        windows: np.ndarray,
-        batches: Sequence[slice | np.ndarray],
-        done: int,
-        rows: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> list[dict[int, dict[str, Any]]]:
+        self, folder: Path, windows: np.ndarray, batches: Sequence[slice | np.ndarray], done: int, rows:
+        tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> list[dict[int, dict[str, Any]]]:  # fmt: skip
         """Write the inputs of the first layer, unless layers are done, and find out what each layer is called with.
 
         Args:
             folder: where the inputs go.
             windows: int64 (windows, context).
-            batches: windows that run together.
             done: layers that are finished.
             rows: tokens (n,) and what stands in their rows of the embedding instead, float32 (n, hidden).
 

@@ -89,7 +89,6 @@ class Matrix:
     Attributes:
         source: of the file.
         streams: the layer in both models.
-        reader: the matrix.
         stacks: of experts, tensors that are in memory, of which single matrices cannot be read.
     """
 

@@ -70,14 +70,9 @@ def check(
 
     Args:
         folder: of this rank's work.
-        calibration: how the model is run.
-        source: what is quantized.
-        model: the model.
         inputs: tokens of this rank, int64 (windows, context).
         batches: those that run together.
         fisher: the form of the output Fisher matrices, if there are some.
-        messages: where it is said.
-        ranks: those that take part.
 
     Raises:
         UserError: the disk is too small.

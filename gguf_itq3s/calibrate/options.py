@@ -31,7 +31,6 @@ class RunOptions:
         tokens: about how many tokens are run.
         context: length of a window; None for :func:`gguf_itq3s.calibrate.text.usual_context`, at most the model's.
         device: torch device.
-        batch: windows at a time.
         trust_remote_code: Python code of the model folder may run.
 
     Raises:

@@ -153,7 +153,6 @@ class Ranks:
         """Refuse ranks that would do another piece of work.
 
         Args:
-            place: for the message.
             what: by name, what has to be the same on all.
 
         Raises:
@@ -226,7 +225,6 @@ def joined(place: Path, device: str, messages: TextIO) -> Iterator[tuple[Ranks, 
     Args:
         place: what is written, for messages.
         device: torch device of the work.
-        messages: where progress goes.
 
     Yields:
         The ranks, and where this one's progress goes: nowhere but on the first.
@@ -291,7 +289,6 @@ def keep_own(folder: Path, run: str, ranks: Ranks, kind: str, names: Sequence[st
     """Have a folder for what is this rank's own: with what it has left of this run, or without.
 
     Args:
-        folder: of work.
         run: key of the run, which stands beside what is kept.
         ranks: who takes part; what is of another number is taken away.
         kind: of what is kept, of which there may be several in one folder of work.

@@ -29,11 +29,8 @@ def say(
 
     Args:
         folder: of this rank's work, with both streams behind the last layer.
-        model: the original.
-        source: what was quantized.
         inputs: tokens of this rank, int64 (windows, context).
         batches: which of them are held out.
-        messages: where it is said.
         ranks: those that hold out other windows.
     """
     behind_last = [activation_path(folder / stream, model.layers, model.dtype) for stream in STREAMS]

@@ -54,10 +54,8 @@ class Sequential:
 
     Attributes:
         calibration: model and text.
-        source: what is quantized.
         damping: of the Hessians, share of the mean diagonal; None for what tokens held out like best.
         fisher: the form of the output Fisher matrices by which errors are fed across rows; None for no such thing.
-        messages: where progress goes.
         ranks: those that make the same run, each with its share of the text.
     """
 
@@ -109,7 +107,6 @@ class Sequential:
         """Quantize every matrix of every layer whose rows are whole blocks.
 
         Args:
-            folder: of work.
             fingerprint: of all that decides the result; what another run has left is thrown away.
 
         Raises:

@@ -143,13 +143,9 @@ class Scores:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        factors: HessianFactors,
-        encoder: Encoder,
-        statistics_of_ends: Ends | None,
-        rows: RowWeights | None,
-    ) -> None:
+        self, checkpoint: Checkpoint, factors: HessianFactors, encoder: Encoder, statistics_of_ends: Ends | None, rows:
+        RowWeights | None,
+    ) -> None:  # fmt: skip
         self._checkpoint, self._factors, self._encoder = checkpoint, factors, encoder
         self._ends, self._rows = statistics_of_ends, rows
 
@@ -177,14 +173,9 @@ class Scores:
         return Score(_rounded(relative), _rounded(nats) if known else None)
 
     def _costs(
-        self,
-        tensor: SourceTensor,
-        matrix: npt.NDArray[np.float32],
-        number: int,
-        types: Sequence[Type],
-        uses: Sequence[_Use],
-        sample: int,
-    ) -> tuple[Vector, Vector]:
+        self, tensor: SourceTensor, matrix: npt.NDArray[np.float32], number: int, types: Sequence[Type], uses:
+        Sequence[_Use], sample: int,
+    ) -> tuple[Vector, Vector]:  # fmt: skip
         """(uses, types) costs of rounding a matrix, and (uses,) the same of its weights."""
         totals = [np.ones(len(matrix)) if use.rows is None else use.rows for use in uses]
         rows = _sample(

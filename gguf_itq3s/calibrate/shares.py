@@ -41,9 +41,6 @@ class Batches:
         """Which of the tokens held out are kept, so that about :data:`HELD_TOKENS` are.
 
         The step is odd: windows whose length is a power of two are met at other places each.
-
-        Args:
-            context: length of a window.
         """
         tokens = (sum(map(len, self.held)) + self.elsewhere) * context
         return slice(0, tokens, max(1, tokens // HELD_TOKENS) | 1)
@@ -67,7 +64,6 @@ def share(windows: int, batch: int, ranks: Ranks) -> Share:
 
     Args:
         windows: how many there are.
-        batch: windows at a time.
         ranks: who runs them.
     """
     if ranks.alone:
@@ -85,7 +81,6 @@ def split(windows: int, batch: int) -> Batches:
 
     Args:
         windows: how many; a single one is not held out.
-        batch: windows at a time.
     """
     return Batches(*_parts(windows, batch))
 

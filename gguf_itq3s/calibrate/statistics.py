@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO, TypeAlias
+from typing import Any, Final, TextIO
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from ..checkpoint.reading import open_checkpoint
 from ..codec.transform import rotation_block
 from ..rounding import hessian
 from . import ends
-from .activations import Activations, activation_path, activations
+from .activations import Array, activation_path, activations
 from .experts import Batch, LayerExperts, Routed
 from .experts import find as find_experts
 from .inputs import Group, Seen, Watch
@@ -35,8 +35,6 @@ from .ranks import ALONE, Ranks, keep_own, leave_own, of_all, own_batch
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 
-#: Of activations, in a file or in memory.
-Array: TypeAlias = Activations | np.ndarray
 #: Folder for statistics that are being written.
 _PARTIAL: Final = "partial"
 #: In the folder of one of several processes.
@@ -48,8 +46,6 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
     """Run the model and write the statistics.
 
     Args:
-        options: model and text.
-        out: the folder to write.
         messages: where progress goes; None for stderr.
         ranks: the processes that share the text; the first of them writes.
 
@@ -122,13 +118,10 @@ def _run(
     """All layers that are not done yet; those are run again that another number of processes has done.
 
     Args:
-        options: of the run.
         out: folder of the statistics.
         own: folder of this rank's activations.
-        model: the model.
         text: int64 (windows, context), of all ranks.
         manifest: of what is done, on the first rank.
-        messages: where progress goes.
         ranks: those that share the text.
     """
     inputs = text[ranks.part(len(text))]
@@ -197,12 +190,8 @@ def run_layer(
     """Run a layer on all windows and hand over the inputs of its matrices, its experts a group at a time.
 
     Args:
-        model: the model.
-        number: of the layer.
         source: its inputs, float32 (windows, context, hidden).
         target: its outputs, which are written here; may be ``source``.
-        batches: windows that run together.
-        keywords: batch size -> arguments of the layer.
         folder: for files that are needed meanwhile.
         bytes_of_expert: of its weights and sums, which say how many are in memory together.
         receive: is given every input; None where the outputs alone are wanted.
@@ -231,7 +220,9 @@ def run_layer(
             for members in found.groups(bytes_of_expert(found)):
                 loaded = found.load(members)
                 here = [group for group in mine if group.expert in members]
-                for batch in batches if receive else ():
+                for batch in batches:
+                    if receive is None:
+                        break
                     plain = routed.get("plain" if routed.has("plain") else "hidden", batch)
                     with torch.inference_mode():
                         receive(Seen(here, routed.get("hidden", batch), plain, routed.chosen(batch), loaded.inner))

@@ -27,7 +27,7 @@ import torch
 from ..checkpoint import row_order
 from ..codec.transform import rotation_block
 from . import experts
-from .activations import Activations, activations, narrowed, widened
+from .activations import Activations, Array, activations, narrowed, widened
 from .experts import LayerExperts, Loaded, Routed
 from .inputs import Group, LayerMatrix, Seen, Watch
 from .layers import LayeredModel, Stop
@@ -76,7 +76,6 @@ class Sums:
         """Add up over all ranks.
 
         Args:
-            ranks: who has sums.
             tokens: that all of them have seen.
             held: tokens that all of them hold out.
             rows: of the matrix, where it writes to the residual stream.
@@ -185,23 +184,15 @@ class _Stream:
     """One of the two.
 
     Args:
-        model: the original.
-        layer: with its weights.
         inputs: float32 (windows, context, hidden).
-        keywords: batch size -> arguments of the layer.
         folder: where inputs of matrices are kept.
         experts: that are outside the layer.
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        layer: torch.nn.Module,
-        inputs: Activations,
-        keywords: Mapping[int, dict[str, Any]],
-        folder: Path,
-        experts: LayerExperts | None,
-    ) -> None:
+        self, model: LayeredModel, layer: torch.nn.Module, inputs: Array, keywords: Mapping[int, dict[str, Any]],
+        folder: Path, experts: LayerExperts | None,
+    ) -> None:  # fmt: skip
         self.layer, self.inputs = layer, inputs
         self._model, self._keywords, self._folder = model, keywords, folder
         self._kept: dict[str, Activations] = {}  # path of a matrix -> its inputs
@@ -232,7 +223,6 @@ class _Stream:
         """The layer's output for some windows.
 
         Args:
-            batch: the windows.
             shortcuts: path of a matrix -> the module that ends with it: where the inputs of the matrix are kept, the
                 module runs that matrix alone.
         """
@@ -260,12 +250,8 @@ class Streams:
     """The two layers.
 
     Args:
-        model: the original.
-        number: of the layer.
         options: form of the sums.
         inputs: two, float32 (windows, context, hidden): of the original layer, and of the quantized one.
-        batches: windows that run together.
-        keywords: batch size -> arguments of the layer.
         scales: matrix -> float32 (columns,), the factors of its columns in the file, whose inputs are divided by
             them; None where they are as in the model. Matrices that read the same input have the same.
         folders: where each stream keeps activations while the layer is at work.
@@ -273,17 +259,10 @@ class Streams:
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        number: int,
-        options: CalibrationOptions,
-        inputs: tuple[Activations, ...],
-        batches: Batches,
-        keywords: Mapping[int, dict[str, Any]],
-        scales: Callable[[LayerMatrix], npt.NDArray[np.float32] | None],
-        folders: tuple[Path, Path],
-        ranks: Ranks = ALONE,
-    ) -> None:
+        self, model: LayeredModel, number: int, options: CalibrationOptions, inputs: tuple[Array, ...], batches:
+        Batches, keywords: Mapping[int, dict[str, Any]], scales: Callable[[LayerMatrix], npt.NDArray[np.float32] |
+        None], folders: tuple[Path, Path], ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         self._model, self._number, self._options = model, number, options
         self._batches, self._scales = batches, scales
         groups = model.layout.groups(number, model.base.layers[number])
@@ -324,7 +303,6 @@ class Streams:
         """Which row of a matrix each row of its GGUF tensor is, as :func:`gguf_itq3s.checkpoint.row_order.of_matrix`.
 
         Args:
-            reader: the matrix.
             tensor: (m, n) as GGUF has it.
         """
         weights = self._rows(0, reader)

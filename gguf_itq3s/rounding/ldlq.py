@@ -248,14 +248,9 @@ def solve(
 
 
 def quantize(
-    array: npt.ArrayLike,
-    factor: Factor,
-    options: Search | None = None,
-    *,
-    qtype: Type = DEFAULT.type,
-    library: NativeLibrary | None = None,
-    threads: int = 1,
-) -> ByteArray:
+    array: npt.ArrayLike, factor: Factor, options: Search | None = None, *, qtype: Type = DEFAULT.type, library:
+    NativeLibrary | None = None, threads: int = 1,
+) -> ByteArray:  # fmt: skip
     """Quantize the rows of a matrix to a trellis type with the Hessian of their inputs.
 
     Args:

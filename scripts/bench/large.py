@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import gguf
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, report_errors
@@ -63,16 +63,13 @@ class Shape:
 
 
 LLAMA_70B: Final = Shape(hidden=8192, feed_forward=28672, layers=80, vocabulary=128256, keys=1024)
-
-
 LLAMA_8B: Final = Shape(hidden=4096, feed_forward=14336, layers=32, vocabulary=128256, keys=1024)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One command on the one layer: seconds by the clock and of all threads, the largest resident set in bytes."""
+    """One command on the one layer: seconds of all threads, the largest resident set in bytes."""
 
-    seconds: float
     processor: float
     memory: int
 
@@ -83,45 +80,19 @@ def write_model(folder: Path, shape: Shape, vocabulary: int) -> None:
         hidden_size=shape.hidden, intermediate_size=shape.feed_forward, num_hidden_layers=1, vocab_size=vocabulary,
         num_attention_heads=shape.hidden // HEAD, num_key_value_heads=shape.keys // HEAD, head_dim=HEAD,
         max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+        dtype="bfloat16", initializer_range=0.02,
     )  # fmt: skip
-    folder.mkdir()
-    config.save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
-    layer, chance = "model.layers.0.", torch.Generator().manual_seed(0)
-    shapes = {
-        "model.embed_tokens": (vocabulary, shape.hidden),
-        "lm_head": (vocabulary, shape.hidden),
-        f"{layer}self_attn.q_proj": (shape.hidden, shape.hidden),
-        f"{layer}self_attn.k_proj": (shape.keys, shape.hidden),
-        f"{layer}self_attn.v_proj": (shape.keys, shape.hidden),
-        f"{layer}self_attn.o_proj": (shape.hidden, shape.hidden),
-        f"{layer}mlp.gate_proj": (shape.feed_forward, shape.hidden),
-        f"{layer}mlp.up_proj": (shape.feed_forward, shape.hidden),
-        f"{layer}mlp.down_proj": (shape.hidden, shape.feed_forward),
-    }
-    tensors = {
-        f"{name}.weight": torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=chance)
-        for name, size in shapes.items()
-    }
-    for norm in (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm"):
-        tensors[f"{norm}.weight"] = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-#: A process begins with the largest resident set of the one that starts it, which must be small.
-TIMER: Final = """
-import json, os, sys, time
-started = time.monotonic()
-child = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
-_, status, usage = os.wait4(child, 0)
-scale = 1 if sys.platform == "darwin" else 1024
-times = time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * scale
-with open(sys.argv[1], "w") as file:
-    json.dump(times, file)
-sys.exit(status != 0)
-"""
+def in_a_process(work: Callable[..., object], *arguments: Any) -> None:
+    """Do something in a process of its own: the largest resident set of this one is where those of commands begin."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    process.join()
 
 
 def run(*arguments: str | Path) -> Run:
@@ -131,12 +102,12 @@ def run(*arguments: str | Path) -> Run:
         UserError: it failed.
     """
     print("$ gguf-itq3s", *arguments, file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "times")
-        command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
-        if subprocess.run([sys.executable, "-S", "-c", TIMER, result, *command], check=False).returncode:
-            raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
-        return Run(*json.loads(result.read_text()))
+    command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
+    child = os.posix_spawn(sys.executable, command, os.environ)
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
+    return Run(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
 def size_of(path: Path) -> int:
@@ -155,7 +126,7 @@ def measure(shape: Shape, tokens: int, work: Path) -> dict[str, object]:
     """Run the commands on one layer."""
     model = work / "model"
     vocabulary = json.loads((DEMO / "config.json").read_text())["vocab_size"]
-    write_model(model, shape, vocabulary)
+    in_a_process(write_model, model, shape, vocabulary)
     idle = run("convert", model, work / "plain.gguf", "--dry-run")
     plain = run("convert", model, work / "plain.gguf")
     files = {"plain": size_of(work / "plain.gguf")}
@@ -239,7 +210,7 @@ def table(results: dict) -> str:
 def measure_layerwise(shape: Shape, tokens: int, threads: int, work: Path) -> dict[str, Any]:
     """Run the command on one layer: with and without feedback across rows, kept in F16 and quantized."""
     model = work / "model"
-    write_model(model, shape, json.loads((DEMO / "config.json").read_text())["vocab_size"])
+    in_a_process(write_model, model, shape, json.loads((DEMO / "config.json").read_text())["vocab_size"])
     ends = ["--token-embedding-type", "f16", "--output-tensor-type", "f16", "--threads", str(threads)]
 
     def convert(count: int, *more: str) -> Run:

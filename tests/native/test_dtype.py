@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from gguf_itq3s.calibrate.activations import activation_path, activations
 from gguf_itq3s.calibrate.backward import OutputFisher
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.moments import Moment
-from gguf_itq3s.calibrate.run import Sequential
 from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.calibrate.text import windows
@@ -169,39 +166,3 @@ def test_gradients_through_a_model_in_bfloat16(
     assert len(off) == (7 if name == "llama" else 4 + 3 * 4)
     # A token near the border goes to another expert.
     assert np.median(off) > 1e-5 and max(off) < (0.02 if name == "llama" else 0.1)
-
-
-def test_an_interrupted_conversion_goes_on_in_its_dtype_alone(
-    uneven: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, out, other = uneven("llama"), tmp_path / "broken.gguf", tmp_path / "other.gguf"
-    announced = {"bfloat16": quantized(model, tmp_path / "whole.gguf", dtype="bfloat16")}
-    stages: list[int] = []
-    own = Sequential._stage
-
-    def stage(self: Any, number: int, *rest: Any) -> Any:
-        stages.append(number)
-        if len(stages) == 6:
-            raise KeyboardInterrupt
-        return own(self, number, *rest)
-
-    monkeypatch.setattr(Sequential, "_stage", stage)
-    with pytest.raises(KeyboardInterrupt):
-        quantized(model, out, dtype="bfloat16")
-    work = tmp_path / "broken.gguf.calibrating"
-    assert {path.name for path in work.glob("original/*.*")} == {"activations-0001.bf16"}
-    shutil.copytree(work, tmp_path / "other.gguf.calibrating")
-    quantized(model, out, dtype="bfloat16")
-    assert stages[6:] == [1, 1, 1, 1], "layer 0 was not done again"
-    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-    announced["float32"] = quantized(model, other, dtype="float32")
-    assert stages[10:] == [0, 0, 0, 0, 1, 1, 1, 1], "of another dtype nothing is gone on with"
-    assert other.read_bytes() != out.read_bytes()
-    # What it takes of the disk is said: both streams twice, what is kept of both, and the file.
-    sizes = {dtype: _size(re.search(r"memory, ([\d.]+) (\w+) of disk", text)) for dtype, text in announced.items()}
-    assert sizes["float32"] - sizes["bfloat16"] == pytest.approx(2 * 640 * (4 * 256 + 2 * (256 + 512)), rel=0.02)
-
-
-def _size(found: re.Match[str] | None) -> float:
-    assert found
-    return float(found[1]) * {"KiB": 1 << 10, "MiB": 1 << 20}[found[2]]

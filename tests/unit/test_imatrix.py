@@ -69,14 +69,6 @@ def test_gains_are_taken_out_where_norms_are_folded(uneven: Callable[[str], Path
     assert cost < 0.9 * before
 
 
-def test_an_importance_matrix_without_the_models_matrices_is_refused(
-    uneven: Callable[[str], Path], tmp_path: Path
-) -> None:
-    other = write(tmp_path / "other.gguf", {"a.weight": np.arange(256.0)[None]})
-    with pytest.raises(UserError, match=r"other\.gguf: has nothing on the matrices of this model"):
-        convert(ConvertOptions.of(uneven("llama"), tmp_path / "x.gguf", imatrix=other))
-
-
 @pytest.mark.parametrize(
     "rows",
     [np.zeros((1, 256)), np.ones((1, 256)), np.full((1, 256), 1e30), np.stack([np.zeros(256), np.full(256, 2.0)])],

@@ -53,21 +53,6 @@ def test_identity_is_plain_rounding(
     np.testing.assert_array_equal(data, blocks.quantize(weights, row.format, effort=effort))
 
 
-@of_types
-def test_scale_is_the_best_for_its_levels(row: TrellisType) -> None:
-    """Refitted under the Hessian: no other scale has less cost."""
-    length = row.format.block
-    weights, h = rows(6, length), second_moment(length, 100) + 0.01 * np.eye(length)
-    factor = hessian.factorize(h, 1e-6)
-    data = ldlq.quantize(weights, factor, qtype=row.type)
-    indices, _, d, _ = blocks.unpack(data, row.format)
-    for number in range(len(weights)):
-        levels = row.format.levels[indices[:, number]].astype(np.float64) / 32
-        x = fwht(weights[number], length).astype(np.float64)
-        best = (levels @ h @ x) / (levels @ h @ levels)
-        assert float(d[number]) == pytest.approx(best, rel=2e-3)
-
-
 @pytest.mark.slow
 @of_types
 def test_edge_rows(row: TrellisType) -> None:

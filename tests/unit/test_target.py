@@ -166,20 +166,6 @@ def test_the_output_factor_reproduces_the_matrix(rows: int, group: int) -> None:
     assert np.abs(inner).max() < 1e-4 * np.abs(ordered).max()
 
 
-def test_feedback_across_rows_lowers_the_cost() -> None:
-    """Rounding to whole numbers: tr(G E E^T) with the errors of earlier groups made up for, and without."""
-    rng = np.random.default_rng(5)
-    g, w = fisher_matrix(64), 3 * rng.standard_normal((64, 200))
-    found = fisher.factorize(g, group=4)
-    errors = np.zeros_like(w)
-    for group in found.groups:
-        rows = found.order[group]
-        wanted = w[rows] - found.feedback[: group.start, group].T @ errors[found.order[: group.start]]
-        errors[rows] = np.round(wanted) - w[rows]
-    plain = np.round(w) - w
-    assert np.vdot(errors, g @ errors) < 0.9 * np.vdot(plain, g @ plain)
-
-
 @pytest.mark.parametrize("matrix", [np.zeros((3, 4)), np.full((4, 4), np.nan), -np.eye(4)])
 def test_wrong_fisher_matrices_are_refused(matrix: np.ndarray) -> None:
     with pytest.raises(ValueError):
