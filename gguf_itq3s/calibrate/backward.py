@@ -82,12 +82,7 @@ class OutputFisher:
 
     def shared_blocks(self, reader: LayerMatrix, number: int) -> list[np.ndarray]:
         """The same on all ranks, from the first one, which has the files."""
-        found = self.blocks(reader, number) if self._ranks.first else []
-        sizes = self._ranks.broadcast_object([len(block) for block in found])
-        found = found or [np.empty((size, size), dtype=np.float32) for size in sizes]
-        for block in found:
-            self._ranks.broadcast(block)
-        return found
+        return self._ranks.broadcast_object(self.blocks(reader, number) if self._ranks.first else None)
 
     def output(self) -> np.ndarray:
         """Of the output matrix, the diagonal of its Fisher matrix: float32 (tokens of the vocabulary,)."""

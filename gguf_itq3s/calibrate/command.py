@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from .options import FULL_COLUMNS, CalibrationOptions, add_arguments, add_dtype_argument, add_hessian_argument
+from .options import FULL_COLUMNS, CalibrationOptions, add_arguments
 from .ranks import joined
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for convert --statistics."
@@ -25,9 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    add_arguments(parser, CalibrationOptions)
-    add_hessian_argument(parser, FULL_COLUMNS)
-    add_dtype_argument(parser)
+    add_arguments(parser, FULL_COLUMNS)
     trust.add_argument(parser)
     parser.set_defaults(run=run, needs_source=True)
 

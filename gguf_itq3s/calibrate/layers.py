@@ -16,7 +16,7 @@ from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
 from .activations import activation_path, activations
 from .inputs import Layout
-from .options import CalibrationOptions, RunOptions
+from .options import CalibrationOptions
 from .ranks import ALONE, Ranks
 
 
@@ -244,7 +244,7 @@ def decoder_of(model: Any) -> tuple[Any, str]:
     return base, next(name for name, module in model.named_modules() if module is base.layers)
 
 
-def torch_device(options: RunOptions) -> torch.device:
+def torch_device(options: CalibrationOptions) -> torch.device:
     """The torch device, once it has held a number.
 
     Raises:

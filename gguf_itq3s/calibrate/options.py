@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Final
 
 from ..base.errors import UserError, positive
 
@@ -22,8 +22,8 @@ BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Which text a model is run on, and where.
+class CalibrationOptions:
+    """Which text a model is run on, where, and what is collected; the fields are the options of the commands.
 
     Attributes:
         model: a local Hugging Face folder with safetensors weights.
@@ -32,6 +32,9 @@ class RunOptions:
         context: length of a window; None for :func:`gguf_itq3s.calibrate.text.usual_context`, at most the model's.
         device: torch device.
         trust_remote_code: Python code of the model folder may run.
+        hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
+        widest: input whose full Hessian is collected where ``hessian`` does not say.
+        dtype: what activations are kept in, one of :data:`DTYPES`.
 
     Raises:
         UserError: a count is not positive: nothing would be run.
@@ -44,57 +47,25 @@ class RunOptions:
     device: str = "cpu"
     batch: int = 8
     trust_remote_code: bool = False
-
-    #: What is done with the model, for messages.
-    purpose: ClassVar[str]
-    #: Fields that count something.
-    counts: ClassVar[Sequence[str]] = ("tokens", "context", "batch")
-
-    def __post_init__(self) -> None:
-        for name in self.counts:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise self.refused(name, "give more than 0")
-
-    def refused(self, name: str, remedy: str) -> UserError:
-        """The error for a field that cannot be what it is."""
-        what = f"cannot be {self.purpose} with --{name.replace('_', '-')} {getattr(self, name)}"
-        return UserError(self.model, what, remedy)
-
-
-@dataclass(frozen=True)
-class CalibrationOptions(RunOptions):
-    """What to collect; the fields are the options of the command.
-
-    Attributes:
-        hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
-        widest: input whose full Hessian is collected where ``hessian`` does not say.
-        dtype: what activations are kept in, one of :data:`DTYPES`.
-    """
-
     hessian: str | None = None
     widest: int = FULL_COLUMNS
     dtype: str = "float32"
 
-    purpose = "calibrated"
+    def __post_init__(self) -> None:
+        for name in ("tokens", "context", "batch"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(self.model, f"cannot be calibrated with --{name} {value}", "give more than 0")
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""
         return self.hessian == "full" or (self.hessian is None and columns <= self.widest)
 
 
-def add_arguments(
-    parser: argparse._ActionsContainer, defaults: Any, tokens: str = "tokens to run", batch: str = "windows at a time"
-) -> None:
-    """The options of a run on a parser or a group of one.
-
-    Args:
-        parser: to add them to.
-        defaults: options with such fields, or their class: what is taken where one is not given.
-        tokens: what the help says of ``--tokens``.
-        batch: what it says of ``--batch``.
-    """
-    for name, default, what in (("tokens", defaults.tokens, tokens), ("batch", defaults.batch, batch)):
+def add_arguments(parser: argparse._ActionsContainer, widest: int) -> None:
+    """The options of a run on a parser or a group of one; ``widest`` as in :class:`CalibrationOptions`."""
+    of = CalibrationOptions
+    for name, default, what in (("tokens", of.tokens, "tokens to run"), ("batch", of.batch, "windows at a time")):
         parser.add_argument(
             f"--{name}", type=positive, default=default, metavar="N", help=f"{what} (default: %(default)s)"
         )
@@ -102,20 +73,12 @@ def add_arguments(
         "--context", type=positive, metavar="N",
         help="tokens of a window (default: 2048, 512 of few tokens, at most the model's)",
     )  # fmt: skip
-    parser.add_argument("--device", default=defaults.device, help="torch device, such as cuda (default: %(default)s)")
-
-
-def add_hessian_argument(parser: argparse._ActionsContainer, widest: int) -> None:
-    """``--hessian`` on a parser or a group of one; ``widest`` as in :class:`CalibrationOptions`."""
+    parser.add_argument("--device", default=of.device, help="torch device, such as cuda (default: %(default)s)")
     parser.add_argument(
         "--hessian", choices=FORMS, help=f"form of the sums (default: full up to {widest} columns, else block)"
     )
-
-
-def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
-    """``--dtype`` on a parser or a group of one."""
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default=CalibrationOptions.dtype,
+        "--dtype", choices=tuple(DTYPES), default=of.dtype,
         help="what activations are kept in; bfloat16 halves their files, and where a device is quick at it "
         "the model runs in it (default: %(default)s)",
     )  # fmt: skip

@@ -201,14 +201,8 @@ class Sequential:
             for reader in [reader for group in stage for reader in group.readers]:
                 if self.source.quantized(reader.name):
                     matrix = Matrix(self.source, streams, reader)
-                    matrix.put(gguf.quants.dequantize(self._finished(matrix, finished), matrix.type))
-
-    def _finished(self, matrix: Matrix, finished: Finished) -> np.ndarray:
-        data = matrix.empty()
-        if self.ranks.first:
-            data[...] = finished.matrix(matrix.reader.entry).reshape(data.shape)
-        self.ranks.broadcast(data)
-        return data
+                    data = self.ranks.broadcast_object(finished.matrix(reader.entry) if self.ranks.first else None)
+                    matrix.put(gguf.quants.dequantize(data.reshape(matrix.empty().shape), matrix.type))
 
     def _step(self, number: int, streams: Streams, folders: tuple[Path, Path], shape: tuple[int, ...]) -> None:
         """Write what both layers put out, unless the quantized one has lost the original."""
@@ -313,13 +307,8 @@ class Sequential:
         if owner is None:
             found = results.pop(reader.entry)
         else:
+            found = self.ranks.broadcast_object(results.get(reader.entry), owner)
             matrix = Matrix(self.source, streams, reader)
-            found = results.get(reader.entry) or Rounded(matrix.empty())
-            self.ranks.broadcast(found.data, owner)
-            error, energy, unseen = self.ranks.broadcast_object(
-                (found.error.error, found.error.energy, found.unseen), owner
-            )
-            found = Rounded(found.data, SquaredError(error, energy), unseen)
             matrix.put(gguf.quants.dequantize(found.data, matrix.type))
         finished.errors[reader.entry] = found.error
         if found.unseen:
@@ -359,8 +348,8 @@ class Rounded:
     """
 
     data: np.ndarray
-    error: SquaredError = SquaredError()  # noqa: RUF009 (frozen)
-    unseen: bool = False
+    error: SquaredError
+    unseen: bool
 
 
 def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..base.errors import UserError
 from ..checkpoint.patches import patched
-from .options import RunOptions
+from .options import CalibrationOptions
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
@@ -29,7 +29,7 @@ _BEFORE_A_WORD: Final = ("\u2581", "\u0120")
 _BEFORE_A_LINE: Final = ("\n", "\u010a", "<0x0A>")
 
 
-def windows(options: RunOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
+def windows(options: CalibrationOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
     """Windows of tokens from places spread evenly over the text, of which no two of a file share a token.
 
     They are as many as are asked for, or as the text holds. A text that is given twice, under whatever names, counts

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..calibrate.options import FULL_COLUMNS_AT_ONCE, CalibrationOptions, add_dtype_argument, add_hessian_argument
+from ..calibrate.options import FULL_COLUMNS_AT_ONCE
 from ..calibrate.options import add_arguments as add_run_arguments
 from ..calibrate.ranks import joined, own_processors
 from ..checkpoint import converter, trust
@@ -246,9 +246,7 @@ def _add_calibrate(group: argparse._ArgumentGroup) -> None:
         "--fisher-block", type=positive, metavar="ROWS",
         help="keep blocks of so many rows of the matrices it takes (default: whole ones up to 8192 rows)",
     )  # fmt: skip
-    add_run_arguments(group, CalibrationOptions)
-    add_hessian_argument(group, FULL_COLUMNS_AT_ONCE)
-    add_dtype_argument(group)
+    add_run_arguments(group, FULL_COLUMNS_AT_ONCE)
 
 
 def _add_ternary(group: argparse._ArgumentGroup) -> None:

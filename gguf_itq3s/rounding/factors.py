@@ -64,7 +64,6 @@ class Statistics(Energies, Protocol):
 
         Args:
             name: GGUF name of the tensor.
-            columns: its row length.
             expert: which matrix of a stack.
             factor: (n,), of the inputs before the rotation; None for ones.
 

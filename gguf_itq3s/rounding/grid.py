@@ -89,7 +89,6 @@ def quantize(
         factor: of the Hessian of the inputs, not rotated, n columns.
         library: the C library; without it only types that gguf-py quantizes are possible, scales not weighted.
         native: round in C too; the bytes are the same.
-        threads: of the C library.
 
     Returns:
         uint8 (m, bytes of a row).

@@ -33,7 +33,6 @@ class ImportanceMatrix:
     """Mean squares of the input columns.
 
     Attributes:
-        path: the file.
         moments: matrix -> float64 (experts, n), experts 1 for a plain matrix; a row of an expert without data is NaN.
         datasets: names of the texts it was made of.
         chunks: how many chunks of them were run, 0 where the file does not say.
@@ -96,8 +95,6 @@ class ImportanceMatrix:
         """Mean squares of the inputs of a matrix.
 
         Args:
-            name: GGUF name.
-            columns: its row length.
             expert: which matrix of a stack.
 
         Returns:
@@ -125,7 +122,6 @@ def read(path: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}
     """Read an importance matrix of llama-imatrix, in its GGUF form or the older one (``.dat``).
 
     Args:
-        path: the file.
         shapes: of the model's tensors, rows last. The older form does not tell experts apart, and neither form the
             heads' matrices of multi-head latent attention, which are multiplied together.
 

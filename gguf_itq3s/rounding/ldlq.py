@@ -259,7 +259,6 @@ def quantize(
         options: how far to search.
         qtype: the type.
         library: the C library, which writes the same bytes; None for numpy.
-        threads: of the C library.
 
     Returns:
         uint8 (m, bytes of a row), the layout of a GGUF tensor.

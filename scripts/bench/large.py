@@ -96,11 +96,7 @@ def in_a_process(work: Callable[..., object], *arguments: Any) -> None:
 
 
 def run(*arguments: str | Path) -> Run:
-    """Run a subcommand of gguf-itq3s and measure it.
-
-    Raises:
-        UserError: it failed.
-    """
+    """Run a subcommand of gguf-itq3s and measure it; a UserError if it fails."""
     print("$ gguf-itq3s", *arguments, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "gguf_itq3s.cli", *map(str, arguments)]
     child = os.posix_spawn(sys.executable, command, os.environ)
@@ -108,11 +104,6 @@ def run(*arguments: str | Path) -> Run:
     if status:
         raise UserError(Path(str(arguments[1])), f"gguf-itq3s {arguments[0]} failed", "see above")
     return Run(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all below a folder."""
-    return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
 
 
 def hours(seconds: float) -> str:
@@ -129,13 +120,13 @@ def measure(shape: Shape, tokens: int, work: Path) -> dict[str, object]:
     in_a_process(write_model, model, shape, vocabulary)
     idle = run("convert", model, work / "plain.gguf", "--dry-run")
     plain = run("convert", model, work / "plain.gguf")
-    files = {"plain": size_of(work / "plain.gguf")}
+    files = {"plain": (work / "plain.gguf").stat().st_size}
     (work / "plain.gguf").unlink()
     calibrations = [
         run("calibrate", model, "--text", TEXT, "--tokens", str(count), "--context", "2048", "-o", work / f"h{count}")
         for count in (tokens, 2 * tokens)
     ]
-    files["statistics"] = size_of(work / f"h{tokens}")
+    files["statistics"] = sum(path.stat().st_size for path in (work / f"h{tokens}").iterdir())
     # Rounding with statistics is the slowest: one matrix for each kind of Hessian, the others in a type of little cost.
     calibrated = {}
     for name in ("none", "attn_q", "ffn_down"):
@@ -154,10 +145,9 @@ def measure(shape: Shape, tokens: int, work: Path) -> dict[str, object]:
     started = time.process_time()
     library.quantize_type(rows, gguf.GGMLQuantizationType.Q6_K, threads=native.processors())
     seconds = (time.process_time() - started) / len(rows)
-    runs = {"idle": idle, "plain": plain}
     return {
         "shape": asdict(shape), "processors": native.processors(), "vocabulary": vocabulary, "tokens": tokens,
-        **{name: asdict(run) for name, run in runs.items()}, "calibrations": [asdict(run) for run in calibrations],
+        "idle": asdict(idle), "plain": asdict(plain), "calibrations": [asdict(run) for run in calibrations],
         "calibrated": {name: asdict(run) for name, run in calibrated.items()},
         "factor_seconds": factor, "q6_k_seconds_a_row": seconds, "files": files,
     }  # fmt: skip
@@ -178,7 +168,7 @@ def table(results: dict) -> str:
     calibrated = runs["none"]["processor"] - idle - small * (word + shape.hidden * rate)
     calibrated += runs["ffn_down"]["processor"] - runs["none"]["processor"] + 3 * factor
     calibrated += (runs["attn_q"]["processor"] - runs["none"]["processor"] - factor) * others / query
-    memory = max(run["memory"] for run in runs.values())
+    one = {"processor": calibrated, "memory": max(run["memory"] for run in runs.values())}
     first, second = results["calibrations"]
     token = max(0.0, second["processor"] - first["processor"]) / results["tokens"]
     once = first["processor"] - idle - token * results["tokens"]
@@ -191,12 +181,7 @@ def table(results: dict) -> str:
     rows = [
         row("convert", results["plain"], shape.layers * shape.layer * rate + words, report.size(output)),
         row(f"calibrate, {TOKENS} tokens", second, shape.layers * (once + TOKENS * token), collected),
-        row(
-            "convert --calibration",
-            {"processor": calibrated, "memory": memory},
-            shape.layers * calibrated + words,
-            report.size(output),
-        ),
+        row("convert --calibration", one, shape.layers * calibrated + words, report.size(output)),
     ]
     head = (
         f"{report.count(shape.weights)} weights in {shape.layers} layers of {shape.hidden} and {shape.feed_forward} "
@@ -207,11 +192,11 @@ def table(results: dict) -> str:
     return head + report.markdown(["", "one layer, core time", "all, core time", "memory", "disk"], rows)
 
 
-def measure_layerwise(shape: Shape, tokens: int, threads: int, work: Path) -> dict[str, Any]:
+def measure_layerwise(shape: Shape, tokens: int, work: Path) -> dict[str, Any]:
     """Run the command on one layer: with and without feedback across rows, kept in F16 and quantized."""
     model = work / "model"
     in_a_process(write_model, model, shape, json.loads((DEMO / "config.json").read_text())["vocab_size"])
-    ends = ["--token-embedding-type", "f16", "--output-tensor-type", "f16", "--threads", str(threads)]
+    ends = ["--token-embedding-type", "f16", "--output-tensor-type", "f16", "--threads", "1"]
 
     def convert(count: int, *more: str) -> Run:
         text = ["--calibrate", str(TEXT), "--context", str(tokens), "--tokens", str(count)]
@@ -224,7 +209,7 @@ def measure_layerwise(shape: Shape, tokens: int, threads: int, work: Path) -> di
     for name, more in (("--calibrate", ()), ("--calibrate --fisher", ("--fisher",))):
         runs = {"few": convert(tokens, *kept, *more), "more": convert(3 * tokens, *kept, *more)}
         found[name] = {key: asdict(value) for key, value in {**runs, "quantized": convert(tokens, *more)}.items()}
-    return {"shape": asdict(shape), "threads": threads, "tokens": tokens, "runs": found}
+    return {"shape": asdict(shape), "threads": 1, "tokens": tokens, "runs": found}
 
 
 def layerwise_table(results: dict[str, Any]) -> str:
@@ -243,8 +228,7 @@ def layerwise_table(results: dict[str, Any]) -> str:
             rows.append([f"`{name}`, {count} tokens", *cells, memory, report.size(disk)])
     head = (
         f"{report.count(shape.weights)} weights, {shape.layers} layers of {shape.hidden} and {shape.feed_forward} "
-        f"columns in the mix of ITQ3_S; one layer measured, {results['threads']} thread"
-        f"{'s' * (results['threads'] > 1)}:\n\n"
+        f"columns in the mix of ITQ3_S; one layer measured, {results['threads']} thread:\n\n"
     )
     titles = ["", "a layer", "and for each token", "all, one core", "half of it", "memory", "disk while it runs"]
     return head + report.markdown(titles, rows)
@@ -253,15 +237,14 @@ def layerwise_table(results: dict[str, Any]) -> str:
 @report_errors
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="folder of the models (default: a temporary one)")
     parser.add_argument("--update", type=Path, metavar="DOCS", help="put the tables between the marks of the pages")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the commands, which are processes of their own
     for name, page, work in (
-        ("sequential", "calibration.md", lambda folder: measure_layerwise(LLAMA_8B, 512, 1, folder)),
+        ("sequential", "calibration.md", lambda folder: measure_layerwise(LLAMA_8B, 512, folder)),
         ("large", "distributed.md", lambda folder: measure(LLAMA_70B, 2048, folder)),
     ):
-        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             results = work(Path(folder))
         text = layerwise_table(results) if name == "sequential" else table(results)
         print(text)
