@@ -91,7 +91,7 @@ def paired(above: Sequence[float], below: Sequence[float]) -> tuple[float, float
 
 
 def ratios(wanted: Sequence[Ratio], rows: Sequence[Result]) -> str:
-    """A table of ratios of mean KL divergence on every text, without the lines whose rows are not there."""
+    """A table of ratios of mean KL divergence on every text; lines whose rows are not there are left out, and it without any."""
     by_key = {row["key"]: row["texts"] for row in rows}
     texts = list(rows[0]["texts"])
     lines = []
@@ -100,7 +100,7 @@ def ratios(wanted: Sequence[Ratio], rows: Sequence[Result]) -> str:
             pairs = [paired(*(by_key[key][text]["windows"] for key in (above, below))) for text in texts]
             lines.append([name, *(f"{value:.3f} ± {error:.3f}" for value, error in pairs)])
     header = texts if len(texts) > 1 else ["ratio"]
-    return report.markdown(["mean KLD over that of another row", *header], lines)
+    return report.markdown(["mean KLD over that of another row", *header], lines) if lines else ""
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -69,7 +69,8 @@ def sections(results: Mapping[str, Rows], twins: Mapping[str, Rows]) -> dict[str
     found = {f"eval {name}": tables.quality(rows) for name, rows in results.items()}
     if "weights" in results:
         found["eval ratios"] = tables.ratios(RATIOS, results["weights"])
-    return found | ({"eval twins": twin_table(twins)} if twins else {})
+    found |= {"eval twins": twin_table(twins)} if twins else {}
+    return {name: text for name, text in found.items() if text}
 
 
 @report_errors

@@ -211,8 +211,9 @@ def page_of(facts: Mapping[str, Any]) -> str:
                          ("Whole files as a user makes them; bits are those of all matrices:\n", True)):  # fmt: skip
         if members := [row for row in rows if row["key"].startswith("mix-") == whole]:
             parts += [title, tables.quality(members, older)]
-    return "\n".join([*parts, "Mean KL divergence over that of another row, the same windows, paired errors:\n",
-                      tables.ratios(RATIOS, rows)])  # fmt: skip
+    if found := tables.ratios(RATIOS, rows):
+        parts += ["Mean KL divergence over that of another row, the same windows, paired errors:\n", found]
+    return "\n".join(parts)
 
 
 def draw(facts: Mapping[str, Any], path: Path) -> None:
