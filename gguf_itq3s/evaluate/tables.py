@@ -91,7 +91,7 @@ def paired(above: Sequence[float], below: Sequence[float]) -> tuple[float, float
 
 
 def ratios(wanted: Sequence[Ratio], rows: Sequence[Result]) -> str:
-    """A table of ratios of mean KL divergence on every text; lines whose rows are not there are left out, and it without any."""
+    """A table of ratios of mean KL divergence on every text, of the rows that are there; empty without a line."""
     by_key = {row["key"]: row["texts"] for row in rows}
     texts = list(rows[0]["texts"])
     lines = []
