@@ -227,13 +227,9 @@ def draw(facts: Mapping[str, Any], path: Path) -> None:
 
 
 def readme_section(facts: Mapping[str, Any]) -> str:
-    """The pictures and the short table that the README begins with."""
+    """The picture and the short table that the README begins with."""
     by_key = {row["key"]: row for row in facts["rows"]}
-    pictures = (
-        f"![KL divergence from F16 over bits per weight, {facts['model']}](docs/results/{PICTURE}.png)",
-        "![tokens per second over the tokens evaluated together](docs/results/columns.png)",
-    )
-    head = report.markdown(["how much is lost (lower is better)", "how fast (higher is better)"], [pictures], left=2)
+    picture = f"![KL divergence from F16 over bits per weight, {facts['model']}](docs/results/{PICTURE}.png)"
     found = sorted((key for key in SUMMARY if key in by_key), key=lambda key: -by_key[key]["texts"]["wiki"]["mean_kld"])
     lines = [
         [SUMMARY[key], f"{tables.bits_of(by_key[key]):.3f}",
@@ -246,7 +242,7 @@ def readme_section(facts: Mapping[str, Any]) -> str:
         "layers are in the type, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
     )
     header = ["", "bits a weight", "KLD, prose", "KLD, code", "same word, %"]
-    return f"{head}\n{said}\n\n{report.markdown(header, lines)}"
+    return f"{picture}\n\n{said}\n\n{report.markdown(header, lines)}"
 
 
 def write_pages(name: str, facts: Mapping[str, Any], docs: Path) -> None:
