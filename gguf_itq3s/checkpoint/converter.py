@@ -193,7 +193,7 @@ def collect(converter: Any) -> list[SourceTensor]:
 
 def _parts(data: Any) -> Iterator[np.ndarray]:
     """The parts of a tensor: one array, or the chunks of a ``LazyChunkedTensor``."""
-    chunks = data._chunks if hasattr(data, "_chunks") else (partial(lazy.evaluate, data),)
+    chunks = data._chunks if hasattr(data, "_chunks") else (partial(lazy.value, data),)
     for chunk in chunks:
         with patches.patched(None, reads=True):
             part = np.asarray(chunk())
@@ -202,4 +202,5 @@ def _parts(data: Any) -> Iterator[np.ndarray]:
 
 def _matrix(data: Any, number: int) -> np.ndarray | None:
     with patches.patched(None, reads=True):
-        return lazy.matrix(data, number)
+        found = lazy.part(data, number)
+    return None if found is None else np.asarray(found)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import gguf
-import numpy as np
-from gguf import GGMLQuantizationType as Type
 from gguf import Keys
 
 from ..base.errors import UserError
 from ..codec.family import FILE_VERSIONS, file_version
-from . import rescaling
-from .rescaling import Rescaling
 
 _REMEDY: Final = "write or download it again"
 _VERSION: Final = "itq3s.version"
@@ -120,28 +115,6 @@ def contents_of(file: GGUFFile, key: str) -> object:
         return None if field is None else field.contents()
     except (ValueError, IndexError, TypeError):
         return None
-
-
-def rescaling_of(file: GGUFFile, gain: Callable[[str], np.ndarray]) -> Rescaling:
-    """What the tensors of a file are multiplied by.
-
-    Args:
-        file: the file.
-        gain: of a norm of the model that it was made from, float32 (n,), by GGUF name.
-
-    Raises:
-        UserError: what the file says of it does not fit the file.
-    """
-    tensors = {tensor.name: tensor for tensor in file.tensors}
-
-    def vector(name: str) -> np.ndarray:
-        tensor = tensors[name]
-        if tensor.tensor_type not in (Type.F32, Type.F16):
-            raise UserError(file.paths[0], f"is {tensor.tensor_type.name}, which no norm is", _REMEDY, name)
-        return np.asarray(tensor.data, dtype=np.float32).reshape(-1)
-
-    shapes = {name: shape_of(tensor) for name, tensor in tensors.items()}
-    return rescaling.of_file(file.paths[0], lambda key: contents_of(file, key), shapes, vector, gain)
 
 
 def shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:

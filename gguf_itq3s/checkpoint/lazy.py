@@ -10,7 +10,6 @@ import inspect
 from collections import Counter
 from typing import Any, Final
 
-import numpy as np
 from gguf.lazy import LazyBase
 from gguf.utility import LocalTensor, LocalTensorRange
 
@@ -20,73 +19,55 @@ _OF_EACH: Final = (
 )  # fmt: skip
 
 
-def evaluate(tensor: Any) -> np.ndarray:
-    """The value of a lazy tensor; anything else is returned as it is.
+def value(tensor: Any) -> Any:
+    """The value of a lazy tensor of numpy or torch, as that library has it; anything else is returned as it is.
 
-    Args:
-        tensor: a ``gguf.LazyNumpyTensor`` or an array.
-
-    Returns:
-        The array; nothing is cached in the graph, so the memory is the caller's to free.
+    Nothing is cached in the graph, so the memory is the caller's to free.
 
     Raises:
         RuntimeError: an operation gave another shape or type than it gave on the meta tensors.
     """
-    return np.asarray(value(tensor))
+    if not isinstance(tensor, LazyBase):
+        return tensor
+    uses: Counter[int] = Counter()
+    kept: dict[int, Any] = {}  # values that are still to be used
 
+    def count(node: LazyBase) -> None:
+        uses[id(node)] += 1
+        if uses[id(node)] == 1 and node._data is None:
+            LazyBase._recurse_apply(node._args, count)
 
-def value(tensor: Any) -> Any:
-    """As :func:`evaluate`, a lazy tensor of either library as that library has it."""
-    return _value(tensor) if isinstance(tensor, LazyBase) else tensor
-
-
-def _count_uses(node: LazyBase, uses: Counter[int]) -> None:
-    uses[id(node)] += 1
-    if uses[id(node)] == 1 and node._data is None:
-        LazyBase._recurse_apply(node._args, lambda arg: _count_uses(arg, uses))
-
-
-class _Evaluation:
-    """One walk over the graph; ``kept`` holds values that are still to be used."""
-
-    def __init__(self, uses: Counter[int]) -> None:
-        self.uses = uses
-        self.kept: dict[int, Any] = {}
-
-    def value(self, node: LazyBase) -> Any:
+    def walk(node: LazyBase) -> Any:
         if node._data is not None:
             return node._data
         key = id(node)
-        self.uses[key] -= 1
-        if key in self.kept:
-            return self.kept[key] if self.uses[key] else self.kept.pop(key)
+        uses[key] -= 1
+        if key in kept:
+            return kept[key] if uses[key] else kept.pop(key)
         assert node._func is not None
-        result = node._func(*LazyBase._recurse_apply(node._args, self.value), **node._kwargs)
+        result = node._func(*LazyBase._recurse_apply(node._args, walk), **node._kwargs)
         if result.dtype != node._meta.dtype or result.shape != node._meta.shape:
             raise RuntimeError(
                 f"expected {node._meta.dtype} {tuple(node._meta.shape)}, got {result.dtype} {tuple(result.shape)}"
             )
-        if self.uses[key]:
-            self.kept[key] = result
+        if uses[key]:
+            kept[key] = result
         return result
 
-
-def matrix(tensor: Any, number: int) -> np.ndarray | None:
-    """One matrix of a lazy stack of matrices, without the others.
-
-    Args:
-        tensor: a ``gguf.LazyNumpyTensor`` with three axes.
-        number: of the matrix.
-
-    Returns:
-        The array; None where an operation is met of which it is not known that it leaves the matrices apart.
-    """
-    found = part(tensor, number)
-    return None if found is None else np.asarray(found)
+    count(tensor)
+    return walk(tensor)
 
 
 def part(tensor: Any, number: int) -> Any:
-    """As :func:`matrix`, of a lazy stack of either library as that library has it."""
+    """One matrix of a lazy stack of matrices, of either library, without the others.
+
+    Args:
+        tensor: lazy, with three axes.
+        number: of the matrix.
+
+    Returns:
+        None where an operation is met of which it is not known that it leaves the matrices apart.
+    """
     if not isinstance(tensor, LazyBase) or len(tensor._meta.shape) != 3:
         return None
     found = _part(tensor, number)
@@ -100,7 +81,7 @@ def _part(node: LazyBase, number: int) -> Any:
     name, arguments = _name(node._func), node._args
     assert node._func is not None
     if name.endswith("stack") and node._kwargs == {"dim": 0} and isinstance(arguments[0], (list, tuple)):
-        return _value(arguments[0][number])[None]
+        return value(arguments[0][number])[None]
     if name.endswith("from_local_tensor.<locals>.<lambda>"):
         whole: LocalTensor = arguments[0]
         size = whole.data_range.size // whole.shape[0]
@@ -136,9 +117,3 @@ def _name(function: Any) -> str:
     if name.endswith("__getattr__.<locals>.<lambda>"):
         return str(inspect.getclosurevars(function).nonlocals.get("name", ""))
     return str(name)
-
-
-def _value(node: LazyBase) -> Any:
-    uses: Counter[int] = Counter()
-    _count_uses(node, uses)
-    return _Evaluation(uses).value(node)

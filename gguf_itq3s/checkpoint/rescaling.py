@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from ..base.errors import UserError
 from .channels import Channels, Norms, Plan, norm_read_by, plan, plan_norms
+from .gguf_file import GGUFFile, contents_of, shape_of
 
 if TYPE_CHECKING:
     from .source import Checkpoint, SourceTensor
@@ -44,10 +45,8 @@ SOURCES: Final = "itq3s.rescaling.sources"
 EXPONENTS: Final = "itq3s.rescaling.exponents"
 ID: Final = "itq3s.rescaling.id"
 
-#: The quantization method of a model that PyTorch holds packed, and what its ``quantization_config`` says of its norms.
+#: The quantization method of a model that PyTorch holds packed.
 PACKED_METHOD: Final = "itq3_s"
-PACKED_FOLDED: Final = "norms_folded"
-PACKED_RESCALING: Final = "rescaling"
 #: The tag of such a model, which PEFT writes into the model card of an adapter that was trained beside it; that of an
 #: equalized one ends with its id.
 FOLDED_TAG: Final = "itq3_s-norms-folded"
@@ -61,6 +60,7 @@ STEPS: Final = 8
 #: Largest k: factors of 1/256 to 256. float16 holds the weights of a model times these.
 LARGEST: Final = 8 * STEPS
 
+_REMEDY: Final = "write or download the file again"
 _HASH: Final = re.compile(r"[0-9a-f]{16}")
 
 Factors = npt.NDArray[np.float32]
@@ -73,15 +73,7 @@ class Rescaling:
     neutral: frozenset[str] = frozenset()
 
     def columns(self, name: str, expert: int | None = None) -> Factors | None:
-        """What the columns of a matrix are multiplied by.
-
-        Args:
-            name: GGUF name.
-            expert: which matrix of a stack.
-
-        Returns:
-            float32 (n,); None for ones.
-        """
+        """What the columns of a matrix, or of one of a stack, are multiplied by: float32 (n,), None for ones."""
         del name, expert
         return None
 
@@ -91,8 +83,7 @@ class Rescaling:
         return None
 
     def __bool__(self) -> bool:
-        """Whether anything is rescaled."""
-        return False
+        return bool(self.key)
 
     @property
     def key(self) -> str:
@@ -105,7 +96,9 @@ class Rescaling:
 
     def marks(self) -> dict[str, bool | str]:
         """What an adapter for such a file says."""
-        return {}
+        return {
+            key: value for key, value in self.metadata().items() if not isinstance(value, list) and key != EXPONENTS
+        }
 
     def describe(self, writer: GGUFWriter) -> None:
         """Give the writer of a file what it says of this."""
@@ -148,28 +141,14 @@ class Rescaling:
         return weights
 
     def unscale(self, name: str, weights: Factors, expert: int | None = None) -> Factors:
-        """The weights of the model out of those in the file; nothing comes through a column of zeros.
-
-        Args:
-            name: GGUF name.
-            weights: float32 (m, n), in GGUF's order.
-            expert: which matrix of a stack.
-        """
+        """The weights of the model, float32 (m, n), out of those in the file; nothing comes through a column of 0."""
         columns, rows = self.columns(name, expert), self.rows(name, expert)
         if columns is not None:
             weights = np.divide(weights, columns, out=np.zeros_like(weights), where=columns != 0)
         return weights if rows is None else weights / rows[:, None]
 
     def apply(self, tensors: Sequence[SourceTensor], folder: Path) -> list[SourceTensor]:
-        """The tensors of the file; weights are still loaded one tensor at a time.
-
-        Args:
-            tensors: all tensors of the model.
-            folder: of the model, for messages.
-
-        Returns:
-            The tensors in the same order, with the same names, shapes and types; rescaled ones load as float32.
-        """
+        """All tensors of a model as they are in the file; rescaled ones load as float32, still one at a time."""
 
         def rescaled(tensor: SourceTensor) -> Iterator[np.ndarray]:
             start = 0
@@ -219,34 +198,23 @@ class Folding(Rescaling):
         self.neutral = frozenset(norms.readers)
 
     def columns(self, name: str, expert: int | None = None) -> Factors | None:
-        """As :meth:`Rescaling.columns`: the gain of the norm that the matrix reads."""
         del expert
         norm = self.norms.norm_of(name)
         return None if norm is None else self._gain(norm)
 
     def rows(self, name: str, expert: int | None = None) -> Factors | None:
-        """As :meth:`Rescaling.rows`: of a norm 1 / gain, and 0 where that is 0."""
         del expert
         if name not in self.neutral:
             return None
-        gain = self._gain(name)
+        gain = self._gain(name)  # where it is 0, nothing reads the norm
         return np.divide(np.float32(1), gain, out=np.zeros_like(gain), where=gain != 0)
 
-    def __bool__(self) -> bool:
-        return bool(self.norms.readers)
-
     @property
-    def key(self) -> str:
-        """As :attr:`Rescaling.key`: the norms; the gains are the checkpoint's."""
+    def key(self) -> str:  # the gains are the checkpoint's
         return " ".join(sorted(self.norms.readers))
 
     def metadata(self) -> dict[str, bool | str | list[str]]:
-        """As :meth:`Rescaling.metadata`: which norms are folded can be seen from the norms."""
-        return {NORMS_FOLDED: True} if self else {}
-
-    def marks(self) -> dict[str, bool | str]:
-        """As :meth:`Rescaling.marks`."""
-        return {NORMS_FOLDED: True} if self else {}
+        return {NORMS_FOLDED: True} if self else {}  # the norms show which
 
 
 class Equalization(Rescaling):
@@ -269,23 +237,18 @@ class Equalization(Rescaling):
         return stored[(expert or 0) if channels.experts else 0].astype(np.float64)
 
     def columns(self, name: str, expert: int | None = None) -> Factors | None:
-        """As :meth:`Rescaling.columns`: 1 / t."""
         channels = self._read.get(name)
         if channels is None:
             return None
         return _power(-self._exponents(channels, expert))[channels.of_column]
 
     def rows(self, name: str, expert: int | None = None) -> Factors | None:
-        """As :meth:`Rescaling.rows`: t, and 1 for rows of a fused matrix that make no channel."""
         channels = self._made.get(name)
         if channels is None:
             return None
-        rows = np.ones(channels.rows, dtype=np.float32)
+        rows = np.ones(channels.rows, dtype=np.float32)  # those of a fused matrix that make no channel stay
         rows[channels.start : channels.start + channels.count] = _power(self._exponents(channels, expert))
         return rows
-
-    def __bool__(self) -> bool:
-        return bool(self.channels)
 
     @cached_property
     def id(self) -> str:
@@ -297,19 +260,14 @@ class Equalization(Rescaling):
 
     @property
     def key(self) -> str:
-        """As :attr:`Rescaling.key`."""
-        return self.id if self else ""
+        return self.id if self.channels else ""
 
     def metadata(self) -> dict[str, bool | str | list[str]]:
-        """As :meth:`Rescaling.metadata`; one string of all exponents: a large model has millions."""
         if not self:
             return {}
+        # One string: a large model has millions of exponents.
         packed = b"".join(exponents.tobytes() for exponents in self.exponents.values())
         return {SOURCES: list(self.channels), EXPONENTS: base64.b64encode(packed).decode(), ID: self.id}
-
-    def marks(self) -> dict[str, bool | str]:
-        """As :meth:`Rescaling.marks`."""
-        return {ID: self.id} if self else {}
 
 
 def _power(eighths: npt.NDArray[np.float64]) -> Factors:
@@ -326,16 +284,11 @@ def plan_tensors(checkpoint: Checkpoint, kept: Iterable[str] = ()) -> Plan:
         checkpoint: as it was read.
         kept: matrices that stay as they are, as ternary ones, which would have more than three values.
     """
-    facts = checkpoint.writer.kv_data[0]
     arch = checkpoint.model.arch
-    clamp = facts.get(_clamp(arch))
+    clamp = checkpoint.writer.kv_data[0].get(f"{arch}.attention.clamp_kqv")
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
     clamped = clamp is not None and bool(clamp.value)
     return plan(arch, shapes, checkpoint.model.heads, clamped=clamped, fixed=_fixed(checkpoint.tensors, kept))
-
-
-def _clamp(arch: str) -> str:
-    return f"{arch}.attention.clamp_kqv"
 
 
 def _fixed(tensors: Iterable[SourceTensor], kept: Iterable[str]) -> Callable[[str], bool]:
@@ -351,12 +304,7 @@ def fold(checkpoint: Checkpoint, kept: Iterable[str] = ()) -> Folding:
 
 
 def gains(tensors: Iterable[SourceTensor], folder: Path) -> Callable[[str], Factors]:
-    """The gain of a norm by its GGUF name, float32 (n,); each is read once.
-
-    Args:
-        tensors: all tensors of the model.
-        folder: of the model, for messages.
-    """
+    """The gain of a norm by its GGUF name, float32 (n,), out of all tensors of a model; each is read once."""
     by_name = {tensor.name: tensor for tensor in tensors}
     read: dict[str, Factors] = {}
 
@@ -375,35 +323,31 @@ def gains(tensors: Iterable[SourceTensor], folder: Path) -> Callable[[str], Fact
 # ----------------------------------------------------------------------------------------------------------- of a file
 
 
-def of_file(
-    path: Path,
-    contents: Callable[[str], object],
-    shapes: Mapping[str, tuple[int, ...]],
-    vectors: Callable[[str], Factors],
-    gain: Callable[[str], Factors],
-) -> Rescaling:
+def rescaling_of(file: GGUFFile, gain: Callable[[str], Factors]) -> Rescaling:
     """The rescaling of a GGUF file, out of what it says of itself. Nothing of it is believed.
 
     Args:
-        path: of the file, for messages.
-        contents: of a key of its metadata, None where it has no such key.
-        shapes: of its tensors, numpy order.
-        vectors: a norm of the file, float32 (n,).
-        gain: a norm of the model that it was made from. Only asked for where norms are folded.
+        file: the file.
+        gain: of a norm of the model that it was made from, float32 (n,), by GGUF name. Only asked for where norms are
+            folded.
 
     Raises:
         UserError: the description does not fit the file.
     """
-    sources = contents(SOURCES)
-    if sources is not None:
-        return _equalization(path, sources, contents, shapes)
-    # Versions before the key wrote folded files without it; that a norm is all ones and was not tells.
-    norms = {norm for name in shapes if (norm := norm_read_by(name)) and norm in shapes}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    shapes = {name: shape_of(tensor) for name, tensor in tensors.items()}
+    contents = partial(contents_of, file)
+    if (sources := contents(SOURCES)) is not None:
+        return _equalization(file.paths[0], sources, contents, shapes)
     if contents(NORMS_FOLDED) is False:
         return Rescaling()
+    # Versions before the key wrote folded files without it; that a norm is all ones and was not tells.
     folded = set()
-    for norm in norms:
-        now = vectors(norm)
+    for norm in {norm for name in shapes if (norm := norm_read_by(name)) and norm in shapes}:
+        if tensors[norm].tensor_type not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            what = f"is {tensors[norm].tensor_type.name}, which no norm is"
+            raise UserError(file.paths[0], what, _REMEDY, norm)
+        now = np.asarray(tensors[norm].data, dtype=np.float32).reshape(-1)
         if (now == 1).all() and (was := gain(norm)).shape == now.shape and not (was == 1).all():
             folded.add(norm)
     readers = {norm: tuple(name for name in shapes if norm_read_by(name) == norm) for norm in sorted(folded)}
@@ -414,15 +358,14 @@ def _equalization(
     path: Path, sources: object, contents: Callable[[str], object], shapes: Mapping[str, tuple[int, ...]]
 ) -> Equalization:
     arch, exponents = contents("general.architecture"), contents(EXPONENTS)
-    remedy = "write or download the file again"
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
-        raise UserError(path, f"has {SOURCES} that are no names", remedy)
-    heads, clamp = contents(f"{arch}.attention.head_count"), contents(_clamp(str(arch)))
+        raise UserError(path, f"has {SOURCES} that are no names", _REMEDY)
+    heads, clamp = contents(f"{arch}.attention.head_count"), contents(f"{arch}.attention.clamp_kqv")
     known = plan(str(arch), shapes, heads if isinstance(heads, int) else 0, clamped=bool(clamp)).channels
     if strange := [source for source in sources if source not in known]:
-        raise UserError(path, "is said to be rescaled, and cannot be", remedy, f"{strange[0]!r:.80}")
+        raise UserError(path, "is said to be rescaled, and cannot be", _REMEDY, f"{strange[0]!r:.80}")
     if len(set(sources)) != len(sources):
-        raise UserError(path, f"has {SOURCES} twice", remedy)
+        raise UserError(path, f"has {SOURCES} twice", _REMEDY)
     total = sum(known[source].size for source in sources)
     try:
         packed = base64.b64decode(exponents, validate=True) if isinstance(exponents, str) else b""
@@ -430,7 +373,7 @@ def _equalization(
         packed = b""
     found = np.frombuffer(packed, dtype=np.int8)
     if found.size != total or (np.abs(found.astype(np.int16)) > LARGEST).any():
-        raise UserError(path, f"has {EXPONENTS} that are not {total} numbers up to {LARGEST}", remedy)
+        raise UserError(path, f"has {EXPONENTS} that are not {total} numbers up to {LARGEST}", _REMEDY)
     parts, start = {}, 0
     for source in sources:
         channels = known[source]
@@ -438,18 +381,18 @@ def _equalization(
         start += channels.size
     made = Equalization([known[source] for source in sources], parts)
     if contents(ID) != made.id:
-        raise UserError(path, f"has an {ID} that is not that of its exponents", remedy)
+        raise UserError(path, f"has an {ID} that is not that of its exponents", _REMEDY)
     return made
 
 
 def is_folded_packed(config: Mapping[str, object]) -> bool:
     """Whether a ``config.json`` is of a model that PyTorch holds packed and whose norms are folded."""
-    return _packed(config).get(PACKED_FOLDED) is True
+    return _packed(config).get("norms_folded") is True
 
 
 def id_packed(config: Mapping[str, object]) -> str:
     """The id of the equalization of a model that PyTorch holds packed, by its ``config.json``; empty if it has none."""
-    found = _packed(config).get(PACKED_RESCALING)
+    found = _packed(config).get("rescaling")
     return str(found) if is_id(found) else ""
 
 

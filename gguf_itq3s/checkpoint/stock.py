@@ -22,28 +22,25 @@ from gguf import LlamaFileType
 from ..base.errors import UserError
 from ..codec import native
 from .loadable import hole
-from .policy import Choice
 from .source import Checkpoint, padded
+
+#: What llama-quantize takes these names for.
+_MEDIUM: Final = ("q3_k", "q4_k", "q5_k")
+
+
+def _types_of(name: str) -> tuple[Type, LlamaFileType]:
+    whole = f"{name}_m" if name in _MEDIUM else name
+    return Type[re.sub("_[sml]$", "", whole).upper()], LlamaFileType[f"MOSTLY_{whole.upper()}"]
+
 
 #: llama.cpp's own types of a file: what most matrices are, and ``general.file_type``.
 STOCK_TYPES: Final[Mapping[str, tuple[Type, LlamaFileType]]] = {
-    "q4_k_m": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
-    "q4_k_s": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_S),
-    "q4_k": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
-    "iq4_xs": (Type.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
-    "iq4_nl": (Type.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
-    "q5_k_m": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
-    "q5_k_s": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_S),
-    "q5_k": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
-    "q6_k": (Type.Q6_K, LlamaFileType.MOSTLY_Q6_K),
-    "q3_k_l": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_L),
-    "q3_k_m": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
-    "q3_k_s": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_S),
-    "q3_k": (Type.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
-    "q2_k": (Type.Q2_K, LlamaFileType.MOSTLY_Q2_K),
-    "q4_0": (Type.Q4_0, LlamaFileType.MOSTLY_Q4_0),
-    "q8_0": (Type.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
+    name: _types_of(name)
+    for name in (
+        "q4_k_m", "q4_k_s", "q4_k", "iq4_xs", "iq4_nl", "q5_k_m", "q5_k_s", "q5_k", "q6_k", "q3_k_l", "q3_k_m",
+        "q3_k_s", "q3_k", "q2_k", "q4_0", "q8_0",
+    )
+}  # fmt: skip
 
 #: What an answer may take: far more than any list of tensors needs.
 _SECONDS: Final = 120
@@ -70,7 +67,7 @@ class F16File:
     size: int
 
     def mixed_types(
-        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = ()
+        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = (), fitted: bool = False
     ) -> dict[str, Type]:
         """The types that llama-quantize mixes, before any fallback for the row length.
 
@@ -78,22 +75,13 @@ class F16File:
             file_type: of the file.
             statistics: whether there are statistics of the matrices' inputs, which changes a few rules.
             given: tensors whose type is given by ``--tensor-type``; they have no place in the order.
+            fitted: after the fallback.
 
         Returns:
             Name -> type; of tensors whose type is given any.
 
         Raises:
             UserError: there is no built library, it cannot read the metadata, or there is a limit on the size of files.
-        """
-        choices = self.choices(file_type, statistics=statistics, given=given)
-        return {name: choice.wanted for name, choice in choices.items()}
-
-    def choices(
-        self, file_type: LlamaFileType, *, statistics: bool = False, given: Collection[str] = ()
-    ) -> dict[str, Choice]:
-        """The types that llama-quantize mixes, and those that it writes in rows that are not whole blocks of them.
-
-        Arguments and errors are those of :meth:`mixed_types`; a few types are not written without statistics.
         """
         kind = file_type.name.removeprefix("MOSTLY_")
         base = native.library_path()
@@ -112,8 +100,7 @@ class F16File:
                     raise UserError(self.folder, what, "raise the limit on the size of files (ulimit -f)")
                 log = self._log_of([str(tool), "--dry-run", *words, path, kind, "1"])
         written = {name: Type[(new or stored).upper()] for name, stored, new in _CHOSEN.findall(log)}
-        wanted = {name: Type[asked.upper()] for name, asked in _WANTED.findall(log)}
-        return {name: Choice(qtype, wanted.get(name, qtype)) for name, qtype in written.items()}
+        return written if fitted else written | {name: Type[asked.upper()] for name, asked in _WANTED.findall(log)}
 
     def _log_of(self, command: Sequence[str]) -> str:
         """What llama-quantize says."""

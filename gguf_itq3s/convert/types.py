@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import TextIO
 
 from gguf import GGMLQuantizationType, LlamaFileType
 
@@ -12,15 +12,12 @@ from ..base.errors import UserError
 from ..checkpoint import policy
 from ..checkpoint.policy import Choice
 from ..checkpoint.source import Checkpoint, SourceTensor
-from ..checkpoint.stock import F16File
+from ..checkpoint.stock import STOCK_TYPES, F16File
 from ..codec import native
 from ..rounding.encode import Encoder
 from . import ternaries
 from .options import TERNARY_TYPES, ConvertOptions
 from .ternaries import Ternaries
-
-# Types that only a mix is named after.
-_MIXES: Final = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q3_k": "Q3_K_M"}
 
 
 def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
@@ -82,7 +79,7 @@ def file_type(checkpoint: Checkpoint, choices: Sequence[Choice], options: Conver
         weights[choice.type.name.lower()] += tensor.size
     if options.budgeted:
         name = max((name for name in weights if name != "f32"), key=weights.__getitem__)
-        return LlamaFileType[f"MOSTLY_{_MIXES.get(name, name.upper())}"]
+        return STOCK_TYPES[name][1] if name in STOCK_TYPES else LlamaFileType[f"MOSTLY_{name.upper()}"]
     ternary = max(TERNARY_TYPES, key=lambda name: weights[name])
     if weights[ternary] > weights[options.target.name.lower()]:
         return LlamaFileType[f"MOSTLY_{ternary.upper()}"]

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from ..base import report
 from ..base.errors import UserError
 from ..checkpoint import loadable, trust
-from ..checkpoint.gguf_file import GGUFFile, open_gguf, rescaling_of, shape_of
+from ..checkpoint.gguf_file import GGUFFile, open_gguf, shape_of
 from ..checkpoint.reading import open_checkpoint
-from ..checkpoint.rescaling import Rescaling
+from ..checkpoint.rescaling import Rescaling, rescaling_of
 
 #: Weights compared at a time.
 _PART: Final = 1 << 22

@@ -29,7 +29,7 @@ from ..base import report
 from ..base.errors import UserError, output_error
 from ..checkpoint import converter, rescaling, trust
 from ..checkpoint.files import check_output
-from ..checkpoint.gguf_file import GGUFFile, contents_of, open_gguf, rescaling_of
+from ..checkpoint.gguf_file import GGUFFile, contents_of, open_gguf
 from ..checkpoint.hub import download
 from ..checkpoint.patches import patched, replaced_in
 from ..checkpoint.reading import open_checkpoint, open_without_weights
@@ -165,7 +165,7 @@ def _of_model(options: LoraOptions, file: GGUFFile, rescaled: bool) -> tuple[Res
     norms = [tensor.name for tensor in file.tensors if tensor.name.endswith("_norm.weight")]
     if missing := [norm for norm in norms if norm not in names]:
         raise UserError(options.model, "is of another model than --base", "give the checkpoint of the file", missing[0])
-    found = rescaling_of(file, gain)
+    found = rescaling.rescaling_of(file, gain)
     return found, found.marks()
 
 

@@ -48,7 +48,7 @@ def test_what_llama_quantize_writes_in_short_rows(
     folder = checkpoint("llama-odd")
     opened = open_shapes(folder, reading.read_shapes(folder))
     file, file_type = f16_file(opened), LlamaFileType[f"MOSTLY_{kind}"]
-    mixed, theirs = file.mixed_types(file_type), {name: c.type for name, c in file.choices(file_type).items()}
+    mixed, theirs = file.mixed_types(file_type), file.mixed_types(file_type, fitted=True)
     assert mixed["blk.1.ffn_down.weight"] != theirs["blk.1.ffn_down.weight"]
     assert mixed["blk.0.ffn_up.weight"] == theirs["blk.0.ffn_up.weight"]
     for tensor in opened.tensors:

@@ -213,7 +213,7 @@ def test_lazy_evaluation_reads_shared_values_once_and_keeps_nothing() -> None:
     meta = gguf.LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, (4, 4))
     source = gguf.LazyNumpyTensor(meta=meta, args=("w",), func=load)
     product = source * source + source
-    from gguf_itq3s.checkpoint.lazy import evaluate
+    from gguf_itq3s.checkpoint.lazy import value as evaluate
 
     np.testing.assert_array_equal(evaluate(product), np.full((4, 4), 6.0))
     assert calls == ["w"]

@@ -23,7 +23,7 @@ from gguf_itq3s.calibrate.inputs import Layout
 from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
-from gguf_itq3s.checkpoint.gguf_file import open_gguf, rescaling_of
+from gguf_itq3s.checkpoint.gguf_file import open_gguf
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
 from gguf_itq3s.checkpoint.source import Checkpoint
@@ -231,7 +231,7 @@ def equalized(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str]
 
 
 def of(path: Path) -> rescaling.Rescaling:
-    return rescaling_of(open_gguf(path), lambda _: np.zeros(0, np.float32))
+    return rescaling.rescaling_of(open_gguf(path), lambda _: np.zeros(0, np.float32))
 
 
 def test_a_file_says_what_its_tensors_are_multiplied_by(
