@@ -104,7 +104,7 @@ class LayerExperts:
             if together:
                 stack.copy_(self.model.weights.get(whole, parameter.shape))
             for place, number in enumerate(() if together else numbers):
-                stack[place].copy_(self.model.weights.expert(whole, number, parameter.shape[1:]))
+                stack[place].copy_(self.model.weights.get(whole, parameter.shape[1:], number))
             stacks[name] = stack
         return Loaded(self, numbers, stacks)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -70,11 +69,8 @@ class Norms:
 
     def norm_of(self, name: str) -> str | None:
         """The norm that a matrix reads, or None."""
-        return self._norm_of.get(name)
-
-    @cached_property
-    def _norm_of(self) -> dict[str, str]:
-        return {reader: norm for norm, readers in self.readers.items() for reader in readers}
+        norm = norm_read_by(name)
+        return norm if norm is not None and name in self.readers.get(norm, ()) else None
 
     @property
     def note(self) -> str:
@@ -143,12 +139,7 @@ def norm_read_by(name: str) -> str | None:
 
 
 def readers_in_checkpoint(names: Iterable[str], layers: int) -> dict[str, list[str]]:
-    """Norm -> the matrices that read it, by the names of a Hugging Face checkpoint of Llama's architecture.
-
-    Args:
-        names: tensors of the checkpoint.
-        layers: how many layers it has.
-    """
+    """Norm -> the matrices that read it, by the names of a Hugging Face checkpoint of Llama's architecture."""
     by_gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
     here = {gguf_name: name for name in names if (gguf_name := by_gguf_name.get_name(name, try_suffixes=(".weight",)))}
     readers: dict[str, list[str]] = {}

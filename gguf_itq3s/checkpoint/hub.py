@@ -33,9 +33,7 @@ def download(repository: str, *, trust_remote_code: bool = False) -> Path:
     patterns = [*_FETCHED, *(("*.py",) if trust_remote_code else ())]
     try:
         return Path(
-            snapshot_download(
-                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=list(_NOT_FETCHED)
-            )
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=[*_NOT_FETCHED])
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         remedy = "check the name, the network, and HF_TOKEN for a gated model"

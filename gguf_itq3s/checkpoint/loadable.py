@@ -19,10 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import gguf
 from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 
-from ..base.errors import UserError
 from ..codec import native
 from . import loader
 from .validation import read_json
@@ -95,19 +93,11 @@ def may_be_tied(folder: Path, arch: str) -> bool:
         UserError: config.json cannot be read.
     """
     config = read_json(folder / "config.json")
-    text = config.get("text_config")
-    tied = (
-        {**config, **text}.get("tie_word_embeddings") if isinstance(text, dict) else config.get("tie_word_embeddings")
-    )
-    architectures = config.get("architectures")
+    architectures, text = config.get("architectures"), config.get("text_config")
+    tied = {**config, **(text if isinstance(text, dict) else {})}.get("tie_word_embeddings")
     causal = isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
     has_output = MODEL_TENSOR.OUTPUT in MODEL_TENSORS[_ARCHS[arch]]
     return tied is not False or not causal or not has_output or (folder / "modules.json").is_file()
-
-
-def user_error(problem: NotLoadableError, file: Path, remedy: str, label: str | None = None) -> UserError:
-    """The error for the user: ``label`` is the tensor's name with the checkpoint's own beside it."""
-    return UserError(file, str(problem), remedy, label or problem.tensor)
 
 
 # ------------------------------------------------------------------------------------------------- llama.cpp's loader
@@ -197,8 +187,3 @@ def check_names(shapes: Shapes, metadata: Mapping[str, Any]) -> None:
         raise NotLoadableError(f"is of a layer beyond the {count} of the metadata", first)
     if layers and (missing := [layer for layer in range(count) if layer not in layers]):
         raise NotLoadableError(f"layer {missing[0]} of {count} has no tensor", f"blk.{missing[0]}")
-
-
-def metadata_of_writer(writer: gguf.GGUFWriter) -> dict[str, Any]:
-    """Key -> value of a writer."""
-    return {key: entry.value for part in writer.kv_data for key, entry in part.items()}

@@ -150,36 +150,25 @@ def _check_head(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, S
             raise UserError(folder, what, "tie them, and train that, or take a model that does", name)
 
 
-def read_shapes(folder: Path, *, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by name, no weights read.
+def read_shapes(
+    folder: Path, *, trust_remote_code: bool = False
+) -> tuple[dict[str, tuple[int, ...]], tuple[Path, ...]]:
+    """Shape of every tensor by name, no weights read, and the safetensors files if all of them are there.
 
     Raises:
         UserError: neither safetensors files nor an index with a config that transformers knows.
     """
-    found = _weights(folder)
-    if files := _there(found):
-        return {name: shape for name, (_, shape) in shards.stored_tensors(files).items()}
-    return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code)
+    config = folder / "config.json"
+    found = shards.find(folder, read_json(config) if config.is_file() else {})
+    if found.files and all(file.is_file() and file.suffix == ".safetensors" for file in found.files):
+        return {name: shape for name, (_, shape) in shards.stored_tensors(found.files).items()}, found.files
+    return _meta_shapes(folder, list(found.weight_map) or None, trust_remote_code), ()
 
 
 def open_without_weights(folder: Path, *, trust_remote_code: bool = False) -> Checkpoint:
-    """The model of a folder by headers or by its config.
-
-    Raises:
-        UserError: as :func:`read_shapes`.
-    """
-    shapes, files = read_shapes(folder, trust_remote_code=trust_remote_code), _there(_weights(folder))
+    """The model of a folder by headers or by its config; errors are those of :func:`read_shapes`."""
+    shapes, files = read_shapes(folder, trust_remote_code=trust_remote_code)
     return open_shapes(folder, shapes, files, trust_remote_code=trust_remote_code)
-
-
-def _weights(folder: Path) -> shards.Shards:
-    config = folder / "config.json"
-    return shards.find(folder, read_json(config) if config.is_file() else {})
-
-
-def _there(found: shards.Shards) -> tuple[Path, ...]:
-    """The safetensors files, if all of them are there."""
-    return found.files if all(file.is_file() and file.suffix == ".safetensors" for file in found.files) else ()
 
 
 def _meta_shapes(folder: Path, names: Sequence[str] | None, trusted: bool) -> dict[str, tuple[int, ...]]:

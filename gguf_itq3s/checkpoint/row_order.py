@@ -40,13 +40,7 @@ def row_order(model: npt.NDArray[np.floating], tensor: npt.NDArray[np.floating])
 def of_matrix(
     folder: Path, entry: str, model: npt.NDArray[np.floating], tensor: npt.NDArray[np.floating]
 ) -> npt.NDArray[np.int64]:
-    """As :func:`row_order`, for a matrix that is quantized layer by layer.
-
-    Args:
-        folder: of the model.
-        entry: name of the matrix.
-        model: as there.
-        tensor: as there.
+    """As :func:`row_order`, for the matrix ``entry`` of a model that is quantized layer by layer.
 
     Raises:
         UserError: the rows are not the same.

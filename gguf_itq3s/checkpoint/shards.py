@@ -142,7 +142,13 @@ def check(folder: Path, config: Mapping[str, Any]) -> Shards:
     for path in found.files:
         here = _shapes(path)
         if found.index is not None:
-            _check_index(path, {name for name, file in found.weight_map.items() if file == path.name}, set(here))
+            expected = {name for name, file in found.weight_map.items() if file == path.name}
+            if lost := sorted(expected - here.keys()):
+                what = "is listed in the index but not in this shard"
+                raise UserError(path, what, "download the shard again", lost[0])
+            if extra := sorted(here.keys() - expected):
+                what = "is in this shard but not in the index"
+                raise UserError(path, what, "take the index of these shards", extra[0])
         elif twice := sorted(here.keys() & shapes.keys()):
             what = f"is in {places[twice[0]].name} too, and nothing says which is the model's"
             raise UserError(path, what, "keep the files of one model, or its index", twice[0])
@@ -189,14 +195,6 @@ def _check_there(found: Shards) -> None:
                 raise UserError(wanted, f"is not listed in {listed}", "take the index that belongs to the shards")
             if found.index is None and wanted not in found.files:
                 raise UserError(wanted, "this shard is not there", "download it")
-
-
-def _check_index(path: Path, expected: set[str], names: set[str]) -> None:
-    """The index names those tensors of a shard that are there."""
-    if lost := sorted(expected - names):
-        raise UserError(path, "is listed in the index but not in this shard", "download the shard again", lost[0])
-    if extra := sorted(names - expected):
-        raise UserError(path, "is in this shard but not in the index", "take the index of these shards", extra[0])
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

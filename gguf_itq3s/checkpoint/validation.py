@@ -24,6 +24,7 @@ _MOST_COLUMNS: Final = 1 << 24
 _CHEAP: Final = {**dict.fromkeys(_LAYERS, 1 << 9), "vocab_size": 1 << 18}
 # Added to a mean square before its root is taken.
 _EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_OWN: Final = "take the config.json of the model"
 #: What to do about a damaged file.
 UNREADABLE: Final = "the file is damaged; download it again"
 #: What PEFT calls the description of an adapter.
@@ -73,31 +74,22 @@ def check_counts(path: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config")
     for part in (config, text) if isinstance(text, Mapping) else (config,):
         for name in _COUNTS:
-            value = part.get(name)
+            value, most = part.get(name), _MOST.get(name, _MOST_COLUMNS)
             values = value if isinstance(value, list) and value and name in _LISTS else [value]
             if not all(v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0) for v in values):
-                raise UserError(
-                    path, f"has {name} {value!r:.80}, which is no count", "take the config.json of the model"
-                )
-            if any(v is not None and v > _MOST.get(name, _MOST_COLUMNS) for v in values):
-                what = f"has {name} {value!r:.80}, more than {_MOST.get(name, _MOST_COLUMNS)}"
-                raise UserError(path, what, "take the config.json of the model")
+                raise UserError(path, f"has {name} {value!r:.80}, which is no count", _OWN)
+            if any(v is not None and v > most for v in values):
+                raise UserError(path, f"has {name} {value!r:.80}, more than {most}", _OWN)
         for name in _EPSILONS:
             value = part.get(name)
             if isinstance(value, (int, float)) and not 0 <= value < 1:  # false for NaN
-                what = f"has {name} {value!r:.80}, which is no small number"
-                raise UserError(path, what, "take the config.json of the model")
+                raise UserError(path, f"has {name} {value!r:.80}, which is no small number", _OWN)
 
 
 def check_counts_by_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse numbers of layers and tokens far beyond those of the weights, before upstream makes lists of that length.
 
     Numbers that cost little are left to the comparison with what the architecture needs, which names the tensor.
-
-    Args:
-        path: of the config, for the message.
-        config: its content.
-        shapes: of the checkpoint's tensors.
 
     Raises:
         UserError: there are more than the weights can be of.
@@ -110,8 +102,7 @@ def check_counts_by_shapes(path: Path, config: Mapping[str, Any], shapes: Mappin
         for name, cheap in _CHEAP.items():
             value, there = part.get(name), largest if name == "vocab_size" else layers
             if isinstance(value, int) and value > max(there, cheap):
-                what = f"has {name} {value}, but no weight is of more than {there}"
-                raise UserError(path, what, "take the config.json of the model")
+                raise UserError(path, f"has {name} {value}, but no weight is of more than {there}", _OWN)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -36,8 +36,13 @@ class Weights:
         """Whether the checkpoint holds a tensor of the model."""
         return self._find(name) is not None
 
-    def get(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A tensor of the model, in any floating type.
+    def get(self, name: str, shape: torch.Size, number: int | None = None) -> torch.Tensor:
+        """A tensor of the model, in any floating type, or one matrix of a parameter that stacks those of the experts.
+
+        Args:
+            name: of the parameter.
+            shape: of the tensor, or of the matrix, (rows, columns).
+            number: of the expert.
 
         Raises:
             UserError: it is not in the checkpoint, is of another shape, or has weights that cannot be.
@@ -45,34 +50,16 @@ class Weights:
         import torch
 
         if found := self._find(name):
-            return self._checked(name, self._read(found), shape)
-        if stack := experts.stack(name):
-            singles = [self._find(single) for expert in range(shape[0]) for single in stack.singles(expert)]
-            if None not in singles:
-                parts = torch.cat([self._read(single) for single in singles if single])
-                return self._checked(name, parts.unflatten(0, (shape[0], -1)), shape)
-        raise self._absent(name)
-
-    def expert(self, name: str, number: int, shape: torch.Size) -> torch.Tensor:
-        """One matrix of a parameter that stacks those of the experts, (rows, columns), as :meth:`get` gives it.
-
-        Args:
-            name: of the parameter.
-            number: of the expert.
-            shape: of the matrix.
-
-        Raises:
-            UserError: as there.
-        """
-        import torch
-
-        if found := self._find(name):
             return self._checked(name, self._read(found, number), shape)
         if stack := experts.stack(name):
-            singles = [self._find(single) for single in stack.singles(number)]
+            numbers = range(shape[0]) if number is None else (number,)
+            singles = [self._find(single) for expert in numbers for single in stack.singles(expert)]
             if None not in singles:
-                return self._checked(name, torch.cat([self._read(single) for single in singles if single]), shape)
-        raise self._absent(name)
+                parts = torch.cat([self._read(single) for single in singles if single])
+                return self._checked(name, parts.unflatten(0, (shape[0], -1)) if number is None else parts, shape)
+        what = "transformers wants this tensor, and the checkpoint has none of it, or in a type that is kept (NVFP4)"
+        remedy = "update it, or use an importance matrix of llama-imatrix (--imatrix)"
+        raise UserError(self.folder, what, remedy, name)
 
     def _find(self, name: str) -> str | None:
         """The checkpoint's name for a tensor: the same, without the model's prefix, or Mixtral's."""
@@ -97,7 +84,3 @@ class Weights:
         if not float(tensor.abs().amax()) < WEIGHT_LIMIT:  # true for NaN
             raise UserError(self.folder, TOO_LARGE, "repair the checkpoint or download it again", name)
         return tensor
-
-    def _absent(self, name: str) -> UserError:
-        what = "transformers wants this tensor, and the checkpoint has none of it, or in a type that is kept (NVFP4)"
-        return UserError(self.folder, what, "update it, or use an importance matrix of llama-imatrix (--imatrix)", name)

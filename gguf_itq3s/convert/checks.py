@@ -69,13 +69,13 @@ def check_loadable(job: Job, head: bytes) -> str:
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
     size = size_of(head, [row.bytes for row in job.rows()])
     tied = loadable.may_be_tied(checkpoint.folder, checkpoint.model.arch)
-    metadata = loadable.metadata_of_writer(checkpoint.writer)
+    metadata = {key: entry.value for part in checkpoint.writer.kv_data for key, entry in part.items()}
     try:
         return loadable.check_head(head, size, shapes, metadata, tied=tied)
     except loadable.NotLoadableError as problem:
         label = next((tensor.label for tensor in checkpoint.tensors if tensor.name == problem.tensor), None)
         remedy = "repair the checkpoint or download it again"
-        raise loadable.user_error(problem, checkpoint.folder, remedy, label) from problem
+        raise UserError(checkpoint.folder, str(problem), remedy, label or problem.tensor) from problem
 
 
 def _check_kind(options: ConvertOptions) -> None:

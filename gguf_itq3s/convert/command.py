@@ -21,15 +21,7 @@ from ..checkpoint.policy import FALLBACK_KINDS
 from ..codec.family import FAMILY
 from ..codec.formats import CODECS
 from ..codec.ternary import SCALES
-from .options import (
-    EFFORTS,
-    OUTTYPES,
-    PLAIN_OUTTYPES,
-    TENSOR_TYPES,
-    TERNARY_MODES,
-    TERNARY_TYPES,
-    ConvertOptions,
-)
+from .options import EFFORTS, OUTTYPES, PLAIN_OUTTYPES, TENSOR_TYPES, TERNARY_MODES, TERNARY_TYPES, ConvertOptions
 from .pipeline import Conversion, convert_together
 
 #: The trellis types, as help names them.
@@ -40,11 +32,8 @@ DESCRIPTION: Final = (
     "Options that convert_hf_to_gguf.py and llama-quantize have too mean the same here."
 )
 #: Arguments that are no options of a conversion, or other ones by then.
-_COMMAND: Final = frozenset(
-    {
-        "command", "run", "needs_source", "parser", "outfile", "tensor_type", "remote",
-        "print_supported_models",
-    }
+_COMMAND: Final = (
+    "command", "run", "needs_source", "parser", "outfile", "tensor_type", "remote", "print_supported_models",
 )  # fmt: skip
 
 #: Options of llama.cpp's tools that these tools apply to a finished file, and the command that does it.
@@ -157,11 +146,9 @@ def _add_types(group: argparse._ArgumentGroup) -> None:
         "needs --calibrate, --calibration or --imatrix",
     )  # fmt: skip
     budget.add_argument(
-        "--target-size",
-        type=report.parse_size,
-        metavar="N[KiB|MiB|GiB]",
+        "--target-size", type=report.parse_size, metavar="N[KiB|MiB|GiB]",
         help="the same with at most so many bytes of file",
-    )
+    )  # fmt: skip
     for option, what in (("--token-embedding-type", "token embedding"), ("--output-tensor-type", "output matrix")):
         group.add_argument(
             option, type=str.lower, choices=TENSOR_TYPES, metavar="TYPE", help=f"of the {what}, instead of the mix's"
@@ -203,20 +190,14 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
         "the model measures its inputs (default: for trellis types where statistics are given)",
     )  # fmt: skip
     group.add_argument(
-        "--statistics",
-        "--calibration",
-        dest="calibration",
-        type=Path,
-        metavar="DIR",
+        "--statistics", "--calibration", dest="calibration", type=Path, metavar="DIR",
         help="what gguf-itq3s collect-statistics wrote, for many files of one model; rounds matrices by its Hessians",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--imatrix",
-        type=Path,
-        metavar="FILE",
+        "--imatrix", type=Path, metavar="FILE",
         help="what llama-imatrix wrote (GGUF or .dat): channels are equalized by it or, with --no-equalize, matrices "
         "are rounded by it as by a Hessian",
-    )
+    )  # fmt: skip
     for option, what in (("--include-weights", "only its entries"), ("--exclude-weights", "none of its entries")):
         group.add_argument(
             option, action="append", default=[], metavar="NAME",

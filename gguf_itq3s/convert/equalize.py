@@ -8,7 +8,6 @@ the errors by which the powers were chosen, kind by kind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, TextIO
 
 import numpy as np
@@ -42,14 +41,6 @@ _PIECE: Final = 1 << 22
 Vector = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """What rounding costs, by theory, in a model as it was and as it is equalized."""
-
-    before: float
-    after: float
-
-
 def equalize(
     plan: Plan, tensors: Mapping[str, SourceTensor], inputs: Inputs | None, powers: Powers, messages: TextIO
 ) -> Equalization:
@@ -65,7 +56,7 @@ def equalize(
     Raises:
         UserError: the statistics are of another model.
     """
-    exponents, left, costs = {}, [*plan.left_alone], dict[str, list[_Cost]]()
+    exponents, left, costs = {}, [*plan.left_alone], dict[str, list[float]]()
     for source, channels in plan.channels.items():
         part = _part(source)
         if part not in powers:
@@ -82,7 +73,7 @@ def equalize(
         exponents[source], cost = found
         costs.setdefault(part, []).append(cost)
     if costs:
-        parts = [f"{np.mean([c.after / c.before for c in found]):.2f} by {part}" for part, found in costs.items()]
+        parts = [f"{np.mean(found):.2f} by {part}" for part, found in costs.items()]
         print(f"equalized {len(exponents)} sets of channels; predicted cost of rounding: {', '.join(parts)}",
               file=messages)  # fmt: skip
     if left:
@@ -106,8 +97,8 @@ def neutral(plan: Plan, powers: Powers) -> Equalization:
 
 def _exponents(
     channels: Channels, tensors: Mapping[str, SourceTensor], inputs: Inputs | None, powers: tuple[float, float]
-) -> tuple[npt.NDArray[np.int8], _Cost] | str:
-    """Exponents (experts or 1, count) of some channels and what they gain, or why there are none."""
+) -> tuple[npt.NDArray[np.int8], float] | str:
+    """Exponents (experts or 1, count) of some channels and what share of the cost is left, or why there are none."""
     columns = channels.count * channels.repeats
     if not rotation_block(columns):
         return f"{columns} columns are not whole blocks of {SHORT_BLOCK}"
@@ -132,7 +123,7 @@ def _exponents(
         before += best.cost(w, a)
         # With feedback, uneven inputs cost nothing: what counts are the weights, at factors whose product is 1.
         after += best.cost(w / square, a * square if powers[1] else a)
-    return exponents, _Cost(before or 1.0, after or 1.0)
+    return exponents, (after or 1.0) / (before or 1.0)
 
 
 def _inputs(

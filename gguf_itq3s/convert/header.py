@@ -46,7 +46,7 @@ def header(job: Job) -> bytes:
         writer.add_string("itq3s.ternary", job.ternaries.mode)
     if isinstance(job.statistics, ImportanceMatrix):
         _add_importance(writer, job.statistics, options)
-    return render(job)
+    return job.head()
 
 
 def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
@@ -55,15 +55,6 @@ def set_share(checkpoint: Checkpoint, calibrated: float) -> None:
     if "itq3s.calibrated_share" in entries:
         entries["itq3s.calibrated"].value = calibrated > 0
         entries["itq3s.calibrated_share"].value = calibrated
-
-
-def render(job: Job) -> bytes:
-    """GGUF header, metadata that the checkpoint's writer has, and tensor infos.
-
-    Raises:
-        UserError: as :func:`header`.
-    """
-    return job.checkpoint.head([choice.type for choice in job.choices])
 
 
 def _add_importance(writer: gguf.GGUFWriter, matrix: ImportanceMatrix, options: ConvertOptions) -> None:

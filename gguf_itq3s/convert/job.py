@@ -16,7 +16,7 @@ from ..codec import native
 from ..rounding import ldlq
 from ..rounding.encode import Encoder
 from ..rounding.factors import HessianFactors, Statistics
-from . import statistics, types
+from . import statistics, ternaries, types
 from .naming import output_path
 from .options import ConvertOptions
 
@@ -55,7 +55,7 @@ class Job:
             trust_remote_code=options.run.trust_remote_code, request=options.request, messages=messages,
         )  # fmt: skip
         stock = f16_file(self.plain) if options.mixes_stock else None
-        self.ternaries = types.find_ternaries(self.plain, options, messages)
+        self.ternaries = ternaries.find(self.plain, options, messages)
         floats = replace(self.plain, tensors=self.ternaries.load(self.plain.tensors))
         self.choices = self.ternaries.choose(floats.tensors, types.choose(floats, options, self.encoder, stock))
         self.plan: Plan | None = None
@@ -90,6 +90,14 @@ class Job:
         """
         return statistics.factors(self.plain, self.checkpoint, self.rescaling, found, self.options.damping)
 
+    def head(self) -> bytes:
+        """GGUF header, metadata that the checkpoint's writer has, and tensor infos.
+
+        Raises:
+            UserError: the model's metadata do not fit GGUF's types.
+        """
+        return self.checkpoint.head([choice.type for choice in self.choices])
+
     def rows(self) -> list[TensorRow]:
         """One for every tensor of the file, without errors."""
         return [
@@ -100,10 +108,6 @@ class Job:
 
 def encoder_of(options: ConvertOptions, messages: TextIO) -> Encoder:
     """The encoder of a conversion.
-
-    Args:
-        options: of the conversion.
-        messages: where warnings go.
 
     Raises:
         UserError: the search cannot be, or the library is asked for and cannot be used.

@@ -15,7 +15,7 @@ from ..calibrate.options import FULL_COLUMNS_AT_ONCE
 from ..calibrate.run import Sequential
 from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.source import padded
-from . import header, statistics, types
+from . import header, statistics
 from .job import Job
 
 #: Room for the metadata that are not in the head yet when types are chosen.
@@ -41,8 +41,8 @@ def choose_for_size(job: Job) -> None:
     """
     asked, tensors = job.options, job.checkpoint.tensors
     kept = job.work.exists()
-    head = header.render(job)
-    given = frozenset(tensor.name for tensor in tensors if types.is_given(tensor, job.checkpoint, job.options))
+    head = job.head()
+    given = frozenset(tensor.name for tensor in tensors if asked.gives(tensor.name, tied=job.checkpoint.model.tied))
     there = budget.Budget(
         job.checkpoint, job.choices, job.encoder, given,
         bits=asked.target_bpw, size=asked.target_size, head=padded(len(head) + _MORE_METADATA),
@@ -60,10 +60,6 @@ def choose_for_size(job: Job) -> None:
 
 def quantize(job: Job, head: bytes) -> Finished:
     """Quantize the matrices layer by layer; the metadata get the share of weights that this reached.
-
-    Args:
-        job: the conversion.
-        head: the file's, before that.
 
     Raises:
         UserError: model, text or folder cannot be used, or the model was lost.

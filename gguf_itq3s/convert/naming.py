@@ -28,13 +28,16 @@ def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaF
     Raises:
         UserError: the template has a field that is not known.
     """
-    kind = ftype.name.partition("_")[2]
-    repository = options.request.repository
-    if options.out is not None:
-        return filled(options.out, kind)
-    if options.folder is None and repository is not None:
-        return filled(Path(_file_name(repository, "-{ftype}.gguf")), kind)
-    return (options.folder or options.model) / default_name(options.request, described, kind)
+    kind, path, repository = ftype.name.partition("_")[2], options.out, options.request.repository
+    if path is None and options.folder is None and repository is not None:
+        path = Path(_file_name(repository, "-{ftype}.gguf"))
+    if path is None:
+        return (options.folder or options.model) / _default_name(options.request, described, kind)
+    try:
+        return path.with_name(gguf.fill_templated_filename(path.name, kind))
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        remedy = "use {ftype}, {FTYPE}, {outtype} or {OUTTYPE} alone"
+        raise UserError(path, f"has a field in its name that is not known ({error})", remedy) from error
 
 
 def is_template(path: Path) -> bool:
@@ -42,25 +45,7 @@ def is_template(path: Path) -> bool:
     return "{" in path.name or "}" in path.name
 
 
-def filled(path: Path, kind: str) -> Path:
-    """A path whose name may hold upstream's fields: ``{ftype}``, ``{outtype}``, ``{}``, or ``{FTYPE}``, ``{OUTTYPE}``.
-
-    Args:
-        path: the template.
-        kind: the type, as ``Q8_0``.
-
-    Raises:
-        UserError: there is another field in it.
-    """
-    try:
-        name = gguf.fill_templated_filename(path.name, kind)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        remedy = "use {ftype}, {FTYPE}, {outtype} or {OUTTYPE} alone"
-        raise UserError(path, f"has a field in its name that is not known ({error})", remedy) from error
-    return path.with_name(name)
-
-
-def default_name(request: Request, described: gguf.Metadata, kind: str) -> str:
+def _default_name(request: Request, described: gguf.Metadata, kind: str) -> str:
     """The name of a file by the GGUF naming convention; a model card's words cannot lead out of the folder."""
     parts = (described.name, described.basename, described.finetune, described.version)
     words = [None if part is None else str(part) for part in parts]

@@ -173,6 +173,10 @@ class ConvertOptions:
             self.leave_output_tensor,
         )
 
+    def gives(self, name: str, *, tied: bool) -> bool:
+        """Whether the type of a tensor is given by name; ``tied``: the token embedding is the output matrix too."""
+        return self.overrides.touches(name, tied=tied, quantized=not self.plain, pure=self.pure)
+
     @property
     def statistics(self) -> Path | None:
         """The calibration folder or the importance matrix."""

@@ -44,19 +44,7 @@ class Conversion:
 
 
 def convert(options: ConvertOptions, messages: TextIO | None = None) -> Conversion:
-    """Convert a checkpoint.
-
-    Args:
-        options: what and how.
-        messages: where warnings and progress go; None for stderr.
-
-    Returns:
-        What was written.
-
-    Raises:
-        UserError: as :func:`convert_together`.
-        KeyboardInterrupt: as there.
-    """
+    """Convert a checkpoint in this process alone, as :func:`convert_together`."""
     done = convert_together(options, messages, ALONE)
     assert done is not None
     return done
@@ -104,7 +92,7 @@ def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ra
     finished = None
     if calibrate and not dry:
         finished = layers.quantize(job, head)
-        head = header.render(job)
+        head = job.head()
     key = header.fingerprint(head, options, job.checkpoint)
     output = Output(job.out, head, [row.bytes for row in rows], key)
     if dry:

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 def given(checkpoint: Checkpoint, options: ConvertOptions) -> Statistics | None:
     """The statistics that the options name, None where they name none.
 
-    Args:
-        checkpoint: the model.
-        options: of the conversion.
-
     Raises:
         UserError: they cannot be read, or are of another model.
     """
@@ -76,7 +72,7 @@ def _of_model(found: Statistics, checkpoint: Checkpoint) -> Statistics:
 def rescaling_of(
     whole: Checkpoint, checkpoint: Checkpoint, options: ConvertOptions, kept: frozenset[str], messages: TextIO
 ) -> Rescaling:
-    """What tensors are multiplied by; what is left alone is said.
+    """What tensors are multiplied by, but for the matrices ``kept``; what is left alone is said.
 
     Args:
         whole: the checkpoint as it was read.
@@ -134,10 +130,7 @@ def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
 def share(checkpoint: Checkpoint, choices: Sequence[Choice], known: Callable[[str], float]) -> float:
     """The share of the weights in trellis types that are rounded with statistics, 0 to 1.
 
-    Args:
-        checkpoint: the tensors.
-        choices: their types.
-        known: the share of a tensor's matrices that there are statistics of.
+    ``known`` is the share of a tensor's matrices that there are statistics of.
     """
     pairs = [(t, c) for t, c in zip(checkpoint.tensors, choices, strict=True) if is_trellis(c.type)]
     total = sum(tensor.size for tensor, _ in pairs)

@@ -35,14 +35,7 @@ class TensorWriter:
         self._job, self._finished = job, finished
 
     def write(self, output: Output, rows: Sequence[TensorRow]) -> list[TensorRow]:
-        """Write every tensor that is not there yet.
-
-        Args:
-            output: the file.
-            rows: one for each tensor.
-
-        Returns:
-            The rows with their errors.
+        """Write every tensor that is not there yet; returns the rows, one for each tensor, with their errors.
 
         Raises:
             UserError: weights cannot be read or encoded, or the file cannot be written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
@@ -13,6 +13,7 @@ from ..checkpoint.policy import Choice, may_quantize
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec import ternary
 from ..codec.transform import BLOCK
+from .options import TERNARY_TYPES, ConvertOptions
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,13 @@ class Ternaries:
     def load(self, tensors: Sequence[SourceTensor]) -> list[SourceTensor]:
         """The tensors, those of ``forced`` with a ``load`` that ternarizes."""
         return [
-            replace(tensor, load=ternarized(tensor.load, self.scale)) if tensor.name in self.forced else tensor
+            replace(tensor, load=_ternarized(tensor.load, self.scale)) if tensor.name in self.forced else tensor
             for tensor in tensors
         ]
 
 
-def find(
-    checkpoint: Checkpoint, mode: str, qtype: Type, scale: str, messages: TextIO, but: Collection[str] = ()
-) -> Ternaries:
-    """The matrices that get a ternary type.
+def find(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
+    """The matrices that get a ternary type; none in a file as upstream writes it.
 
     ``auto`` takes every matrix that may be quantized and is ternary already, whatever its name, and changes no value
     beyond rounding its scales to float16. ``force`` ternarizes the other matrices of the layers as training does.
@@ -68,22 +67,21 @@ def find(
 
     Args:
         checkpoint: not rescaled.
-        mode: ``auto``, ``force`` or ``off``.
-        qtype: TQ1_0 or TQ2_0.
-        scale: of ``force``, a key of ``ternary.SCALES``.
+        options: of the conversion; tensors whose type is given by name stay as they are.
         messages: where a warning goes.
-        but: tensors that stay as they are.
     """
-    found, forced, unfit = set(), set(), []
+    qtype = Type[(options.outtype if options.outtype in TERNARY_TYPES else options.ternary_type).upper()]
+    mode = "off" if options.plain else options.ternary
+    found, forced, unfit, model = set(), set(), [], checkpoint.model
     for tensor in checkpoint.tensors if mode != "off" else ():
-        if tensor.name in but or tensor.stored != Type.F16:
+        if options.gives(tensor.name, tied=model.tied) or tensor.stored != Type.F16:
             continue
-        if not may_quantize(tensor.name, tensor.shape, checkpoint.model.arch):
+        if not may_quantize(tensor.name, tensor.shape, model.arch):
             continue
         rows = checkpoint.first_rows(tensor)
         may_be = rows is None or any(ternary.looks_ternary(row) for row in rows)
-        if may_be and is_ternary(tensor):
-            if scales_fit(tensor):
+        if may_be and (fits := _scales_fit(tensor)) is not None:
+            if fits:
                 found.add(tensor.name)
             else:
                 unfit.append(tensor.name)
@@ -92,7 +90,7 @@ def find(
     if unfit:
         names = ", ".join(unfit)
         print(f"warning: ternary, but float16 cannot hold the scales, so not {qtype.name}: {names}", file=messages)
-    return Ternaries(frozenset(found), frozenset(forced), qtype, scale)
+    return Ternaries(frozenset(found), frozenset(forced), qtype, options.ternary_scale)
 
 
 def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -102,20 +100,18 @@ def _matrices(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield from array.reshape(-1, *array.shape[-2:]) if array.ndim > 2 else (array,)
 
 
-def is_ternary(tensor: SourceTensor) -> bool:
-    """Whether every matrix of a tensor is ternary after its scales; stops at the first that is not."""
-    return all(
-        matrix.dtype.kind == "f" and ternary.recognise(matrix) is not None for matrix in _matrices(tensor.load())
-    )
+def _scales_fit(tensor: SourceTensor) -> bool | None:
+    """Whether float16 holds the scales of a ternary tensor to its own precision; None where a matrix is not ternary."""
+    fits = True
+    for matrix in _matrices(tensor.load()):
+        found = ternary.recognise(matrix) if matrix.dtype.kind == "f" else None
+        if found is None:
+            return None
+        fits = fits and found.rounds_to_float16
+    return fits
 
 
-def scales_fit(tensor: SourceTensor) -> bool:
-    """Whether float16 holds the scales of a ternary tensor to its own precision."""
-    found = (ternary.recognise(matrix) for matrix in _matrices(tensor.load()))
-    return all(value is not None and value.rounds_to_float16 for value in found)
-
-
-def ternarized(load: Callable[[], Iterator[np.ndarray]], scale: str) -> Callable[[], Iterator[np.ndarray]]:
+def _ternarized(load: Callable[[], Iterator[np.ndarray]], scale: str) -> Callable[[], Iterator[np.ndarray]]:
     """``load`` with every matrix replaced by its ternary form (float32)."""
 
     def load_ternary() -> Iterator[np.ndarray]:

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TextIO
 
-from gguf import GGMLQuantizationType, LlamaFileType
+from gguf import LlamaFileType
 
 from ..base.errors import UserError
 from ..checkpoint import policy
 from ..checkpoint.policy import Choice
-from ..checkpoint.source import Checkpoint, SourceTensor
+from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File
 from ..codec import native
 from ..rounding.encode import Encoder
-from . import ternaries
 from .options import TERNARY_TYPES, ConvertOptions
-from .ternaries import Ternaries
-
-
-def is_given(tensor: SourceTensor, checkpoint: Checkpoint, options: ConvertOptions) -> bool:
-    """Whether the user has named the type of a tensor."""
-    return options.overrides.touches(
-        tensor.name, tied=checkpoint.model.tied, quantized=not options.plain, pure=options.pure
-    )
-
-
-def find_ternaries(checkpoint: Checkpoint, options: ConvertOptions, messages: TextIO) -> Ternaries:
-    """The matrices that are, or are to be made, ternary; none in a file as upstream writes it."""
-    name = options.outtype if options.outtype in TERNARY_TYPES else options.ternary_type
-    mode = "off" if options.plain else options.ternary
-    qtype = GGMLQuantizationType[name.upper()]
-    given = {tensor.name for tensor in checkpoint.tensors if is_given(tensor, checkpoint, options)}
-    return ternaries.find(checkpoint, mode, qtype, options.ternary_scale, messages, but=given)
 
 
 def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, stock: F16File | None) -> list[Choice]:

@@ -131,13 +131,13 @@ def inspect_file(path: Path) -> dict[str, Any]:
         UserError: as :func:`gguf_itq3s.checkpoint.gguf_file.open_gguf`.
     """
     reader = open_gguf(path)
-    names = [
-        n
-        for n in reader.fields
-        if n.startswith("itq3s.") or n in ("general.architecture", "general.file_type", "general.name")
-    ]
+    general = ("general.architecture", "general.file_type", "general.name")
     try:
-        metadata = {name: reader.fields[name].contents() for name in names}
+        metadata = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if name.startswith("itq3s.") or name in general
+        }
     except (ValueError, IndexError, TypeError) as error:
         raise UserError(path, f"has metadata that cannot be read ({error})", "write or download it again") from error
     return {
@@ -146,31 +146,21 @@ def inspect_file(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_parts(facts: dict[str, Any]) -> str:
-    count = len(facts["parts"])
-    return f" in {count} files, {facts['parts'][0]} the first" if count > 1 else ""
-
-
-def _shares(levels: dict[str, float] | None) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in levels.values()) if levels else "-"
-
-
-def _complaint(tensor: dict[str, Any]) -> str:
-    units = "values" if tensor["type"] in _FLOATS else "blocks"
-    return f"NOT FINITE: {tensor['name']}: {tensor['not_finite']} {units} NaN or infinite"
-
-
 def text(facts: dict[str, Any]) -> str:
     """The facts as tables; shares of levels in percent, from the lowest level up."""
-    lines = [
-        f"{facts['file']}: {report.size(facts['bytes'])}{_in_parts(facts)}",
-        *(f"{k} = {v}" for k, v in facts["metadata"].items()),
-        *(_complaint(t) for t in facts["tensors"] if t["not_finite"]),
-        "",
-    ]
+    parts = facts["parts"]
+    split = f" in {len(parts)} files, {parts[0]} the first" if len(parts) > 1 else ""
+    lines = [f"{facts['file']}: {report.size(facts['bytes'])}{split}"]
+    lines += [f"{key} = {value}" for key, value in facts["metadata"].items()]
+    for t in facts["tensors"]:
+        if t["not_finite"]:
+            units = "values" if t["type"] in _FLOATS else "blocks"
+            lines.append(f"NOT FINITE: {t['name']}: {t['not_finite']} {units} NaN or infinite")
+    lines.append("")
     rows = [
         [t["name"], t["type"], "x".join(map(str, t["shape"])), f"{t['bits_per_weight']:.4g}",
-         f"{t['scales'][0]:.3g} .. {t['scales'][1]:.3g}" if t["scales"] else "-", _shares(t["levels"])]
+         f"{t['scales'][0]:.3g} .. {t['scales'][1]:.3g}" if t["scales"] else "-",
+         " ".join(f"{100 * share:.0f}" for share in t["levels"].values()) if t["levels"] else "-"]
         for t in facts["tensors"]
     ]  # fmt: skip
     lines.append(report.table(["tensor", "type", "shape", "bits/w", "scales", "share of each level, %"], rows))

@@ -24,7 +24,7 @@ from ..checkpoint import policy, trust
 from ..checkpoint.reading import open_without_weights
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.stock import STOCK_TYPES, F16File, f16_file
-from ..checkpoint.validation import check_counts, read_json
+from ..checkpoint.validation import check_folder
 from ..codec.family import FAMILY
 from ..codec.types import bits_per_weight
 
@@ -69,13 +69,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json``; of a model with several parts, the text model's section with the rest behind it.
 
     Raises:
-        UserError: it is missing or not JSON.
+        UserError: as :func:`gguf_itq3s.checkpoint.validation.check_folder`.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(path, "no such file", "give a Hugging Face folder")
-    config = read_json(path)
-    check_counts(path, config)
+    config = check_folder(folder)
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 

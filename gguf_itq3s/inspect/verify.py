@@ -134,7 +134,7 @@ def check_loadable(path: Path) -> str:
     try:
         return loadable.check_file(reader.paths[0], {t.name: shape_of(t) for t in reader.tensors}, metadata)
     except loadable.NotLoadableError as problem:
-        raise loadable.user_error(problem, path, "convert the checkpoint again") from problem
+        raise UserError(path, str(problem), "convert the checkpoint again", problem.tensor) from problem
 
 
 def _alone(name: str, qtype: str, note: str) -> dict[str, Any]:

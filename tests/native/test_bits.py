@@ -87,16 +87,16 @@ def test_given_types_stay(made: tuple[Path, Path], tmp_path: Path) -> None:
 def test_ternary_matrices_stay_ternary(
     made: tuple[Path, Path], checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gguf_itq3s.convert import types as choosing
+    from gguf_itq3s.convert import ternaries as choosing
 
-    own = choosing.find_ternaries
+    own = choosing.find
 
     def some(checkpoint: Any, *rest: Any) -> Any:
         from dataclasses import replace
 
         return replace(own(checkpoint, *rest), forced=frozenset({"blk.1.ffn_up.weight"}))
 
-    monkeypatch.setattr(choosing, "find_ternaries", some)
+    monkeypatch.setattr(choosing, "find", some)
     quietly(made[0], tmp_path / "x.gguf", calibration=made[1], target_bpw=4.5)
     found = types(tmp_path / "x.gguf")
     assert found["blk.1.ffn_up.weight"] == Type.TQ2_0

@@ -46,7 +46,7 @@ def test_what_llama_quantize_writes_in_short_rows(
 ) -> None:
     """In place of a type that does not fit a row stands its fallback, which the dry run of the tool says too."""
     folder = checkpoint("llama-odd")
-    opened = open_shapes(folder, reading.read_shapes(folder))
+    opened = open_shapes(folder, reading.read_shapes(folder)[0])
     file, file_type = f16_file(opened), LlamaFileType[f"MOSTLY_{kind}"]
     mixed, theirs = file.mixed_types(file_type), file.mixed_types(file_type, fitted=True)
     assert mixed["blk.1.ffn_down.weight"] != theirs["blk.1.ffn_down.weight"]

@@ -9,6 +9,11 @@ from typing import Any
 import gguf
 import numpy as np
 
+#: Fields of a file that says its architecture alone.
+LLAMA: dict[str, tuple[object, list[gguf.GGUFValueType]]] = {
+    "general.architecture": ("llama", [gguf.GGUFValueType.STRING])
+}
+
 
 def metadata(path: Path) -> dict[str, object]:
     reader = gguf.GGUFReader(path)

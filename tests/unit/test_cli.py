@@ -220,18 +220,6 @@ def test_f16_overflow_is_named(llama_copy: Path, tmp_path: Path, capfd: pytest.C
 # ----------------------------------------------------------------------------------------------------- output
 
 
-@pytest.mark.parametrize("place", ["missing/out.gguf", "file/out.gguf", "folder"])
-def test_unwritable_output(
-    place: str, checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    assert convert_main([str(checkpoint("llama")), str(tmp_path / place), "--effort", "fast"]) == 1
-    line = one_error(capfd.readouterr().err)
-    assert line.startswith(f"error: {tmp_path / place}: cannot be written: ")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
-
-
 def test_full_disk_is_found_before_the_work(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from checkpoints import ARCHITECTURES, FAMILIES, MIXTURES, ONE_OF_A_KIND, SIZES, save_model
-from gguf_files import arrays, metadata, tensors
+from gguf_files import arrays, metadata, rewritten, tensors
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate.energies import MeasuredEnergies
@@ -256,27 +256,17 @@ def test_a_file_says_what_its_tensors_are_multiplied_by(
 
 def damaged(source: Path, out: Path, changes: dict[str, Any]) -> Path:
     """A copy of the file with other metadata; None takes a key out."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, "qwen2")
-    values = {key: field.contents() for key, field in reader.fields.items()}
-    for key, value in {**values, **changes}.items():
-        if value is None or key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, (bool, int)):
-            writer.add_uint32(key, int(value))
-        else:
-            writer.add_float32(key, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
+    kinds = gguf.GGUFValueType
+
+    def change(fields: dict[str, Any], _: dict[str, Any]) -> None:
+        for key, value in changes.items():
+            if value is None:
+                del fields[key]
+            else:
+                types = {list: [kinds.ARRAY, kinds.STRING], str: [kinds.STRING], int: [kinds.UINT32]}
+                fields[key] = value, types[type(value)]
+
+    return rewritten(source, out, change)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
+from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
@@ -18,6 +19,8 @@ from gguf_itq3s.codec.formats import ITQ3_S_LEVELS as LEVELS
 from gguf_itq3s.codec.types import ITQ2_S, ITQ3_N, ITQ3_S
 from gguf_itq3s.inspect import contents, verify
 from selection import some
+
+Q = gguf.GGMLQuantizationType
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +50,11 @@ def test_inspect_facts(file: Path) -> None:
 
 def test_inspect_counts_levels(tmp_path: Path) -> None:
     """A file of known blocks: TQ2_0 with a quarter zeros, and ITQ3_S blocks that are all zero."""
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     weights = np.tile(np.array([0, 0.5, -0.5, 0.5], dtype=np.float32), (2, 64))
-    q = gguf.GGMLQuantizationType
-    writer.add_tensor("t", gguf.quants.quantize(weights, q.TQ2_0), raw_dtype=q.TQ2_0)
-    writer.add_tensor("z", blocks.quantize(np.zeros((2, 256))), raw_dtype=ITQ3_S)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    made = {
+        "t": (gguf.quants.quantize(weights, Q.TQ2_0), Q.TQ2_0), "z": (blocks.quantize(np.zeros((2, 256))), ITQ3_S),
+    }  # fmt: skip
+    write_gguf(tmp_path / "x.gguf", LLAMA, made)
     ternary, zero = contents.inspect_file(tmp_path / "x.gguf")["tensors"]
     assert ternary["levels"] == {"-1": 0.25, "0": 0.25, "1": 0.5}
     assert ternary["scales"] == [0.5, 0.5] and ternary["zero_blocks"] == 0
@@ -102,18 +101,15 @@ def test_verify_undoes_norm_folding(model: Path, tmp_path: Path) -> None:
     source, folded = tmp_path / "source.gguf", tmp_path / "folded.gguf"
     gain = np.random.default_rng(0).uniform(0.5, 2, 256).astype(np.float32)
     for path in (source, folded):
-        writer = gguf.GGUFWriter(path, "llama")
+        made = {}
         for t in reader.tensors:
             data = np.asarray(t.data, dtype=np.float32)
             if t.name == "blk.0.attn_norm.weight":
                 data = gain if path == source else np.ones_like(gain)
             elif t.name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight") and path == folded:
                 data = data * gain
-            writer.add_tensor(t.name, data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+            made[t.name] = data, None
+        write_gguf(path, LLAMA, made)
     results = {r["name"]: r for r in verify.compare(folded, source)}
     assert all(r["error"] == 0 for r in results.values())
     assert results["blk.0.attn_q.weight"]["note"] == "rescaled"
@@ -128,7 +124,6 @@ def test_bad_files(command: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a complete GGUF file" in capsys.readouterr().err
 
 
-Q = gguf.GGMLQuantizationType
 #: Where the float16 of a block are, by the block structures of ggml-common.h.
 FLOATS = {
     Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82], Q.Q3_K: [108],
@@ -139,14 +134,8 @@ SOME = (ITQ3_S, ITQ2_S, Q.TQ2_0, Q.Q8_0, Q.F16, Q.F32, Q.BF16)
 
 
 def typed_file(path: Path, qtype: gguf.GGMLQuantizationType, data: np.ndarray) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("good.weight", np.ones(256, dtype=np.float32))
-    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    good = np.ones(256, dtype=np.float32)
+    return write_gguf(path, LLAMA, {"good.weight": (good, None), "blk.0.ffn_up.weight": (data, qtype)})
 
 
 @pytest.mark.parametrize(
@@ -194,12 +183,8 @@ def test_a_missing_tensor_and_another_shape_are_errors(tmp_path: Path, capsys: p
     other = typed_file(tmp_path / "other.gguf", Q.F32, np.ones((8, 128), dtype=np.float32))
     assert main(["verify", str(one), "--against", str(other)]) == 1
     assert "blk.0.ffn_up.weight: has shape (4, 256), the checkpoint (8, 128); " in capsys.readouterr().err
-    writer = gguf.GGUFWriter(tmp_path / "short.gguf", "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", np.ones((4, 256), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    made = {"blk.0.ffn_up.weight": (np.ones((4, 256), dtype=np.float32), None)}
+    write_gguf(tmp_path / "short.gguf", LLAMA, made)
     assert main(["verify", str(tmp_path / "short.gguf"), "--against", str(one)]) == 1
     assert main(["verify", str(one), "--against", str(tmp_path / "short.gguf")]) == 1
 
@@ -217,17 +202,10 @@ def test_a_missing_tensor_and_another_shape_are_errors(tmp_path: Path, capsys: p
 def test_a_version_that_does_not_fit_is_refused(
     version: int | str | None, row: gguf.GGMLQuantizationType, said: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "x.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    if isinstance(version, str):
-        writer.add_string("itq3s.version", version)
-    elif version is not None:
-        writer.add_uint32("itq3s.version", version)
-    writer.add_tensor("t", blocks.quantize(np.zeros((2, 256)), FAMILY[row].format), raw_dtype=row)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    kind = gguf.GGUFValueType.STRING if isinstance(version, str) else gguf.GGUFValueType.UINT32
+    fields = LLAMA if version is None else {**LLAMA, "itq3s.version": (version, [kind])}
+    made = {"t": (blocks.quantize(np.zeros((2, 256)), FAMILY[row].format), row)}
+    path = write_gguf(tmp_path / "x.gguf", fields, made)
     if said:
         for read in (contents.inspect_file, lambda path: verify.compare(path, path)):
             with pytest.raises(UserError, match=said):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import NOVEL
+from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import TRACEBACK, UserError, report_errors
 from gguf_itq3s.calibrate.store import read_manifest
 from gguf_itq3s.cli import main
@@ -131,13 +132,8 @@ def test_a_gguf_file_with_a_dimension_of_0_or_a_string_that_is_no_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def write(path: Path, shape: tuple[int, ...], name: str) -> None:
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_name(name)
-        writer.add_tensor("output_norm.weight", np.zeros(shape, dtype=np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        fields = {**LLAMA, "general.name": (name, [gguf.GGUFValueType.STRING])}
+        write_gguf(path, fields, {"output_norm.weight": (np.zeros(shape, dtype=np.float32), None)})
 
     empty, words = tmp_path / "empty.gguf", tmp_path / "words.gguf"
     write(empty, (0, 256), "x")
@@ -167,15 +163,6 @@ def test_an_error_that_nobody_foresaw_is_one_line(
     assert command() == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and lines[-1] == line
-
-
-def test_errors_that_were_foreseen_keep_their_form(capsys: pytest.CaptureFixture[str]) -> None:
-    @report_errors
-    def command() -> int:
-        raise UserError("file", "is wrong", "mend it")
-
-    assert command() == 1
-    assert capsys.readouterr().err == "error: file: is wrong; mend it\n"
 
 
 def test_a_deep_manifest(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,7 @@ import transformers
 
 import gguf_itq3s
 from checkpoints import NOVEL
+from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import hub, reading, trust
 from gguf_itq3s.checkpoint.patches import patched
@@ -66,13 +66,8 @@ def marker(tmp_path: Path) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A GGUF file to verify."""
-    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
-    writer.add_tensor("output_norm.weight", np.ones(256, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tmp_path / "small.gguf"
+    norm = np.ones(256, dtype=np.float32)
+    return write_gguf(tmp_path / "small.gguf", LLAMA, {"output_norm.weight": (norm, None)})
 
 
 def command(name: str, folder: Path, small: Path, out: Path) -> list[str]:

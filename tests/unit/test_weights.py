@@ -94,7 +94,7 @@ def test_one_expert_of_stacked_codes_is_read_alone(
             patch.setattr(patches, "_read_bytes", counted)
             for number in range(4):
                 read.clear()
-                assert torch.equal(weights.expert(f"{place}.{name}", number, torch.Size(shape)), whole[number])
+                assert torch.equal(weights.get(f"{place}.{name}", torch.Size(shape), number), whole[number])
                 assert sum(read) == shape[0] * shape[1] * (1 + 4 / 128**2)
 
 
