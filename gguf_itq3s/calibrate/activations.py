@@ -19,18 +19,13 @@ from .options import DTYPES
 
 
 class Bfloat16Array:
-    """Numbers that are kept in bfloat16.
-
-    Args:
-        halves: uint16, where they are kept.
-    """
+    """Numbers that are kept in bfloat16, as uint16."""
 
     def __init__(self, halves: np.memmap) -> None:
         self._halves = halves
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the array has it."""
         return self._halves.shape
 
     def __getitem__(self, index: Any) -> npt.NDArray[np.float32]:
@@ -42,7 +37,6 @@ class Bfloat16Array:
         self._halves[index] = narrowed(values)
 
     def flush(self) -> None:
-        """Write what is in memory to the file."""
         self._halves.flush()
 
 
@@ -75,10 +69,7 @@ def activations(
     """The inputs of a layer, (windows, context, hidden), in a file.
 
     Args:
-        folder: where it is.
-        mode: as :class:`numpy.memmap` takes it.
         dtype: one of :data:`.options.DTYPES`.
-        partial: whether it is written still.
 
     Returns:
         float32 to read and to write: the mapped file, or a :class:`Bfloat16Array`.
@@ -95,3 +86,9 @@ def activations(
     if dtype == "float32":
         return np.memmap(path, dtype=np.float32, mode=mode, shape=shape)
     return Bfloat16Array(np.memmap(path, dtype=np.uint16, mode=mode, shape=shape))
+
+
+def complete(array: Activations, folder: Path, number: int, dtype: str) -> None:
+    """Give the inputs of a layer, which are written, their name."""
+    array.flush()
+    activation_path(folder, number, dtype, partial=True).replace(activation_path(folder, number, dtype))

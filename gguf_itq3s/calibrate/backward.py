@@ -28,7 +28,7 @@ from ..base.journal import Journal, save_arrays
 from ..checkpoint import experts as names
 from ..codec.transform import rotation_block
 from . import experts
-from .activations import Activations, activation_path, activations
+from .activations import Activations, activation_path, activations, complete
 from .experts import Batch, LayerExperts, Loaded, Routed
 from .gradients import PRIOR, GradientSums, check_finite
 from .inputs import LayerMatrix
@@ -36,7 +36,7 @@ from .layers import LayeredModel
 from .moments import Moment, rotated
 from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
 from .shares import Batches, Share, share, split
-from .statistics import run_layer
+from .statistics import run_experts, run_layer
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
@@ -52,10 +52,8 @@ class OutputFisher:
     """Output Fisher matrices in a folder.
 
     Args:
-        folder: where they are, or will be.
         block: rows of the blocks that are kept of a matrix with more rows than ``full``.
         full: most rows of a matrix that is kept whole.
-        ranks: those that have gradients of other windows.
     """
 
     def __init__(self, folder: Path, *, full: int, block: int, ranks: Ranks = ALONE) -> None:
@@ -157,8 +155,7 @@ class OutputFisher:
         left = state["left"]  # layers below this one are to come
         forward, backward = (state["forward"], left) if ranks.all(there) else (0, model.layers)
         keywords = model.start(folder, inputs, batches, forward)
-        total = 2 * model.layers + 1
-        with tqdm(total=total, unit=" layers", file=messages, desc="gradients", mininterval=0.5) as bar:
+        with tqdm(total=2 * model.layers + 1, unit=" layers", file=messages, desc="gradients", mininterval=0.5) as bar:
             bar.update(forward + model.layers - backward)
             for number in range(forward, model.layers):
                 source = activations(folder, number, shape, "r", model.dtype)
@@ -167,7 +164,7 @@ class OutputFisher:
                     model, number, source, target, batches, keywords[number], folder / _KEPT,
                     lambda found: 4 * found.weights, None,
                 )  # fmt: skip
-                self._keep(number + 1, target, model.dtype, folder)
+                complete(target, folder, number + 1, model.dtype)
                 if number >= state["forward"]:
                     done(forward=number + 1)
                 bar.update()
@@ -202,16 +199,10 @@ class OutputFisher:
             needed = [activation_path(folder, number, dtype) for number in range(forward + 1)]
         return all(path.exists() for path in needed)
 
-    def _keep(self, number: int, array: Activations, dtype: str, folder: Path) -> None:
-        array.flush()
-        activation_path(folder, number, dtype, partial=True).replace(activation_path(folder, number, dtype))
-
     def _last(self, model: LayeredModel, shape: tuple[int, ...], windows: Share, chances_of: torch.Tensor) -> None:
         """The gradient behind the last layer, with respect to the log-likelihood of sampled labels.
 
         Args:
-            shape: of the activations of this rank.
-            windows: those of this rank.
             chances_of: float64 (windows, context) of the whole text, by which labels are drawn.
         """
 
@@ -245,19 +236,7 @@ class OutputFisher:
         self._ranks.reduce(squares[0], owner=0)
         if self._ranks.first:
             save_arrays({"diagonal": (squares[0] / tokens).float().cpu().numpy()}, self.folder / _OUTPUT)
-        self._keep(model.layers, target, model.dtype, folder)
-
-    def _run_experts(
-        self, found: LayerExperts, layer: torch.nn.Module, source: Activations, batches: Sequence[Batch],
-        keywords: Mapping[int, dict[str, Any]],
-    ) -> Routed:  # fmt: skip
-        """Run a layer up to its experts and these outside it: what comes into them and what they put out is kept."""
-        routed = Routed(layer, found, self._own() / _KEPT, *source.shape[:2])
-        for batch in batches:
-            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
-        for numbers in found.groups(4 * found.weights):
-            routed.run(batches, found.load(numbers))
-        return routed
+        complete(target, folder, model.layers, model.dtype)
 
     def _backward(
         self, model: LayeredModel, number: int, shape: tuple[int, ...], batches: Batches,
@@ -266,8 +245,6 @@ class OutputFisher:
         """One layer: its matrices' Fisher matrices to files, the gradient of its input to another.
 
         Args:
-            shape: of the activations of this rank.
-            batches: its windows that run together.
             again: the Fisher matrices are there already.
 
         Returns:
@@ -284,7 +261,8 @@ class OutputFisher:
         source = activations(self._own(), number, shape, "r", model.dtype)
         behind = activations(self._own() / _GRADIENTS, number + 1, shape, "r", model.dtype)
         with found.left_out() as layer:
-            routed = self._run_experts(found, layer, source, batches.all, keywords)
+            kept = self._own() / _KEPT
+            routed = run_experts(found, layer, source, batches.all, keywords, kept, 4 * found.weights)
             for batch in batches.all:
                 routed.put("behind", batch, _behind_experts(model, layer, routed, batch, source, behind, keywords))
             (tokens,) = self._ranks.sums(shape[0] * shape[1])
@@ -327,9 +305,7 @@ class OutputFisher:
 
             return hook
 
-        handles = [
-            layer.get_submodule(reader.path).register_forward_hook(watch(reader.entry)) for reader in readers
-        ]  # fmt: skip
+        handles = [layer.get_submodule(r.path).register_forward_hook(watch(r.entry)) for r in readers]
         for place, part in enumerate(batches.all):
             if place == len(batches.train):
                 sums.hold_out()
@@ -346,7 +322,7 @@ class OutputFisher:
                 square += float(hidden.detach().square().sum(dtype=torch.float64))
         for handle in handles:
             handle.remove()
-        self._keep(number, target, model.dtype, folder)
+        complete(target, folder, number, model.dtype)
         if again:
             return
         ranks = self._ranks
@@ -372,8 +348,6 @@ class OutputFisher:
         Args:
             readers: their matrices; none where the files are there already.
             routed: what came into the experts, and the gradients behind them.
-            batches: windows of this rank that run together.
-            tokens: of all ranks.
 
         Returns:
             How many matrices saw so few tokens that their own count for less.
@@ -474,13 +448,10 @@ def _add(
     routed: Routed, batch: Batch, loaded: Loaded, entries: Mapping[tuple[int, str], list[str]], sums: GradientSums
 ) -> None:
     """Add the gradients of some experts to the sums and to those of what came into them."""
-    hidden, chosen, weights, behind = (
-        routed.get("hidden", batch),
-        routed.chosen(batch),
-        routed.get("weights", batch),
-        routed.get("behind", batch),
+    hidden, weights, behind, of_hidden, of_weights = (
+        routed.get(name, batch) for name in ("hidden", "weights", "behind", "of hidden", "of weights")
     )
-    of_hidden, of_weights = routed.get("of hidden", batch), routed.get("of weights", batch)
+    chosen = routed.chosen(batch)
     for number in loaded.numbers:
         tokens, places = torch.where(chosen == number)
         if not len(tokens):
@@ -502,16 +473,11 @@ def _add(
 
 
 def sampled(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Draw a label for each token from its own predictions: the inverse of their distribution function.
+    """Draw a label for each token from its own predictions (tokens, vocabulary): int64 (tokens,).
 
     Args:
-        logits: (tokens, vocabulary).
         chances: float64 (tokens,), uniform in [0, 1): with them, a token's label does not depend on its company.
-
-    Returns:
-        int64 (tokens,).
     """
-
     # On the CPU, so that a device does not decide the labels.
     likely = torch.softmax(logits.float().cpu(), -1).cumsum(-1, dtype=torch.float64)
     found = torch.searchsorted(likely, (chances * likely[:, -1])[:, None], right=True)[:, 0]

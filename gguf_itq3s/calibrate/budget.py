@@ -68,7 +68,6 @@ class Plan:
         lines: of every matrix: name, type, bits per weight, score ("-" where its type was not to be chosen).
         curve: bits per weight over all weights, bytes, score; from the least to the most.
         here: the same of the choice.
-        unit: of the scores.
     """
 
     choices: list[Choice]
@@ -99,7 +98,6 @@ class Budget:
     Args:
         checkpoint: tensors as they are written.
         choices: the mix's, which stand where nothing is to be chosen.
-        encoder: which types it writes.
         given: tensors whose type the user has named.
         bits: per weight over all tensors; of the tensors, heads and padding apart.
         size: bytes of the whole file, instead of ``bits``.
@@ -125,18 +123,14 @@ class Budget:
                 fixed += self._bytes(tensor, choice.type)
         self._fixed = fixed
         self._weights = sum(tensor.size for tensor in checkpoint.tensors)
-        self._open = [tensor for tensor in checkpoint.tensors if tensor.name in self.types]
-        self._groups = _grouped(self._open, self.types)
+        #: Those whose type is to be chosen.
+        self.tensors = [tensor for tensor in checkpoint.tensors if tensor.name in self.types]
+        self._groups = _grouped(self.tensors, self.types)
         sizes = [self._sizes(group) for group in self._groups]
         least, most = (fixed + sum(int(of(values)) for values in sizes) for of in (np.min, np.max))
         self.total = size if size is not None else int((bits or 0.0) * self._weights / 8)
         if not least <= self.total <= most:
             raise UserError(checkpoint.folder, self._unreachable(bits, least, most), "give a target between them")
-
-    @property
-    def tensors(self) -> Sequence[SourceTensor]:
-        """Those whose type is to be chosen."""
-        return self._open
 
     def plan(self, scores: Mapping[str, Score]) -> Plan:
         """The types, by the scores of all tensors that are to be chosen."""
@@ -192,7 +186,7 @@ class Budget:
         )
 
     def _unreachable(self, bits: float | None, least: int, most: int) -> str:
-        if not self._open:
+        if not self.tensors:
             return "has no matrix whose type could be chosen"
         if self._by_size:
             asked, low, high = f"{self.total} bytes", f"{least} bytes", f"{most} bytes"
@@ -232,7 +226,6 @@ def choose(budget: Budget, factors: HessianFactors, calibration: Path | None, me
     """Choose types by statistics that are there.
 
     Args:
-        factors: of the statistics.
         calibration: their folder, which has more of the ends of the model; None of an importance matrix.
 
     Raises:
@@ -252,7 +245,6 @@ def choose_layerwise(
 
     Args:
         sequential: what will quantize.
-        factors_of: factors of statistics.
         work: folder for both and for the scores.
         fingerprint: of all that decides the scores; what another run has left there is thrown away.
 

@@ -30,7 +30,7 @@ ENDS: Final = "ends.safetensors"
 
 @dataclass(frozen=True)
 class Ends:
-    """What is known of both ends.
+    """Statistics of both ends.
 
     Attributes:
         frequency: float64 (tokens of the vocabulary,), share of the text's tokens.
@@ -49,10 +49,7 @@ def collect(
     """The contents of :data:`ENDS`.
 
     Args:
-        folder: with the activations of this rank behind the last layer.
         text: int64 (windows, context), of all ranks.
-        batches: windows of this rank that run together.
-        full: whether the second moment is kept whole.
         ranks: those that have others of the text's windows; only the first has the second moment then.
 
     Raises:

@@ -40,15 +40,12 @@ class MeasuredEnergies:
     norms: Mapping[str, str] = field(default_factory=dict)
 
     def known(self, name: str) -> bool:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.known`."""
         return name in self.means or tensor_entry(name, 0) in self.means
 
     def left_out(self, name: str, expert: int | None) -> str | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`."""
         return self.norms.get(tensor_entry(name, expert))
 
     def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
         found = self.means.get(tensor_entry(name, expert))
         if found is not None and found.size != columns:
             raise ValueError(f"the statistics have {found.size} columns, the matrix {columns}")

@@ -58,7 +58,6 @@ class LayerExperts:
     """The experts of a layer.
 
     Attributes:
-        path: of their module in it.
         module: of Transformers, its parameters on the meta device.
         gate: what lies between both matrices of an expert.
     """
@@ -145,8 +144,6 @@ class Loaded:
     """Experts that are in memory.
 
     Attributes:
-        of: those of the layer.
-        numbers: which of them.
         stacks: by parameter, (experts, rows, columns): gate above up, and down.
     """
 
@@ -191,12 +188,7 @@ class Loaded:
 
 
 class Routed:
-    """What comes into the experts of a layer and what they put out, for all windows, in files.
-
-    Args:
-        layer: with an :class:`Outside` in their place.
-        folder: of the files, made.
-    """
+    """What comes into the experts of a layer and what they put out, for all windows, in files."""
 
     def __init__(self, layer: torch.nn.Module, found: LayerExperts, folder: Path, windows: int, context: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,12 +32,10 @@ class Finished:
     """Matrices that are encoded.
 
     Attributes:
-        journal: of the layers.
         errors: matrix -> squared error and energy of its weights, not of its target.
         files: matrix -> the file that holds it.
         unseen: the experts that no token came to.
         dampings: kind of matrix -> the damping that the last layer took.
-        layers: how many are finished.
         writes: whether this process has the files.
     """
 
@@ -68,9 +66,6 @@ class Finished:
     @classmethod
     def resume(cls, folder: Path, run: str) -> Finished:
         """What an earlier run of the same kind has finished; what another has left is thrown away.
-
-        Args:
-            folder: of work, made if it is not there.
 
         Raises:
             UserError: the folder is something else, or cannot be written.

@@ -64,11 +64,7 @@ class GradientSums:
         self._before = {}
 
     def finish(self, readers: Sequence[LayerMatrix], tokens: int, ranks: Ranks) -> dict[str, np.ndarray]:
-        """Add up over all ranks, shrink the matrices and divide them by the tokens.
-
-        Args:
-            readers: matrices that are no expert's.
-            ranks: those that have other gradients.
+        """Add up over all ranks, shrink the matrices, no expert's, and divide them by the tokens.
 
         Returns:
             On the first rank what :meth:`means` gives, by name.
@@ -76,26 +72,20 @@ class GradientSums:
         owners = self.reduce(readers, ranks)
         self.shrink_to_identity()
         found = dict(self.means(tokens))
-        for entry, (owner, sizes) in owners.items():
-            for place, size in enumerate(sizes if owner else ()):
-                name = _name(entry, place)
-                block = found.pop(name) if ranks.rank == owner else np.empty((size, size), dtype=np.float32)
-                ranks.broadcast(block, owner)
+        for entry, (owner, count) in owners.items():
+            for name in (_name(entry, place) for place in range(count if owner else 0)):
+                block = ranks.broadcast_object(found.pop(name, None), owner)
                 if ranks.first:
                     found[name] = block
         return found
 
-    def reduce(self, readers: Sequence[LayerMatrix], ranks: Ranks) -> dict[str, tuple[int, list[int]]]:
+    def reduce(self, readers: Sequence[LayerMatrix], ranks: Ranks) -> dict[str, tuple[int, int]]:
         """Add up over all ranks, each matrix on one of them; nothing is left of it on the others.
 
         Those of experts go to the first rank, as they are shrunk to each other; the others are dealt out.
 
-        Args:
-            readers: the matrices of the layer, or some of them.
-            ranks: those that have other gradients.
-
         Returns:
-            The matrices that a token came to, who has them, and the sizes of their blocks; of a process alone none.
+            The matrices that a token came to, who has them, and how many blocks; of a process alone none.
         """
         if ranks.alone:
             return {}
@@ -124,7 +114,7 @@ class GradientSums:
                     del totals[entry]
             self._tokens[entry] = sum(of[entry][0] for of in everyone)
         self._before = {entry: parts for entry, parts in self._before.items() if entry in self._totals}
-        return {entry: (owner, sizes[entry]) for entry, owner in owners.items()}
+        return {entry: (owner, len(sizes[entry])) for entry, owner in owners.items()}
 
     def add(self, entry: str, gradient: torch.Tensor) -> None:
         """Gradients (..., rows) at the outputs of a matrix."""
@@ -170,15 +160,7 @@ class GradientSums:
 
 
 def check_finite(folder: Path, matrices: Mapping[str, np.ndarray]) -> None:
-    """Refuse gradients of which nothing follows.
-
-    Args:
-        folder: of the model, for the message.
-        matrices: by name, as :meth:`GradientSums.means` gives them.
-
-    Raises:
-        UserError: one is NaN or infinite.
-    """
+    """Raise UserError if a gradient is NaN or infinite."""
     for name, matrix in matrices.items():
         if not np.isfinite(matrix).all():
             what = "gives gradients that are NaN or infinite"
@@ -195,12 +177,7 @@ def _is_expert(entry: str) -> bool:
 
 
 def _owners(sizes: Mapping[str, Sequence[int]], ranks: Ranks) -> dict[str, int]:
-    """Who works at each matrix: the first rank at experts, the others go where least is to be decomposed.
-
-    Args:
-        sizes: of the blocks of each.
-        ranks: who there are.
-    """
+    """Who works at each matrix: the first rank at experts, the others go where least is to be decomposed."""
     owners = {entry: 0 for entry in sizes if _is_expert(entry)}
     work = {entry: sum(size**3 for size in parts) for entry, parts in sizes.items() if entry not in owners}
     load = [0] * ranks.size

@@ -26,8 +26,6 @@ class LayerMatrix:
     Attributes:
         name: GGUF name of its tensor.
         expert: which matrix of a stack, None for a plain one.
-        path: of the module in the layer.
-        parameter: of the module.
         half: of a parameter that holds the gate's and the up matrix's rows in one, 0 or 1; else None.
     """
 
@@ -80,9 +78,7 @@ class Layout:
     """The names of a model: its modules in Transformers, its tensors in GGUF.
 
     Args:
-        arch: ``general.architecture``.
         prefix: of a layer's modules, without its number.
-        tensors: GGUF names of all tensors.
     """
 
     def __init__(self, arch: str, layers: int, prefix: str, tensors: Iterable[str]) -> None:
@@ -171,8 +167,6 @@ class Watch:
     """Hooks on the modules of one layer; a context manager.
 
     Args:
-        model: the model, for its tensors.
-        groups: the groups to watch.
         receive: called before each module that has one of them as its input.
     """
 
@@ -191,8 +185,8 @@ class Watch:
         for group in groups:
             by_path.setdefault(group.path, []).append(group)
         for path, members in by_path.items():
-            hook = self._called(members) if members[0].expert is None else self._routed(members)
-            self._handles.append(layer.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
+            called = self._called(members)
+            self._handles.append(layer.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True))
 
     def __enter__(self) -> Watch:
         return self
@@ -219,24 +213,16 @@ class Watch:
         return hook
 
     def _called(self, groups: Sequence[Group]) -> Callable[..., None]:
-        norm = groups[0].norm
-
-        def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            states = args[0] if args else keywords["input"]
-            raw = states.reshape(-1, states.shape[-1])
-            with self._model.products(quick=False):
-                self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm]))
-
-        return hook
-
-    def _routed(self, groups: Sequence[Group]) -> Callable[..., None]:
-        """What stands for the experts of a layer: (hidden, chosen experts, weights) come in."""
+        """Before a matrix, or what stands for the experts of a layer: (hidden, chosen experts, weights) come in."""
         norm = next((group.norm for group in groups if not group.inner), None)
+        routed = groups[0].expert is not None
 
         def hook(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            states = args[0] if args else keywords["hidden_states"]
+            states = args[0] if args else keywords["hidden_states" if routed else "input"]
             raw = states.reshape(-1, states.shape[-1])
-            chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
+            chosen = None
+            if routed:
+                chosen = (args[1] if len(args) > 1 else keywords["top_k_index"]).reshape(raw.shape[0], -1)
             with self._model.products(quick=False):
                 self._receive(Seen(groups, raw, raw if norm is None else self._plain[norm], chosen))
 

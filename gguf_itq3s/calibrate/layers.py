@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..base.errors import UserError
 from ..checkpoint import tokens
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
-from .activations import activation_path, activations
+from .activations import activations, complete
 from .inputs import Layout
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks
@@ -28,17 +28,12 @@ class LayeredModel:
     """A Hugging Face model whose layers are loaded one at a time.
 
     Args:
-        options: which it is, and how it is run.
-        checkpoint: the same model as GGUF tensors.
         ranks: those that run the same layers, all in the same precision.
 
     Attributes:
         hidden: width of the activations between them.
-        context: longest window.
-        arch: ``general.architecture``.
         dtype: what activations are kept in between layers, by name.
         in_bfloat16: whether the matrices of layers are in bfloat16, and products with them.
-        checkpoint: the same model as GGUF tensors.
         layout: names of its modules and tensors.
     """
 
@@ -59,8 +54,10 @@ class LayeredModel:
             raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
         self.base, self.prefix = decoder_of(self.model)
         self.layers, self.hidden = len(self.base.layers), int(self.config.hidden_size)
-        if self.in_bfloat16:
-            _to_bfloat16(self.base.layers)
+        # Norms and biases are few numbers and stay in float32.
+        for parameter in self.base.layers.parameters() if self.in_bfloat16 else ():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.to(torch.bfloat16)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
         self.arch = checkpoint.model.arch
         self.weights = checkpoint.weights
@@ -78,9 +75,6 @@ class LayeredModel:
         """Write the inputs of the first layer, unless layers are done, and find out what each layer is called with.
 
         Args:
-            folder: where the inputs go.
-            windows: int64 (windows, context).
-            done: layers that are finished.
             rows: tokens (n,) and what stands in their rows of the embedding instead, float32 (n, hidden).
 
         Returns:
@@ -121,10 +115,8 @@ class LayeredModel:
 
             return forward
 
-        own = [layer.forward for layer in self.base.layers]
-        for number, layer in enumerate(self.base.layers):
-            layer.forward = catch(number)
-        with torch.no_grad():  # the arguments are used with gradients too
+        forwards = {layer: catch(number) for number, layer in enumerate(self.base.layers)}
+        with replaced(forwards), torch.no_grad():  # the arguments are used with gradients too
             for batch in batches:
                 if done and len(windows[batch]) in keywords[0]:
                     continue
@@ -133,11 +125,8 @@ class LayeredModel:
                 hidden = first.pop()
                 if target is not None:
                     target[batch] = hidden.float().cpu().numpy()
-        for layer, forward in zip(self.base.layers, own, strict=True):
-            layer.forward = forward
         if target is not None:
-            target.flush()
-            activation_path(folder, 0, self.dtype, partial=True).replace(activation_path(folder, 0, self.dtype))
+            complete(target, folder, 0, self.dtype)
         embedding.to("meta")
         return keywords
 
@@ -198,20 +187,17 @@ class LayeredModel:
                     assert not len(rest)
             else:
                 self._fill(module, names[embedding] if tied else names[module])
-        own = [(module, module.forward) for module in (embedding, *self.base.layers)]
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            embedding.forward = lambda ids, *_, **__: torch.zeros(*ids.shape, self.hidden, device=self.device)
-            for layer in self.base.layers:
-                layer.forward = lambda *_, **__: hidden
+            zeros = torch.zeros(hidden.shape, device=self.device)
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-            return self.model(input_ids=ids, use_cache=False).logits
+            behind = dict.fromkeys(self.base.layers, lambda *_, **__: hidden)
+            with replaced({embedding: lambda *_, **__: zeros, **behind}):
+                return self.model(input_ids=ids, use_cache=False).logits
 
         try:
             yield logits
         finally:
-            for module, forward in own:
-                module.forward = forward
             for module in (output, *norms):
                 module.to("meta")
 
@@ -231,11 +217,17 @@ class LayeredModel:
                 setattr(self.base, name, type(module)(config=self.config).to(self.device))
 
 
-def _to_bfloat16(layers: torch.nn.Module) -> None:
-    """Make the matrices of layers, which hold nothing yet, bfloat16; norms and biases are few numbers and stay."""
-    for parameter in layers.parameters():
-        if parameter.ndim > 1:
-            parameter.data = parameter.data.to(torch.bfloat16)
+@contextmanager
+def replaced(forwards: Mapping[torch.nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules with other functions in place of their forward passes."""
+    own = {module: module.forward for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in own.items():
+            module.forward = forward
 
 
 def decoder_of(model: Any) -> tuple[Any, str]:

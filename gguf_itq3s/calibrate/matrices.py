@@ -36,9 +36,7 @@ class Source:
     Attributes:
         checkpoint: as it was read, nothing rescaled.
         tensors: as they are written, by name.
-        types: tensor -> the type it is written in.
         rescaling: from the one to the other.
-        encoder: weights to bytes.
     """
 
     checkpoint: Checkpoint
@@ -87,7 +85,6 @@ class Matrix:
     """One matrix of a layer while it is rounded.
 
     Attributes:
-        source: of the file.
         streams: the layer in both models.
         stacks: of experts, tensors that are in memory, of which single matrices cannot be read.
     """
@@ -134,8 +131,6 @@ class Matrix:
         """What it is rounded to: itself, or more where tokens that were held out speak for it.
 
         Args:
-            of: sums of its inputs.
-            decomposition: of their Hessian.
             ranks: those that have the same sums and hold out other tokens; each asks for its share of the rows.
 
         Raises:
@@ -146,8 +141,7 @@ class Matrix:
             return self.weights
         plain = rotate(torch.from_numpy(self.weights).to(total.device))
         order = torch.from_numpy(self.order).to(total.device)
-        parts = ranks.parts(len(plain))
-        mine = parts[ranks.rank]
+        mine = ranks.part(len(plain))
         if of.missing is not None:
             asked = of.missing[order[mine]].float()
         else:
@@ -155,10 +149,7 @@ class Matrix:
             asked = target.explained(plain[mine], of.cross.total)
         correction = decomposition.solve(asked)
         if not ranks.alone:
-            rows = np.empty(plain.shape, dtype=np.float32)
-            rows[mine] = correction.cpu().numpy()
-            ranks.all_gather(rows, parts)
-            correction = torch.from_numpy(rows).to(total.device)
+            correction = torch.from_numpy(ranks.all_gather(correction.cpu().numpy())).to(total.device)
         lacking = held.difference @ plain.T
         if held.written is not None:
             lacking = lacking + held.written[:, order]
@@ -177,19 +168,14 @@ class Matrix:
 
         Args:
             wanted: what it is rounded to, float32 (m, n).
-            factor: of the Hessian of its inputs, if that is known.
             blocks: its output Fisher matrices, as :meth:`OutputFisher.blocks` gives them.
             ranks: those that share the work and have the same arguments: rows, or blocks and the rest of their rows.
         """
-        qtype, data = self.type, self.empty()
+        qtype = self.type
         if not blocks:
-            parts = _whole_lanes(len(data), ranks)
-            own = parts[ranks.rank]
-            if own.start < own.stop:
-                data[own] = self.source.encoder.rows(wanted[own], qtype, factor)
-            ranks.all_gather(data, parts)
+            data = self._rows(wanted, factor, ranks)
             return data, gguf.quants.dequantize(data, qtype)
-        decoded = np.empty_like(wanted)
+        data, decoded = self.empty(), np.empty_like(wanted)
         pieces = list(zip(self._places(blocks), blocks, strict=True))
         # Whole blocks as long as there is one for every rank, then all ranks at what is left.
         pieces.sort(key=lambda piece: -len(piece[0]))
@@ -198,10 +184,8 @@ class Matrix:
             if place % ranks.size == ranks.rank:
                 self._encode_block(wanted, factor, rows, found, data, decoded, ALONE)
         for place, (rows, _) in enumerate(pieces[:whole]):
-            coded = data[rows]
-            ranks.broadcast(coded, place % ranks.size)
-            if place % ranks.size != ranks.rank:
-                data[rows], decoded[rows] = coded, gguf.quants.dequantize(coded, qtype)
+            data[rows] = ranks.broadcast_object(data[rows], place % ranks.size)
+            decoded[rows] = gguf.quants.dequantize(data[rows], qtype)
         for rows, found in pieces[whole:]:
             self._encode_block(wanted, factor, rows, found, data, decoded, ranks)
         return data, decoded
@@ -211,7 +195,6 @@ class Matrix:
         decoded: np.ndarray, ranks: Ranks,
     ) -> None:  # fmt: skip
         """The rows of one output Fisher matrix, group after group, into ``data`` and ``decoded``."""
-        encoder, qtype = self.source.encoder, self.type
         output = fisher.factorize(self._scaled(block, rows))
         rows = rows[output.order]
         errors = np.empty((len(rows), wanted.shape[1]), dtype=np.float32)
@@ -219,18 +202,18 @@ class Matrix:
             here = wanted[rows[group]]
             if group.start:
                 here = here - output.feedback[: group.start, group].T @ errors[: group.start]
-            if ranks.alone:
-                coded = encoder.rows(here, qtype, factor)
-            else:
-                coded = np.empty((len(here), data.shape[1]), dtype=np.uint8)
-                parts = _whole_lanes(len(here), ranks)
-                own = parts[ranks.rank]
-                if own.start < own.stop:
-                    coded[own] = encoder.rows(np.ascontiguousarray(here[own]), qtype, factor)
-                ranks.all_gather(coded, parts)
-            data[rows[group]] = coded
-            decoded[rows[group]] = gguf.quants.dequantize(coded, qtype)
+            data[rows[group]] = coded = self._rows(here, factor, ranks)
+            decoded[rows[group]] = gguf.quants.dequantize(coded, self.type)
             errors[group] = decoded[rows[group]] - wanted[rows[group]]
+
+    def _rows(self, wanted: np.ndarray, factor: Factor | None, ranks: Ranks) -> np.ndarray:
+        """Some rows encoded, by each rank a share, in as many at least as the encoder has side by side."""
+        part = ranks.part(-(-len(wanted) // fisher.GROUP))
+        own = wanted[part.start * fisher.GROUP : part.stop * fisher.GROUP]
+        data = self.empty()[:0]
+        if len(own):
+            data = self.source.encoder.rows(np.ascontiguousarray(own), self.type, factor)
+        return ranks.all_gather(data)
 
     def _places(self, blocks: list[np.ndarray]) -> list[np.ndarray]:
         """The rows in GGUF's order that each block of its output Fisher matrices is of."""
@@ -251,9 +234,3 @@ class Matrix:
         put = np.empty_like(decoded)
         put[self.order] = decoded
         self.streams.put(self.reader, put)
-
-
-def _whole_lanes(rows: int, ranks: Ranks) -> list[slice]:
-    """Shares of rows, in as many as the encoder has side by side."""
-    parts = ranks.parts(-(-rows // fisher.GROUP))
-    return [slice(part.start * fisher.GROUP, min(rows, part.stop * fisher.GROUP)) for part in parts]

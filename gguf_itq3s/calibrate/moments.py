@@ -37,12 +37,7 @@ def rotate_both(moment: torch.Tensor, block: int | None = None) -> torch.Tensor:
 
 
 def in_basis(moment: torch.Tensor, block: int) -> torch.Tensor:
-    """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in another basis.
-
-    Args:
-        moment: as :func:`rotate_both` takes it, in the basis of rows of as many columns.
-        block: of the other one.
-    """
+    """As :func:`gguf_itq3s.rounding.hessian.in_basis`: the second moment of inputs in the basis of blocks so long."""
     plain = rotate_both(moment)
     if block == 1:
         return plain
@@ -69,9 +64,7 @@ class Moment:
 
     Attributes:
         columns: n, a multiple of 64.
-        full: (n, n), or the diagonal blocks (n / b, b, b).
         total: float64 sum of the outer products.
-        tokens: how many.
     """
 
     columns: int
@@ -110,13 +103,10 @@ class Moment:
                     total[end:, start:end] += product[:, end - start :].T
 
     def reduce(self, ranks: Ranks, tokens: float, device: torch.device, owner: int | None = None) -> None:
-        """Add up over all ranks.
+        """Add up over all ranks, which have seen so many ``tokens``; ``owner`` gets it, None for all.
 
         Args:
-            ranks: those that have seen other tokens.
-            tokens: that all of them have seen.
             device: of the sum, where nothing was added here.
-            owner: who gets it; None for all.
         """
         if tokens and not ranks.alone:
             ranks.reduce(self.begun(device), owner=owner)

@@ -69,10 +69,7 @@ def check(
     """Say what memory and disk a run takes, and find a disk that is too small before the work.
 
     Args:
-        folder: of this rank's work.
         inputs: tokens of this rank, int64 (windows, context).
-        batches: those that run together.
-        fisher: the form of the output Fisher matrices, if there are some.
 
     Raises:
         UserError: the disk is too small.

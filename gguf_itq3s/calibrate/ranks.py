@@ -39,8 +39,6 @@ class Ranks:
     """The processes of a run, seen by one of them.
 
     Args:
-        rank: of this process, from 0.
-        size: how many there are.
         place: for messages, what the run writes.
     """
 
@@ -85,18 +83,6 @@ class Ranks:
         self.reduce(total)
         return [float(value) for value in total]
 
-    def broadcast(self, array: npt.NDArray[Any], owner: int = 0) -> None:
-        """Give all ranks what an array holds on its owner, in place; its shape and type are the same everywhere."""
-        if self.alone or not array.size:
-            return
-        import torch
-
-        own = np.ascontiguousarray(array)
-        with self._connected() as dist:
-            dist.broadcast(torch.from_numpy(own.reshape(-1).view(np.uint8)), src=owner)
-        if own is not array and self.rank != owner:
-            array[...] = own
-
     def broadcast_object(self, value: Any, owner: int = 0) -> Any:
         """What the owner has for all."""
         if self.alone:
@@ -114,32 +100,18 @@ class Ranks:
                 dist.all_gather_object(found, value)
         return found
 
-    def all_gather(self, array: npt.NDArray[Any], parts: Sequence[slice]) -> None:
-        """Give all ranks the rows that each of them has: ``parts[rank]``, in place."""
-        for owner, part in enumerate(parts) if not self.alone else ():
-            self.broadcast(array[part], owner)
+    def all_gather(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The rows (k, ...) of all ranks, rank after rank; k is each rank's own."""
+        return rows if self.alone else np.concatenate(self.all_gather_objects(rows))
 
     def gather(self, rows: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """The rows of all ranks on the owner, rank after rank; None on the others.
-
-        Args:
-            rows: (k, ...), k of each rank's own, the rest of the shape alike.
-            owner: who gets them.
-        """
+        """The rows (k, ...) of all ranks on the owner, rank after rank; None on the others."""
         import torch
 
-        counts = self.all_gather_objects(len(rows))
-        found = [
-            rows if rank == self.rank else rows.new_empty((count, *rows.shape[1:])) for rank, count in enumerate(counts)
-        ]
-        for rank, other in enumerate(found):
-            if len(other) and rank != owner and self.rank in (rank, owner):
-                with self._connected() as dist:
-                    if self.rank == owner:
-                        dist.recv(other, src=rank)
-                    else:
-                        dist.send(other.contiguous(), dst=owner)
-        return torch.cat(found) if self.rank == owner else None
+        found = [None] * self.size if self.rank == owner else None
+        with self._connected() as dist:
+            dist.gather_object(rows.cpu(), found, dst=owner)
+        return torch.cat(found).to(rows.device) if found else None
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -151,9 +123,6 @@ class Ranks:
 
     def agree(self, place: Path, **what: str) -> None:
         """Refuse ranks that would do another piece of work.
-
-        Args:
-            what: by name, what has to be the same on all.
 
         Raises:
             UserError: on all ranks, that names one that differs from rank 0.
@@ -222,10 +191,6 @@ def own_batch(batch: int, device: str) -> int:
 def joined(place: Path, device: str, messages: TextIO) -> Iterator[tuple[Ranks, TextIO]]:
     """The processes of this run, as long as the context lasts; without torchrun this one alone.
 
-    Args:
-        place: what is written, for messages.
-        device: torch device of the work.
-
     Yields:
         The ranks, and where this one's progress goes: nowhere but on the first.
 
@@ -286,16 +251,12 @@ def own_folder(folder: Path, ranks: Ranks) -> Path:
 
 
 def keep_own(folder: Path, run: str, ranks: Ranks, kind: str, names: Sequence[str]) -> Path:
-    """Have a folder for what is this rank's own: with what it has left of this run, or without.
+    """Make :func:`own_folder` with the folders ``names``: with what it has left of this run, or empty.
 
     Args:
         run: key of the run, which stands beside what is kept.
-        ranks: who takes part; what is of another number is taken away.
+        ranks: who takes part; what is of another number is removed.
         kind: of what is kept, of which there may be several in one folder of work.
-        names: of its folders.
-
-    Returns:
-        As :func:`own_folder`.
 
     Raises:
         OSError: it cannot be written.

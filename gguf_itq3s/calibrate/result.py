@@ -25,13 +25,10 @@ def say(
     folder: Path, model: LayeredModel, source: Source, inputs: np.ndarray, batches: Batches, messages: TextIO,
     ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
-    """Print perplexity and KL divergence of the quantized model.
+    """Print perplexity and KL divergence of the quantized model on the windows held out, (windows, context) tokens.
 
     Args:
         folder: of this rank's work, with both streams behind the last layer.
-        inputs: tokens of this rank, int64 (windows, context).
-        batches: which of them are held out.
-        ranks: those that hold out other windows.
     """
     behind_last = [activation_path(folder / stream, model.layers, model.dtype) for stream in STREAMS]
     windows = sum(map(len, batches.held)) + batches.elsewhere

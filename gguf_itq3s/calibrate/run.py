@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 import gguf
 import numpy as np
@@ -28,7 +28,7 @@ from ..rounding.encode import SquaredError, takes_hessian
 from ..rounding.hessian import Factor
 from ..rounding.target import Decomposition
 from . import needs, result
-from .activations import activation_path, activations
+from .activations import activation_path, activations, complete
 from .backward import OutputFisher
 from .finished import FISHER, STREAMS, Finished
 from .inputs import Group, LayerMatrix
@@ -53,10 +53,8 @@ class Sequential:
     """One such run.
 
     Attributes:
-        calibration: model and text.
         damping: of the Hessians, share of the mean diagonal; None for what tokens held out like best.
         fisher: the form of the output Fisher matrices by which errors are fed across rows; None for no such thing.
-        ranks: those that make the same run, each with its share of the text.
     """
 
     calibration: CalibrationOptions
@@ -153,12 +151,7 @@ class Sequential:
         return found
 
     def _layers(self, finished: Finished, own: Path) -> None:
-        """Every layer that is not finished; those that are run again where another number of processes left off.
-
-        Args:
-            finished: what is.
-            own: folder of this rank's activations.
-        """
+        """Every layer that is not finished; those before are run again where another number of processes left off."""
         model, inputs, batches, ranks = self.model, self.inputs, self.batches.all, self.ranks
         folders = (own / STREAMS[0], own / STREAMS[1])
         for folder in folders:
@@ -223,8 +216,7 @@ class Sequential:
             what = f"is lost behind layer {number}: its outputs are {far}"
             raise of_all(UserError(self.calibration.model, what, remedy))
         for array, folder in zip(targets, folders, strict=True):
-            array.flush()
-            activation_path(folder, number + 1, dtype, partial=True).replace(activation_path(folder, number + 1, dtype))
+            complete(array, folder, number + 1, dtype)
 
     def _stage(self, number: int, streams: Streams, stage: list[Group], finished: Finished) -> dict[str, np.ndarray]:
         """Round the matrices of a stage; returns their bytes."""
@@ -282,8 +274,14 @@ class Sequential:
             block = rotation(matrix.type)
             calibrated = decomposition is not None and takes_hessian(matrix.type, group.columns)
             if decomposition is not None and calibrated and block not in factors:
-                own = block == rotation_block(group.columns)
-                found = decomposition if own else _in_basis(group, of, block, finished)
+                own, hessian = block == rotation_block(group.columns), of.hessian.total
+                assert hessian is not None
+                # A damping serves in every basis.
+                found = (
+                    decomposition
+                    if own
+                    else Decomposition.of(in_basis(hessian, block), finished.dampings[_kind(group)])
+                )
                 factors[block] = found.factor(spent=not own or reader is readers[-1])
             factor = factors[block] if calibrated else None
             if reader is readers[-1]:
@@ -337,27 +335,12 @@ class Sequential:
         return found
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """A matrix that is rounded.
-
-    Attributes:
-        data: its bytes, uint8 (m, bytes of a row).
-        error: of its weights.
-        unseen: whether no token came to it.
-    """
+class Rounded(NamedTuple):
+    """A matrix that is rounded: bytes (m, bytes of a row), error of its weights, whether no token came to it."""
 
     data: np.ndarray
     error: SquaredError
     unseen: bool
-
-
-def _in_basis(group: Group, of: Sums, block: int, finished: Finished) -> Decomposition:
-    """The same Hessian in the basis of types that rotate other blocks, or none; its damping serves in every basis."""
-    damping = finished.dampings[_kind(group)]
-    hessian = of.hessian.total
-    assert hessian is not None
-    return Decomposition.of(in_basis(hessian, block), damping)
 
 
 def _kind(group: Group) -> str:

@@ -61,13 +61,8 @@ class Score:
 
 @dataclass(frozen=True)
 class _Use:
-    """One way in which a matrix is used: its rows count by ``rows``, its columns by ``hessian``.
-
-    Attributes:
-        rows: (m,), None where all count alike.
-        hessian: rotated; None for the identity.
-        fisher: whether the two give nats.
-    """
+    """A way in which a matrix is used: weights of its rows (m,), None for ones; rotated Hessian, None for the identity;
+    whether the two give nats."""
 
     rows: Vector | None
     hessian: npt.NDArray[np.floating] | None
@@ -78,8 +73,6 @@ class RowWeights:
     """How much the rows of the layers' matrices count, by their output Fisher matrices.
 
     Args:
-        model: for the layers.
-        gradients: the Fisher matrices.
         source: of the file: by the rows of its tensors the order of the conversion is found.
     """
 
@@ -136,8 +129,6 @@ class Scores:
 
     Args:
         checkpoint: tensors as they are written, rescaled.
-        factors: statistics of their inputs.
-        encoder: weights to bytes.
         statistics_of_ends: of the embedding and the output matrix, if they are known.
         rows: how much rows count, with ``--fisher``.
     """
@@ -187,7 +178,8 @@ class Scores:
 
         def cost(errors: npt.NDArray[np.floating]) -> list[float]:
             turned = hessian.rotate_rows(errors)
-            return [_cost(turned * share, use.hessian) for use, share in zip(uses, shares, strict=True)]
+            weighted = [(turned * share, use.hessian) for use, share in zip(uses, shares, strict=True)]
+            return [float(np.square(e).sum()) if h is None else hessian.cost(e, h) for e, h in weighted]
 
         costs = []
         for qtype in types:
@@ -268,10 +260,6 @@ def _sample(weights: Vector, count: int) -> _Rows:
     heaviest, others = order[: count // 2], np.sort(order[count // 2 :])
     spread = others[np.linspace(0, len(others) - 1, count - count // 2).astype(int)]
     return _Rows(np.concatenate([heaviest, spread]), len(heaviest), others)
-
-
-def _cost(errors: npt.NDArray[np.floating], found: npt.NDArray[np.floating] | None) -> float:
-    return float(np.square(errors).sum()) if found is None else hessian.cost(errors, found)
 
 
 def _of_length(values: Vector, count: int) -> Vector:

@@ -24,8 +24,7 @@ class Batches:
     """Windows that run together.
 
     Attributes:
-        train: those that statistics are taken from.
-        held: those that are held out.
+        train: those that statistics are taken from; ``held``: those that are held out.
         elsewhere: how many windows other ranks hold out.
     """
 
@@ -48,24 +47,14 @@ class Batches:
 
 @dataclass(frozen=True)
 class Share:
-    """The windows of one rank.
-
-    Attributes:
-        numbers: which of the text's they are, ascending.
-        batches: those that run together, by their places in ``numbers``.
-    """
+    """The windows of one rank: which of the text's, ascending; those that run together, by their places in these."""
 
     numbers: Batch
     batches: Batches
 
 
 def share(windows: int, batch: int, ranks: Ranks) -> Share:
-    """The windows of this rank: neighbours, as many of those held out as evens out the others.
-
-    Args:
-        windows: how many there are.
-        ranks: who runs them.
-    """
+    """The windows of this rank: neighbours, as many of those held out as evens out the others."""
     if ranks.alone:
         return Share(np.arange(windows), split(windows, batch))
     train, held = (np.concatenate(part) if part else np.arange(0) for part in _parts(windows, windows))
@@ -77,11 +66,7 @@ def share(windows: int, batch: int, ranks: Ranks) -> Share:
 
 
 def split(windows: int, batch: int) -> Batches:
-    """Hold out a tenth of the windows, spread evenly, one at least and :data:`HELD_WINDOWS` at most.
-
-    Args:
-        windows: how many; a single one is not held out.
-    """
+    """Hold out a tenth of the windows, spread evenly, one (not of a single one) to :data:`HELD_WINDOWS`."""
     return Batches(*_parts(windows, batch))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -24,7 +25,7 @@ from ..checkpoint.reading import open_checkpoint
 from ..codec.transform import rotation_block
 from ..rounding import hessian
 from . import ends
-from .activations import Array, activation_path, activations
+from .activations import Array, activation_path, activations, complete
 from .experts import Batch, LayerExperts, Routed
 from .experts import find as find_experts
 from .inputs import Group, Seen, Watch
@@ -47,7 +48,6 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
 
     Args:
         messages: where progress goes; None for stderr.
-        ranks: the processes that share the text; the first of them writes.
 
     Returns:
         The manifest of the finished folder; on a rank that does not write, without its entries.
@@ -118,11 +118,8 @@ def _run(
     """All layers that are not done yet; those are run again that another number of processes has done.
 
     Args:
-        out: folder of the statistics.
-        own: folder of this rank's activations.
         text: int64 (windows, context), of all ranks.
         manifest: of what is done, on the first rank.
-        ranks: those that share the text.
     """
     inputs = text[ranks.part(len(text))]
     batch = own_batch(options.batch, options.device)
@@ -164,11 +161,8 @@ def _run(
                 (out / _PARTIAL if ranks.alone else own) / "experts",
                 lambda found: bytes_of_expert(found, options), add if number >= done else None, write, bar.update,
             )  # fmt: skip
-            target.flush()
+            complete(target, own, number + 1, model.dtype)
             del source, target
-            activation_path(own, number + 1, model.dtype, partial=True).replace(
-                activation_path(own, number + 1, model.dtype)
-            )
             if number >= done:
                 if number + 1 == model.layers:
                     found = ends.collect(model, own, text, batches, full=options.full(model.hidden), ranks=ranks)
@@ -192,62 +186,66 @@ def run_layer(
     Args:
         source: its inputs, float32 (windows, context, hidden).
         target: its outputs, which are written here; may be ``source``.
-        folder: for files that are needed meanwhile.
         bytes_of_expert: of its weights and sums, which say how many are in memory together.
         receive: is given every input; None where the outputs alone are wanted.
         end: is given the groups of matrices whose inputs have all been handed over.
-        done: called after each batch.
 
     Raises:
         OSError: the folder cannot be written.
         UserError: the checkpoint lacks a matrix.
     """
     found = find_experts(model, number)
-    groups = model.layout.groups(number, model.base.layers[number])
-    if found is None:
-        _run_whole(model, number, model.load(number), source, target, batches, keywords, groups, receive, done)
-        model.unload(number)
-    else:
-        mine = [group for group in groups if group.path == found.path]
-        with found.left_out() as layer:
-            routed = Routed(layer, found, folder, *source.shape[:2])
-            for batch in batches:
-                seen: list[Seen] = []
-                with Watch(model, number, layer, mine, seen.append):
-                    routed.keep(batch, lambda batch=batch: model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
-                if seen[0].plain is not seen[0].raw:
-                    routed.put("plain", batch, seen[0].plain)
-            for members in found.groups(bytes_of_expert(found)):
-                loaded = found.load(members)
-                here = [group for group in mine if group.expert in members]
-                for batch in batches:
-                    if receive is None:
-                        break
-                    plain = routed.get("plain" if routed.has("plain") else "hidden", batch)
-                    with torch.inference_mode():
-                        receive(Seen(here, routed.get("hidden", batch), plain, routed.chosen(batch), loaded.inner))
-                routed.run(batches, loaded)
-                del loaded
-                if receive is not None:
-                    end(here)
+    groups = model.layout.groups(number, model.base.layers[number]) if receive else []
+    routed = None
+    with ExitStack() as stack:
+        layer = model.load(number) if found is None else stack.enter_context(found.left_out())
+        if found is not None:
+            mine = [group for group in groups if group.path == found.path]
             groups = [group for group in groups if group.path != found.path]
-            _run_whole(model, number, layer, source, target, batches, keywords, groups, receive, done, routed)
+            size = bytes_of_expert(found)
+            routed = run_experts(found, layer, source, batches, keywords, folder, size, mine, receive, end)
+        with Watch(model, number, layer, groups, receive or (lambda _: None)):
+            for batch in batches:
+                if routed is not None:
+                    routed.give(batch)
+                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
+                done()
+        if routed is not None:
             routed.close()
+    model.unload(number)
     if receive is not None:
         end(groups)
 
 
-def _run_whole(
-    model: LayeredModel, number: int, layer: torch.nn.Module, source: Array, target: Array,
-    batches: Sequence[Batch], keywords: Mapping[int, dict[str, Any]], groups: Sequence[Group],
-    receive: Callable[[Seen], None] | None, done: Callable[[], Any], routed: Routed | None = None,
-) -> None:  # fmt: skip
-    with Watch(model, number, layer, groups if receive else (), receive or (lambda _: None)):
-        for batch in batches:
-            if routed is not None:
-                routed.give(batch)
-            target[batch] = model.step(layer, source[batch], keywords[len(batch)])
-            done()
+def run_experts(
+    found: LayerExperts, layer: torch.nn.Module, source: Array, batches: Sequence[Batch],
+    keywords: Mapping[int, dict[str, Any]], folder: Path, size: int, groups: Sequence[Group] = (),
+    receive: Callable[[Seen], None] | None = None, end: Callable[[Sequence[Group]], None] = lambda _: None,
+) -> Routed:  # fmt: skip
+    """Run a layer up to its experts and these outside it, arguments as :func:`run_layer`.
+
+    Returns:
+        What comes into the experts and what they put out.
+    """
+    routed = Routed(layer, found, folder, *source.shape[:2])
+    for batch in batches:
+        seen: list[Seen] = []
+        with Watch(found.model, found.number, layer, groups, seen.append):
+            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
+        if seen and seen[0].plain is not seen[0].raw:
+            routed.put("plain", batch, seen[0].plain)
+    for members in found.groups(size):
+        loaded = found.load(members)
+        here = [group for group in groups if group.expert in members]
+        for batch in batches if receive is not None else ():
+            plain = routed.get("plain" if routed.has("plain") else "hidden", batch)
+            with torch.inference_mode():
+                receive(Seen(here, routed.get("hidden", batch), plain, routed.chosen(batch), loaded.inner))  # type: ignore[misc]
+        routed.run(batches, loaded)
+        del loaded
+        if receive is not None:
+            end(here)
+    return routed
 
 
 def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:

@@ -37,7 +37,6 @@ class Entry:
     """Where the statistics of one matrix are.
 
     Attributes:
-        file: safetensors file in the folder.
         key: tensor in it, float32 (n, n) or (n / b, b, b) as in :mod:`gguf_itq3s.rounding.hessian`.
         tokens: how many inputs were seen.
         norm: GGUF name of the norm whose gain the statistics leave out, or None.
@@ -55,9 +54,7 @@ class Manifest:
 
     Attributes:
         model: :func:`model_hash` of the checkpoint.
-        arch: ``general.architecture``.
         text: SHA-256 of the tokens that were run.
-        tokens: how many.
         options: what the command was given that changes the statistics.
         entries: matrix -> statistics; the matrices of experts are ``name[expert]``.
         complete: whether every layer is there.
@@ -116,9 +113,6 @@ def model_hash(files: Sequence[Path]) -> str:
 
     It is made once for files that do not change while the process runs, on all processors: 1.3 GB/s each.
 
-    Args:
-        files: its safetensors files.
-
     Raises:
         UserError: a file is not safetensors.
     """
@@ -127,8 +121,7 @@ def model_hash(files: Sequence[Path]) -> str:
 
 @lru_cache(maxsize=4)
 def _model_hash(files: tuple[tuple[Path, int, int], ...]) -> str:
-    tensors = [found for path, _, _ in files for found in _hashes(path)]
-    return key_of(*sorted(tensors))
+    return key_of(*sorted(found for path, _, _ in files for found in _hashes(path)))
 
 
 def _hashes(path: Path) -> list[tuple[str, str, list[int], str]]:
@@ -148,12 +141,7 @@ def _hashes(path: Path) -> list[tuple[str, str, list[int], str]]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics that are ready for a conversion.
-
-    Attributes:
-        folder: where they are.
-        manifest: what they are of.
-    """
+    """Statistics that are ready for a conversion, as :class:`gguf_itq3s.rounding.factors.Statistics`."""
 
     folder: Path
     manifest: Manifest
@@ -164,15 +152,12 @@ class Calibration:
 
     @property
     def path(self) -> Path:
-        """As :attr:`gguf_itq3s.rounding.factors.Statistics.path`: the folder."""
         return self.folder
 
     def known(self, name: str) -> bool:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.entries or tensor_entry(name, 0) in self.entries
 
     def share(self, name: str) -> float:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.share`."""
         seen, count = self._seen.get(name, (0, 1))
         return seen / count
 
@@ -187,29 +172,24 @@ class Calibration:
         return seen
 
     def key(self, name: str, expert: int | None) -> str:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`."""
         entry = self.entries.get(tensor_entry(name, expert))
         return f"{entry.file}:{entry.key}" if entry else tensor_entry(name, expert)
 
     def tokens(self, name: str, expert: int | None) -> int | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.tokens`."""
         entry = self.entries.get(tensor_entry(name, expert))
         return entry.tokens if entry else None
 
     def left_out(self, name: str, expert: int | None) -> str | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`."""
         entry = self.entries.get(tensor_entry(name, expert))
         return entry.norm if entry else None
 
     def rotated(
         self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.floating] | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
         found = self._of_columns(name, columns, expert)
         return found if found is None or factor is None else hessian.scale_columns(found, factor)
 
     def diagonal(self, name: str, columns: int, expert: int | None) -> npt.NDArray[np.float64] | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.diagonal`."""
         found = self._of_columns(name, columns, expert)
         return None if found is None else np.maximum(hessian.diagonal(found), 0)  # of float32 sums
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from . import experts
 from .activations import Activations, Array, activations, narrowed, widened
 from .experts import LayerExperts, Loaded, Routed
 from .inputs import Group, LayerMatrix, Seen, Watch
-from .layers import LayeredModel, Stop
+from .layers import LayeredModel, Stop, replaced
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks
@@ -57,7 +57,6 @@ class Sums:
         missing: float64 (rows, columns), of (W (x - x') + r - r') x'^T with the stream r before the addition.
         writes: whether it is of such a matrix.
         held: the tokens held out; None where there are none.
-        device: where they are.
     """
 
     hessian: Moment
@@ -69,7 +68,7 @@ class Sums:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many tokens the sums are of, and how many are held out."""
+        """Tokens that the sums are of, and tokens held out."""
         return self.hessian.tokens, 0 if self.held is None else len(self.held.inputs)
 
     def reduce(self, ranks: Ranks, tokens: int, held: int, rows: int, owner: int | None = None) -> None:
@@ -96,10 +95,11 @@ class Sums:
             written = torch.empty((0, rows), device=self.device) if self.writes else None
             self.held = self.held or Held(empty, empty, written)
             if owner is not None:
-                self.held = self.held.gathered(ranks, owner)
+                found = [None if part is None else ranks.gather(part, owner) for part in self.held]
+                self.held = Held(*found) if ranks.rank == owner else None  # type: ignore[arg-type]
 
     def forget(self) -> None:
-        """Give back their memory."""
+        """Free their memory."""
         self.hessian.total = self.cross.total = self.missing = self.held = None
 
     @property
@@ -108,8 +108,7 @@ class Sums:
         return self.cross.total is not None and bool(self.cross.total.any())
 
 
-@dataclass
-class Held:
+class Held(NamedTuple):
     """Tokens held out, in the basis and with the weights of the sums.
 
     Attributes:
@@ -122,29 +121,10 @@ class Held:
     difference: torch.Tensor
     written: torch.Tensor | None
 
-    def gathered(self, ranks: Ranks, owner: int) -> Held | None:
-        """Those of all ranks on the owner, None on the others."""
-        inputs, difference = ranks.gather(self.inputs, owner), ranks.gather(self.difference, owner)
-        written = None if self.written is None else ranks.gather(self.written, owner)
-        return None if inputs is None or difference is None else Held(inputs, difference, written)
-
-    def and_also(self, other: Held) -> Held:
-        """These tokens and others."""
-
-        written = None
-        if self.written is not None and other.written is not None:
-            written = torch.cat([self.written, other.written])
-        return Held(torch.cat([self.inputs, other.inputs]), torch.cat([self.difference, other.difference]), written)
-
 
 @dataclass
 class Drift:
-    """How far the quantized layer's outputs are from the original's.
-
-    Attributes:
-        tokens: how many.
-        ratios: the sum over tokens of |h' - h|^2 / |h|^2.
-    """
+    """How far the quantized layer's outputs are from the original's: the sum over tokens of |h' - h|^2 / |h|^2."""
 
     tokens: int = 0
     ratios: float = 0.0
@@ -163,31 +143,13 @@ class Drift:
         return mean if np.isfinite(mean) else float("inf")
 
 
-@dataclass(frozen=True)
-class _Shortcut:
-    """A module whose output is that of its last matrix.
-
-    Attributes:
-        module: its path.
-        length: of the tuple that it gives, the others of which are None; 0 where it gives the output alone.
-    """
-
-    module: str
-    length: int
-
-    def result(self, out: torch.Tensor) -> Any:
-        """What the module gives where its last matrix gives ``out``."""
-        return (out, *[None] * (self.length - 1)) if self.length else out
+#: Path of a matrix -> path of the module whose output is that of the matrix, and the length of the tuple that it gives,
+#: the others of which are None; 0 where it gives the output alone.
+_Shortcuts: TypeAlias = Mapping[str, tuple[str, int]]
 
 
 class _Stream:
-    """One of the two.
-
-    Args:
-        inputs: float32 (windows, context, hidden).
-        folder: where inputs of matrices are kept.
-        experts: that are outside the layer.
-    """
+    """One of the two; in ``folder`` the inputs of matrices are kept."""
 
     def __init__(
         self, model: LayeredModel, layer: torch.nn.Module, inputs: Array, keywords: Mapping[int, dict[str, Any]],
@@ -210,52 +172,37 @@ class _Stream:
         kept = self._kept[path]
         kept[batch] = values.reshape(len(batch), *kept.shape[1:]).float().cpu().numpy()
 
-    def keep_routed(self, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> None:
-        """Run the layer up to its experts, and keep what comes into them."""
-        self.routed.keep(batch, lambda: self.run(batch, shortcuts))
-
     def close(self) -> None:
         """Forget what was kept."""
         self._kept.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> np.ndarray:
-        """The layer's output for some windows.
+    def run(self, batch: Batch, shortcuts: _Shortcuts) -> np.ndarray:
+        """The layer's output for some windows; where the inputs of a matrix are kept, its module runs it alone."""
+        forwards: dict[torch.nn.Module, Callable[..., Any]] = {}
+        for path, (name, length) in shortcuts.items():
+            if path in self._kept:
+                values = torch.from_numpy(self._kept[path][batch]).to(self._model.device)
+                matrix = self.layer.get_submodule(path)
 
-        Args:
-            shortcuts: path of a matrix -> the module that ends with it: where the inputs of the matrix are kept, the
-                module runs that matrix alone.
-        """
-        with ExitStack() as stack:
-            for path, shortcut in shortcuts.items():
-                if path in self._kept:
-                    stack.enter_context(self._shortened(path, shortcut, batch))
+                def forward(
+                    *_: Any, matrix: Any = matrix, values: Any = values, length: int = length, **__: Any
+                ) -> Any:
+                    return (matrix(values), *[None] * (length - 1)) if length else matrix(values)
+
+                forwards[self.layer.get_submodule(name)] = forward
+        with replaced(forwards):
             return self._model.step(self.layer, self.inputs[batch], self._keywords[len(batch)])
-
-    @contextmanager
-    def _shortened(self, path: str, shortcut: _Shortcut, batch: Batch) -> Iterator[None]:
-
-        module: Any = self.layer.get_submodule(shortcut.module)
-        values = torch.from_numpy(self._kept[path][batch]).to(self._model.device)
-        matrix = self.layer.get_submodule(path)
-        own = module.forward
-        module.forward = lambda *_, **__: shortcut.result(matrix(values))
-        try:
-            yield
-        finally:
-            module.forward = own
 
 
 class Streams:
     """The two layers.
 
     Args:
-        options: form of the sums.
         inputs: two, float32 (windows, context, hidden): of the original layer, and of the quantized one.
         scales: matrix -> float32 (columns,), the factors of its columns in the file, whose inputs are divided by
             them; None where they are as in the model. Matrices that read the same input have the same.
         folders: where each stream keeps activations while the layer is at work.
-        ranks: those that run the same layer on other windows.
     """
 
     def __init__(
@@ -318,7 +265,7 @@ class Streams:
         return self._rows(0, reader).detach().float().cpu().numpy().copy()
 
     def put(self, reader: LayerMatrix, weights: npt.NDArray[np.float32]) -> None:
-        """Replace the weights of a matrix of the quantized layer, as :meth:`weights` has them."""
+        """Replace the weights of a matrix of the quantized layer."""
         with torch.no_grad():
             self._rows(1, reader).copy_(torch.from_numpy(weights))
 
@@ -333,18 +280,17 @@ class Streams:
         expert = stage[0].expert
         if expert is not None:
             self._open(next(i for i, numbers in enumerate(self._numbers) if expert in numbers))
-        elif any(group.expert is not None for before in self._before(stage) for group in before):
-            self._open(len(self._numbers))
-
-    def _before(self, stage: Sequence[Group]) -> list[list[Group]]:
-        return self.stages[: next(i for i, other in enumerate(self.stages) if other[0] is stage[0])]
+        else:
+            place = next(i for i, other in enumerate(self.stages) if other[0] is stage[0])
+            if any(group.expert is not None for before in self.stages[:place] for group in before):
+                self._open(len(self._numbers))
 
     def _open(self, group: int) -> None:
         """Load a group of experts, all before it having run; behind the last one, none."""
         if not self._ended and not self._loaded:
             for stream in self._streams:
                 for batch in self._batches.all:
-                    stream.keep_routed(batch, self._shortcuts)
+                    stream.routed.keep(batch, lambda stream=stream, batch=batch: stream.run(batch, self._shortcuts))  # type: ignore[misc]
         while True:
             if self._ended < len(self._numbers) and not self._loaded:
                 assert self._experts is not None
@@ -377,7 +323,7 @@ class Streams:
         original, quantized = (self._run(stream, batch, self._shortcuts) for stream in self._streams)
         return original, quantized
 
-    def _run(self, stream: _Stream, batch: Batch, shortcuts: Mapping[str, _Shortcut]) -> np.ndarray:
+    def _run(self, stream: _Stream, batch: Batch, shortcuts: _Shortcuts) -> np.ndarray:
         """Run a layer, with what the experts put out if they have run; before that nothing is run so far."""
         if self._experts is not None:
             stream.routed.give(batch) if self._ended == len(self._numbers) else stream.routed.answer(None)
@@ -413,7 +359,10 @@ class Streams:
             if held:
                 flat = here.reshape(len(here), -1)
                 found = Held(flat, rotated(_over(before, scale)).reshape(flat.shape) - flat, written)
-                of.held = found if of.held is None else of.held.and_also(found)
+                if of.held is not None:
+                    pairs = zip(of.held, found, strict=True)
+                    found = Held(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))  # type: ignore[arg-type]
+                of.held = found
                 continue
             of.hessian.add(here)
             if written is None:
@@ -468,13 +417,8 @@ class Streams:
                     stages += [[group for group in here if group.inner == inner and group.expert in numbers]]
         return [stage for stage in stages if stage]
 
-    def _find_writers(self) -> tuple[frozenset[str], dict[str, _Shortcut]]:
-        """By trying, which matrices the residual stream is added to as they are, and whose modules end with them.
-
-        Returns:
-            The matrices, no norm or factor between them and the stream; and path of a matrix -> the module around it,
-            where its output is that of the matrix.
-        """
+    def _find_writers(self) -> tuple[frozenset[str], _Shortcuts]:
+        """By trying, which matrices are added to the residual stream as they are, and whose modules end with them."""
         stream, batch = self._streams[0], self._few
         out: dict[str, Any] = {}
         handles = []
@@ -509,11 +453,14 @@ class Streams:
             if name in out and before is not None and after is not None
             and torch.allclose(before.cpu() + out[name].cpu(), after.cpu(), rtol=1e-4, atol=1e-5)
         )  # fmt: skip
-        shortcuts: dict[str, _Shortcut] = {}
+        shortcuts: dict[str, tuple[str, int]] = {}
         for name in (attention, feed_forward):
             if name in out and (path := self._modules[name]) in parents:
-                found = _shortcut(parents[path], out.get(parents[path]), out[name])
-                shortcuts |= {path: found} if found else {}
+                whole = out.get(parents[path])
+                first, *rest = whole if isinstance(whole, tuple) else (whole,)
+                same = isinstance(first, torch.Tensor) and first.shape == out[name].shape
+                if same and torch.equal(first, out[name]) and all(other is None for other in rest):
+                    shortcuts[path] = parents[path], len(whole) if isinstance(whole, tuple) else 0
         return writers, shortcuts
 
 
@@ -525,19 +472,7 @@ def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:
 
 def _over(x: torch.Tensor, scale: npt.NDArray[np.float32] | None) -> torch.Tensor:
     """Inputs (tokens, n) over the factors of the columns; nothing comes through a channel with factor 0."""
-
     if scale is None:
         return x
     factor = torch.from_numpy(scale).to(x)
     return x * torch.where(factor == 0, 0.0, 1 / torch.where(factor == 0, 1.0, factor))
-
-
-def _shortcut(module: str, whole: Any, out: torch.Tensor) -> _Shortcut | None:
-    """The module as a shortcut, if it has given the output of its last matrix as it is, alone or before nothing."""
-
-    first = whole[0] if isinstance(whole, tuple) and whole else whole
-    if not isinstance(first, torch.Tensor) or first.shape != out.shape or not torch.equal(first, out):
-        return None
-    if isinstance(whole, tuple):
-        return _Shortcut(module, len(whole)) if all(other is None for other in whole[1:]) else None
-    return _Shortcut(module, 0)

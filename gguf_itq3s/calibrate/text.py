@@ -36,7 +36,6 @@ def windows(options: CalibrationOptions, longest: int, messages: TextIO | None =
     once, and so does a window.
 
     Args:
-        options: model, text, tokens, context.
         longest: context of the model.
         messages: where it is said if the text holds fewer tokens than are asked for.
 
@@ -113,7 +112,6 @@ def places(tokens: Sequence[str], count: int, length: int) -> list[int]:
     Args:
         tokens: as the tokenizer calls them.
         count: of windows at most.
-        length: of a window.
     """
     count = min(count, len(tokens) // length)
     bounds = [len(tokens) * number // max(1, count) for number in range(count + 1)]

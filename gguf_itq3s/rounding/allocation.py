@@ -108,7 +108,6 @@ def allocate(tensors: Sequence[Candidates], budget: int) -> list[int]:
     """A choice of candidates within a budget.
 
     Args:
-        tensors: what each tensor can be.
         budget: bytes of all of them together.
 
     Returns:

@@ -80,13 +80,7 @@ class SquaredError:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tensor, encoded.
-
-    Attributes:
-        data: their bytes, uint8 (n,).
-        weights: how many; 0 for what is copied.
-        error: of (a sample of) them.
-    """
+    """Some rows of a tensor, encoded: bytes, uint8 (n,); how many weights, 0 if copied; error of (a sample of) them."""
 
     data: ByteArray
     weights: int
@@ -98,8 +92,7 @@ class Encoder:
     """How weights become bytes.
 
     Attributes:
-        effort: of the trellis types, ``fast`` or ``default``.
-        codec: of the trellis types, ``trellis`` or ``ternary``.
+        effort: of the trellis types, ``fast`` or ``default``, and codec, ``trellis`` or ``ternary``.
         threads: pieces encoded side by side.
         search: of the trellis types with calibration statistics.
         library: the built ggml, for the types gguf-py cannot quantize; None without a build.
@@ -122,8 +115,6 @@ class Encoder:
         """Quantize float32 (rows, n) to uint8 (rows, bytes of a row), with ``factor`` if there is one.
 
         Args:
-            weights: float32 (rows, n).
-            qtype: the type.
             factor: of the Hessian of the inputs, rotated in blocks as the type is
                 (:func:`gguf_itq3s.codec.family.rotation`), not rotated for those with a fixed grid.
 
@@ -162,28 +153,11 @@ class Encoder:
         return library.quantize(weights, qtype=qtype, effort=self.effort, codec=self.codec, threads=self.threads)
 
     def decoded(self, weights: FloatArray, qtype: Type) -> FloatArray:
-        """Weights as a file gives them back that has them in a type, float32 (rows, n).
-
-        Args:
-            weights: float32 (rows, n).
-            qtype: the type; weights in one of :data:`KEPT_TYPES` come back as they are.
-        """
-        if qtype in KEPT_TYPES:
-            return weights
-        result = np.empty_like(weights)
-        start = 0
-        for rows in self.decoded_pieces(weights, qtype):
-            result[start : start + len(rows)] = rows
-            start += len(rows)
-        return result
+        """Weights as a file gives them back, float32 (rows, n); in :data:`KEPT_TYPES` as they are."""
+        return weights if qtype in KEPT_TYPES else np.concatenate(list(self.decoded_pieces(weights, qtype)))
 
     def decoded_pieces(self, weights: np.ndarray, qtype: Type) -> Iterator[FloatArray]:
-        """As :meth:`decoded`, some rows after the others; not for :data:`KEPT_TYPES`.
-
-        Args:
-            weights: (rows, n), of any floating type.
-            qtype: the type.
-        """
+        """As :meth:`decoded`, some rows after the others; not for :data:`KEPT_TYPES`."""
         step = max(1, _PIECE // weights.shape[1])
         for start in range(0, len(weights), step):
             rows = np.asarray(weights[start : start + step], dtype=np.float32)
@@ -204,7 +178,6 @@ class Encoder:
 
         Args:
             parts: the tensor's parts in order (:attr:`gguf_itq3s.checkpoint.source.SourceTensor.load`).
-            size: weights of the whole tensor.
             qtype: the type to write; one that is neither float nor quantizable here is copied as it comes.
             factor_of: calibration statistics, as :meth:`rows` takes them.
 

@@ -63,8 +63,6 @@ class Statistics(Energies, Protocol):
         """The rotated Hessian of a matrix's inputs, as they were taken or times a factor.
 
         Args:
-            name: GGUF name of the tensor.
-            expert: which matrix of a stack.
             factor: (n,), of the inputs before the rotation; None for ones.
 
         Returns:
@@ -82,8 +80,6 @@ class Inputs:
     """Between the basis that statistics were taken in, the model's, and the file's.
 
     Attributes:
-        source: the statistics.
-        gain: gain of a norm.
         columns: of the file; the inputs of a matrix are divided by what its columns are multiplied by.
     """
 
@@ -141,7 +137,6 @@ class HessianFactors:
     """Factors of the Hessians of a file's matrices.
 
     Attributes:
-        source: the statistics.
         inputs: the same, as the file's matrices read them.
         damping: share of the mean diagonal; None for :func:`gguf_itq3s.rounding.hessian.usual_damping`.
     """
@@ -159,7 +154,6 @@ class HessianFactors:
         """The factor for one matrix.
 
         Args:
-            name: GGUF name of the tensor.
             shape: of the tensor, rows last; three axes for a stack of experts.
             number: which matrix of a stack.
             block: what the type rotates together (:func:`gguf_itq3s.codec.family.rotation`); None for what the

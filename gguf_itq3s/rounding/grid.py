@@ -86,7 +86,6 @@ def quantize(
     Args:
         array: (m, n) weights, converted to float32.
         qtype: one of :data:`gguf_itq3s.codec.grids.GRIDS`.
-        factor: of the Hessian of the inputs, not rotated, n columns.
         library: the C library; without it only types that gguf-py quantizes are possible, scales not weighted.
         native: round in C too; the bytes are the same.
 

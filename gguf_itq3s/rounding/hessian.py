@@ -99,9 +99,6 @@ def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
         damping: share of the mean diagonal that is added to the diagonal, more than 0. An all-zero Hessian is taken
             as the identity.
 
-    Returns:
-        The factor.
-
     Raises:
         ValueError: wrong shape, a value that is not finite, damping that is not positive, or a Hessian so far from
             positive semidefinite that the damping does not make up for it.
@@ -134,11 +131,7 @@ def factorize(hessian: Hessian, damping: float = DAMPING) -> Factor:
 
 
 def is_flat(hessian: Hessian) -> bool:
-    """Whether a Hessian is zero, or a multiple of the identity: rounding with it is rounding without.
-
-    Args:
-        hessian: (n, n) or (n / b, b, b).
-    """
+    """Whether a Hessian in either form is zero, or a multiple of the identity: rounding with it is rounding without."""
     diagonal = np.diagonal(hessian, axis1=-2, axis2=-1)
     # As many values as the diagonal has are not zero: none is beside it.
     return bool((diagonal == diagonal.flat[0]).all()) and np.count_nonzero(hessian) == np.count_nonzero(diagonal)
@@ -150,12 +143,6 @@ def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
     Args:
         error: (m, n), rotated rows.
         hessian: (n, n) or (n / b, b, b), in the same basis.
-
-    Returns:
-        The sum over all rows.
-
-    Raises:
-        ValueError: the shapes do not match.
     """
     columns = columns_of(hessian)
     if error.ndim != 2 or error.shape[1] != columns:
@@ -168,15 +155,7 @@ def cost(error: npt.NDArray[np.floating], hessian: Hessian) -> float:
 
 
 def rotate(hessian: Hessian, block: int | None = None) -> npt.NDArray[np.float64]:
-    """``R H R`` with R the block-diagonal Walsh-Hadamard matrix: to the rotated basis and back.
-
-    Args:
-        hessian: (n, n) or (n / b, b, b).
-        block: size of a block of R; None for :func:`block_of`.
-
-    Returns:
-        float64, the same shape.
-    """
+    """``R H R`` in float64, R the Walsh-Hadamard matrix in blocks: to the rotated basis and back."""
     block = block or block_of(hessian)
     result = hessian.astype(np.float64)
     for _ in range(2):
@@ -215,11 +194,7 @@ def in_basis(hessian: Hessian, block: int) -> Hessian:
 
 
 def diagonal(hessian: Hessian) -> npt.NDArray[np.float64]:
-    """Mean squares of the inputs before the rotation: float64 (n,).
-
-    Args:
-        hessian: rotated, (n, n) or (n / b, b, b).
-    """
+    """Mean squares of the inputs before the rotation, float64 (n,), of a rotated Hessian in either form."""
     block = block_of(hessian)
     if hessian.ndim == 2:
         parts = [slice(start, start + block) for start in range(0, len(hessian), block)]
@@ -230,17 +205,10 @@ def diagonal(hessian: Hessian) -> npt.NDArray[np.float64]:
 def scale_columns(hessian: Hessian, factor: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """The rotated Hessian of inputs whose columns are multiplied by ``factor`` before the rotation.
 
-    Exact in both forms: a diagonal matrix does not couple blocks.
-
-    Args:
-        hessian: rotated, (n, n) or (n / b, b, b).
-        factor: (n,).
-
-    Returns:
-        float64, rotated, the shape of ``hessian``.
+    Exact in both forms, float64 of the same shape: a diagonal matrix does not couple blocks.
 
     Raises:
-        ValueError: ``factor`` does not have n elements.
+        ValueError: ``factor`` is not (n,).
     """
     columns = columns_of(hessian)
     f = factor.astype(np.float64)
@@ -256,7 +224,7 @@ def from_diagonal(diagonal: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]
     """The rotated Hessian ``R D R`` of a diagonal one: block-diagonal, and not diagonal.
 
     Args:
-        diagonal: (n,) second moments of unrotated inputs, n a multiple of 64.
+        diagonal: (n,) second moments of unrotated inputs.
 
     Returns:
         float64 (n / b, b, b).

@@ -30,7 +30,7 @@ _LONGEST_NAME: Final = 4096
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """Mean squares of the input columns.
+    """Mean squares of the input columns, as :class:`gguf_itq3s.rounding.factors.Statistics`.
 
     Attributes:
         moments: matrix -> float64 (experts, n), experts 1 for a plain matrix; a row of an expert without data is NaN.
@@ -60,45 +60,33 @@ class ImportanceMatrix:
         return replace(self, moments=moments)
 
     def known(self, name: str) -> bool:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.known`."""
         return name in self.moments
 
     def share(self, name: str) -> float:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.share`."""
         rows = self.moments.get(name)
         return 0.0 if rows is None else float(_uneven(rows).mean())
 
     def key(self, name: str, expert: int | None) -> str:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.key`: no two matrices share a row."""
         return tensor_entry(name, expert)
 
     def tokens(self, name: str, expert: int | None) -> int | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.tokens`: each number is a mean, and few tokens tell it."""
         del name, expert
-        return None
+        return None  # each number is a mean, and few tokens tell it
 
     def left_out(self, name: str, expert: int | None) -> str | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Energies.left_out`: llama-imatrix sees the inputs as they are."""
         del name, expert
-        return None
+        return None  # llama-imatrix sees the inputs as they are
 
     def rotated(
         self, name: str, columns: int, expert: int | None, factor: npt.NDArray[np.floating] | None
     ) -> npt.NDArray[np.float64] | None:
-        """As :meth:`gguf_itq3s.rounding.factors.Statistics.rotated`."""
         moments = self.diagonal(name, columns, expert)
         if moments is None:
             return None
         return hessian.from_diagonal(moments if factor is None else moments * np.square(factor))
 
     def diagonal(self, name: str, columns: int, expert: int | None = None) -> npt.NDArray[np.float64] | None:
-        """Mean squares of the inputs of a matrix.
-
-        Args:
-            expert: which matrix of a stack.
-
-        Returns:
-            float64 (columns,); None where the file has none.
+        """Mean squares of the inputs of a matrix, float64 (columns,); None where the file has none.
 
         Raises:
             UserError: the file is of a model with other shapes.
@@ -199,12 +187,13 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
     Every number is held against what is left of the file before it is believed.
     """
     left = path.stat().st_size
+    damaged = UserError(path, "is not a GGUF file, and not a whole importance matrix of the older form", _REMEDY)
     with path.open("rb") as file:
 
         def take(size: int, most: int) -> bytes:
             nonlocal left
             if not 0 <= size <= min(left, most):
-                raise _damaged(path)
+                raise damaged
             left -= size
             return file.read(size)
 
@@ -214,19 +203,15 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
         moments: dict[str, npt.NDArray[np.float64]] = {}
         entries = number()
         if entries < 1:
-            raise _damaged(path)
+            raise damaged
         for _ in range(entries):
             name = take(number(), _LONGEST_NAME).decode(errors="replace")
             calls, values = number(), number()
             if values < 1 or name in moments or not name.isprintable():
-                raise _damaged(path)
+                raise damaged
             rows = np.frombuffer(take(4 * values, left), dtype="<f4").astype(np.float64).reshape(1, -1)
             # Without calls, the values are the means.
             moments[name] = _means(path, name, rows, np.full((1, 1), float(calls) if calls else 1.0))
         chunks = number() if left else 0
         dataset = take(number(), _LONGEST_NAME).decode(errors="replace") if left else ""
     return ImportanceMatrix(path, moments, (dataset,) if dataset else (), max(0, chunks))
-
-
-def _damaged(path: Path) -> UserError:
-    return UserError(path, "is not a GGUF file, and not a whole importance matrix of the older form", _REMEDY)

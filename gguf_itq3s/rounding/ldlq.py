@@ -87,7 +87,6 @@ class Search:
     """How far the search looks; measured in docs/calibration.md.
 
     Attributes:
-        segment: columns committed at a time.
         lookahead: columns searched past a segment before it is committed.
         effort: start scales, one of :data:`gguf_itq3s.codec.formats.EFFORTS`.
 
@@ -119,8 +118,6 @@ def search(
         target: float32 (b, m), one block of b weights a column, in level units.
         feedback: float32 (b, b), unit upper triangular.
         weight: float32 (b,).
-        options: segment and lookahead.
-        fmt: levels and trellis.
 
     Returns:
         uint8 (b, m) level indices ``4 * symbol + subset`` and uint8 (b, m) selector bits.
@@ -210,8 +207,6 @@ def solve(
         y: float32 (b, m), what the levels through the feedback should come to (see the module).
         feedback: float32 (b, b), unit upper triangular.
         weight: float32 (b,).
-        options: segment, lookahead, effort.
-        fmt: levels, trellis and start scales.
 
     Returns:
         uint8 (b, m) level indices, uint8 (b, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
@@ -256,8 +251,6 @@ def quantize(
     Args:
         array: (m, n) weights, converted to float32.
         factor: of the rotated Hessian, n columns.
-        options: how far to search.
-        qtype: the type.
         library: the C library, which writes the same bytes; None for numpy.
 
     Returns:

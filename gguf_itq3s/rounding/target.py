@@ -53,7 +53,6 @@ class Decomposition:
     Attributes:
         upper: (blocks, s, s), one block for a full Hessian; float64, or float32 of one that is wider than
             :data:`WIDE` where that suffices.
-        full: whether it is full.
     """
 
     upper: torch.Tensor
@@ -103,7 +102,6 @@ class Decomposition:
 
         Args:
             inputs: float32 (tokens, n), rotated.
-            sums: over those that have other tokens, and the same decomposition.
 
         Returns:
             The sum over tokens, over that of rounding to the nearest codewords, which has A = 1.
@@ -118,11 +116,7 @@ class Decomposition:
         return left / energy if energy else 1.0
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """``right (U U^T)^-1``, in the precision of ``right``.
-
-        Args:
-            right: (m, n).
-        """
+        """``right (U U^T)^-1`` of (m, n), in the precision of ``right``."""
         import torch
 
         blocks, size = self.upper.shape[:2]
@@ -188,14 +182,10 @@ def decompose(
 
 
 def explained(weights: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """``W sum (x - x') x'^T``, what the difference of the inputs asks of a matrix.
+    """``W sum (x - x') x'^T``, what the difference of the inputs asks of a matrix: (m, n) like W, which is rotated.
 
     Args:
-        weights: (m, n), rotated.
         cross: (n, n) or (n / b, b, b).
-
-    Returns:
-        (m, n), in the precision of the weights.
     """
     if cross.ndim == 2:
         return weights @ cross.to(weights)
@@ -211,7 +201,6 @@ def line_search(missing: torch.Tensor, explained: torch.Tensor, sums: Sums = _al
     Args:
         missing: (tokens, m): what is missing in the outputs of tokens held out.
         explained: (tokens, m): what the whole correction would add to them.
-        sums: over those that hold out other tokens.
     """
     energy, product = sums(float(explained.square().sum()), float((missing * explained).sum()))
     step = product / energy if energy else 0.0

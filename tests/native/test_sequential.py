@@ -35,7 +35,6 @@ from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.rounding import hessian
 from quantized import quantized
-from selection import some
 
 SMALL: dict[str, Any] = {"tokens": 640, "context": 64, "batch": 4}
 
@@ -215,7 +214,7 @@ def test_a_tenth_of_the_windows_is_held_out_and_some_of_their_tokens_are_kept() 
 # ----------------------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("name", some(["llama-short", "gemma", "mixtral"], lambda name: name == "gemma"))
+@pytest.mark.parametrize("name", ["llama-short", "mixtral"])
 def test_where_nothing_changes_the_result_is_that_of_a_calibration(
     name: str, uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +455,3 @@ def test_output_fisher_matrices_of_experts_are_those_of_autograd(uneven: Callabl
         wanted = (1 - share) * wanted + share * prior
         (found,) = fisher.blocks(readers[part, expert], 1)
         np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
-
-
-# ------------------------------------------------------------------------------------------------------------ refused

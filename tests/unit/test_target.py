@@ -10,7 +10,6 @@ from gguf_itq3s.calibrate.gradients import GradientSums
 from gguf_itq3s.rounding import fisher, target
 from gguf_itq3s.rounding import hessian as hessians
 from gguf_itq3s.rounding.target import Decomposition
-from selection import some
 
 
 def sums(rng: np.random.Generator, m: int = 6, n: int = 256, tokens: int = 900) -> dict[str, torch.Tensor]:
@@ -69,14 +68,7 @@ def block_diagonal(blocks: np.ndarray) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize(
-    "start",
-    some(
-        [target.DAMPINGS[0], target.DAMPING, target.DAMPINGS[-1]],
-        lambda start: start == target.DAMPING,
-        pytest.mark.slow,
-    ),
-)
+@pytest.mark.parametrize("start", [target.DAMPINGS[0], target.DAMPINGS[-1]])
 def test_the_damping_is_the_one_that_tokens_held_out_like_best(start: float) -> None:
     """With 300 tokens for 256 columns the sums say much that is chance, and a weak damping is worse than none."""
     rng = np.random.default_rng(2)
@@ -147,7 +139,7 @@ def fisher_matrix(m: int, seed: int = 0) -> np.ndarray:
     return a @ a.T / m
 
 
-@pytest.mark.parametrize(("rows", "group"), [(48, 16), (50, 16), (5, 16), (32, 1)])
+@pytest.mark.parametrize(("rows", "group"), [(50, 16), (5, 16)])
 def test_the_output_factor_reproduces_the_matrix(rows: int, group: int) -> None:
     """What is left of errors that were fed forward couples no two groups: tr(G E E^T) is a sum over them."""
     g = fisher_matrix(rows)
