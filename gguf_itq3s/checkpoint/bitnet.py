@@ -9,6 +9,7 @@ unpacking mixes tensors that are evaluated later with ones that are there, which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -37,18 +38,13 @@ def is_packed(hparams: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
 
 
 def unpack_all(hparams: Mapping[str, Any], tensors: Loaders) -> None:
-    """Replace packed weights by their matrices and take the scales out, in place.
-
-    Args:
-        hparams: ``config.json``.
-        tensors: name -> function that loads the tensor.
-    """
+    """Replace packed weights by their matrices and take the scales out, in place."""
     inverse = hparams["quantization_config"].get("linear_class", "bitlinear") != "autobitlinear"
 
-    def loader(weight: Callable[[], Any], scale: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: unpack(weight(), scale(), inverse=inverse)
+    def load(weight: Callable[[], Any], scale: Callable[[], Any]) -> torch.Tensor:
+        return unpack(weight(), scale(), inverse=inverse)
 
     for name in [n for n in tensors if n.endswith(_SUFFIX)]:
         scale = tensors.pop(name)
         weight = name.removesuffix("_scale")
-        tensors[weight] = loader(tensors[weight], scale)
+        tensors[weight] = partial(load, tensors[weight], scale)

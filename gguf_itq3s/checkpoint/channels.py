@@ -167,13 +167,7 @@ def _strange(parts: Iterable[str]) -> str | None:
 
 
 def plan_norms(arch: str, names: Iterable[str], fixed: Callable[[str], bool] = lambda _: False) -> Norms:
-    """Which norms of a model can be rescaled.
-
-    Args:
-        arch: ``general.architecture``.
-        names: GGUF names of all its tensors.
-        fixed: whether a matrix cannot be rescaled, as one that is quantized already.
-    """
+    """Which norms of a model can be rescaled, by the names of its tensors; the rest as of :func:`plan`."""
     if arch not in ARCHITECTURES:
         return Norms({}, [f"norms of the architecture {arch}: not known who reads them"])
     norms: dict[str, tuple[str, ...]] = {}

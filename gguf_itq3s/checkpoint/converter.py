@@ -85,12 +85,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def indexing(conversion: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[None]:
-    """Within, a ``conversion`` object that is made has these tensors, whatever files its folder holds.
-
-    Args:
-        conversion: the package.
-        tensors: names in the checkpoint, and functions that give the tensors.
-    """
+    """Within, a ``conversion`` object that is made has these tensors, whatever files its folder holds."""
 
     def index_tensors(self: Any, remote_hf_model_id: str | None = None) -> dict[str, Any]:
         found = (self.filter_tensors(item) for item in tensors)

@@ -185,12 +185,7 @@ def may_quantize(name: str, shape: Sequence[int], arch: str) -> bool:
 
 
 def stays(name: str, shape: Sequence[int]) -> bool:
-    """Whether a matrix that may be quantized stays in F16: a head, a gate, a few rows (docs/converting.md).
-
-    Args:
-        name: GGUF name.
-        shape: numpy order, rows last.
-    """
+    """Whether a matrix that may be quantized stays in F16: a head, a gate, a few rows (docs/converting.md)."""
     return name.startswith(_HEADS) or name.endswith(_GATES) or shape[-2] < _FEW_ROWS
 
 
@@ -198,11 +193,6 @@ def first_downs(shapes: Mapping[str, Sequence[int]], arch: str, layers: int) -> 
     """The first matrices out of the feed-forward networks, an eighth as many as there are layers.
 
     llama-quantize counts tensors, not layers: a layer with experts may have several.
-
-    Args:
-        shapes: of all tensors by GGUF name.
-        arch: ``general.architecture``.
-        layers: number of layers.
     """
 
     def place(name: str) -> tuple[int, str]:

@@ -280,9 +280,7 @@ def _power(eighths: npt.NDArray[np.float64]) -> Factors:
 def plan_tensors(checkpoint: Checkpoint, kept: Iterable[str] = ()) -> Plan:
     """The channels of a checkpoint that a conversion can rescale.
 
-    Args:
-        checkpoint: as it was read.
-        kept: matrices that stay as they are, as ternary ones, which would have more than three values.
+    Matrices ``kept`` stay as they are, as ternary ones, which would have more than three values.
     """
     arch = checkpoint.model.arch
     clamp = checkpoint.writer.kv_data[0].get(f"{arch}.attention.clamp_kqv")

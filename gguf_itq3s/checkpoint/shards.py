@@ -71,10 +71,6 @@ def find(folder: Path, config: Mapping[str, Any]) -> Shards:
     Where there is none of its names, the files of any other (those of a variant, shards whose index is lost) are taken
     for one model, as llama.cpp's converter does.
 
-    Args:
-        folder: the checkpoint.
-        config: its ``config.json``, which may name a file.
-
     Raises:
         UserError: the index is damaged, or a list names a file outside the folder.
     """

@@ -8,11 +8,9 @@ from typing import Any
 
 
 def beyond(folder: Path, rows: int) -> dict[int, str]:
-    """Tokens that were added to a tokenizer and lie beyond a number of rows, with their text.
+    """Tokens that were added to a tokenizer and lie beyond the rows of an embedding, with their text.
 
-    Args:
-        folder: of the model; files that are no tokenizer's are left to who reads them.
-        rows: of the embedding.
+    Files that are no tokenizer's are left to who reads them.
     """
     added: list[tuple[Any, Any]] = []
     if isinstance(found := _read(folder / "added_tokens.json"), dict):

@@ -43,10 +43,6 @@ def add_argument(parser: argparse._ActionsContainer) -> None:
 def replacements(folder: Path, trusted: bool) -> dict[str, Function]:
     """What stands in for the functions of transformers, by their names.
 
-    Args:
-        folder: the model's.
-        trusted: whether code of the model may run.
-
     Raises:
         UserError: this version of transformers cannot be kept from running code.
     """
@@ -57,10 +53,9 @@ def replacements(folder: Path, trusted: bool) -> dict[str, Function]:
         version = sys.modules["transformers"].__version__
         what = f"cannot be read safely: transformers {version} may run its code ({error})"
         raise UserError(folder, what, "install another version of transformers") from error
-    refuse = functools.partial(_refuse, folder)
     if trusted:
         return {_DECISION: functools.partial(_decide_trusted, own[_DECISION])}
-    replacements: dict[str, Function] = dict.fromkeys(_LOADERS, refuse)
+    replacements: dict[str, Function] = dict.fromkeys(_LOADERS, functools.partial(_refuse, folder))
     # Kernels are compiled code of a hub that config.json can name as "attn_implementation".
     with contextlib.suppress(ImportError):
         importlib.import_module("transformers.integrations.hub_kernels")

@@ -51,14 +51,7 @@ def check_file(options: ConvertOptions, out: Path | None) -> None:
 
 
 def check_loadable(job: Job, head: bytes) -> str:
-    """Refuse a checkpoint that llama.cpp could not load once it is converted.
-
-    Args:
-        job: the conversion.
-        head: of the file.
-
-    Returns:
-        Which check was made, a sentence.
+    """Refuse a checkpoint that llama.cpp could not load once it is converted; returns which check was made, a sentence.
 
     Raises:
         UserError: it cannot.

@@ -20,11 +20,6 @@ _LONGEST: Final = 200
 def output_path(options: ConvertOptions, described: gguf.Metadata, ftype: LlamaFileType) -> Path:
     """The file to write.
 
-    Args:
-        options: of the conversion.
-        described: the model's name and its parts.
-        ftype: ``general.file_type``.
-
     Raises:
         UserError: the template has a field that is not known.
     """

@@ -38,9 +38,6 @@ def size_of(head: bytes, sizes: Sequence[int]) -> int:
 def check_place(path: Path) -> None:
     """Find an output that cannot be written before the work for it.
 
-    Args:
-        path: the file.
-
     Raises:
         UserError: it is a folder, its folder is not there or cannot be written, or its name is too long.
     """

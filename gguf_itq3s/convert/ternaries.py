@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TextIO
 
 import numpy as np
@@ -53,7 +54,9 @@ class Ternaries:
     def load(self, tensors: Sequence[SourceTensor]) -> list[SourceTensor]:
         """The tensors, those of ``forced`` with a ``load`` that ternarizes."""
         return [
-            replace(tensor, load=_ternarized(tensor.load, self.scale)) if tensor.name in self.forced else tensor
+            replace(tensor, load=partial(_ternarized, tensor.load, self.scale))
+            if tensor.name in self.forced
+            else tensor
             for tensor in tensors
         ]
 
@@ -111,11 +114,7 @@ def _scales_fit(tensor: SourceTensor) -> bool | None:
     return fits
 
 
-def _ternarized(load: Callable[[], Iterator[np.ndarray]], scale: str) -> Callable[[], Iterator[np.ndarray]]:
-    """``load`` with every matrix replaced by its ternary form (float32)."""
-
-    def load_ternary() -> Iterator[np.ndarray]:
-        for matrix in _matrices(load()):
-            yield ternary.ternarize(matrix, scale).weights()
-
-    return load_ternary
+def _ternarized(load: Callable[[], Iterator[np.ndarray]], scale: str) -> Iterator[np.ndarray]:
+    """What a tensor's ``load`` yields, with every matrix replaced by its ternary form (float32)."""
+    for matrix in _matrices(load()):
+        yield ternary.ternarize(matrix, scale).weights()

@@ -18,13 +18,7 @@ from .options import TERNARY_TYPES, ConvertOptions
 
 
 def choose(checkpoint: Checkpoint, options: ConvertOptions, encoder: Encoder, stock: F16File | None) -> list[Choice]:
-    """The type of every tensor by the mix, or as it is given.
-
-    Args:
-        checkpoint: the model.
-        options: of the conversion.
-        encoder: which types it writes.
-        stock: what llama-quantize is asked about, where the file is a mix of llama.cpp's own types.
+    """The type of every tensor by the mix, of ``stock`` where it is one of llama.cpp's own types, or as it is given.
 
     Raises:
         UserError: a type needs the built library, which is not there.

@@ -16,11 +16,7 @@ from ..codec import ternary
 
 
 def examine(folder: Path, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
-    """Facts about every matrix of a checkpoint.
-
-    Args:
-        folder: Hugging Face folder.
-        trust_remote_code: Python code of the folder may run.
+    """Facts about every matrix of a checkpoint, a Hugging Face folder.
 
     Returns:
         ``name``, ``shape``, ``ternary`` (granularity of the scale, or None), ``exact`` (float16 holds its scales),

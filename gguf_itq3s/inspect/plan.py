@@ -79,15 +79,7 @@ def weight_bytes(
     checkpoint: Checkpoint, qtype: Type, *, pure: bool, mixed: Mapping[str, Type] | None = None,
     fallback: str = policy.FALLBACK_KINDS[0],
 ) -> int:  # fmt: skip
-    """Bytes of all tensors with the matrices in a type, by the converter's own policy.
-
-    Args:
-        checkpoint: its tensors need no weights.
-        qtype: type of the matrices.
-        pure: the embedding and the output matrix are in that type too.
-        mixed: as of :func:`gguf_itq3s.checkpoint.policy.choose`.
-        fallback: the same.
-    """
+    """Bytes of all tensors with the matrices in a type; as :func:`gguf_itq3s.checkpoint.policy.choose` takes them."""
     total = 0
     for tensor in checkpoint.tensors:
         choice = policy.choose(

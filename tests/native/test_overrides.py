@@ -63,14 +63,6 @@ def test_types_are_those_of_llama_quantize(
         assert types(tmp_path / "plain.gguf") != theirs
 
 
-def test_a_file_of_patterns(checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary) -> None:
-    (tmp_path / "types.txt").write_text("attn_q=q8_0 attn_k=q4_k\n\nblk\\.1\\..*=q5_0\n")
-    words = ["--tensor-type", "attn_k=q6_k", "--tensor-type-file", str(tmp_path / "types.txt")]
-    assert convert_main([str(checkpoint("llama")), str(tmp_path / "ours.gguf"), "--effort", "fast", *words]) == 0
-    llama.run("llama-quantize", *words, f16("llama"), tmp_path / "theirs.gguf", "ITQ3_S", "2")
-    assert types(tmp_path / "ours.gguf") == types(tmp_path / "theirs.gguf")
-
-
 def test_metadata_are_those_of_llama_quantize(
     checkpoint: Make, f16: Make, tmp_path: Path, library: native.NativeLibrary
 ) -> None:

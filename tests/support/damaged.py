@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +26,11 @@ KINDS = {
     "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
     "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
 }
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Other entries of the object in a file, a config for instance."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def drop(folder: Path, name: str) -> None:

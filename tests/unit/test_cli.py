@@ -15,23 +15,17 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from damaged import edit_json
 from gguf_itq3s import upstream
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import native
 
 ROOT = Path(__file__).resolve().parents[2]
 Damage = Callable[[Path], object]
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    content = json.loads(path.read_text())
-    content.update(changes)
-    path.write_text(json.dumps(content))
 
 
 def edit_tensor(folder: Path, name: str, value: float) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from gguf_itq3s.convert import header
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.output import Output
 from gguf_itq3s.convert.pipeline import convert
-from gguf_itq3s.rounding.encode import Encoder, Piece
 from selection import some
 
 Make = Callable[[str], Path]
@@ -416,38 +415,6 @@ def test_a_writer_that_comes_just_after_the_last_rename_leaves_the_file_alone(
         assert (out.read_bytes(), (tmp_path / "out.gguf.partial").exists()) == (b"whole", True)
         raise RuntimeError("stopped")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.gguf", b"whole")]
-
-
-def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the encoder be interrupted, once, after that many tensors; the list grows by the size of every tensor."""
-    encode, sizes = Encoder.encode, []
-
-    def counted(self: Encoder, parts: Iterable[np.ndarray], size: int, *args: Any) -> Iterator[Piece]:
-        sizes.append(size)
-        if len(sizes) == count + 1:
-            raise KeyboardInterrupt
-        return encode(self, parts, size, *args)
-
-    monkeypatch.setattr(Encoder, "encode", counted)
-    return sizes
-
-
-@pytest.mark.slow
-def test_a_torn_journal_costs_only_the_torn_line(
-    checkpoint: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The machine went down in the middle of a line: the tensors before it are kept."""
-    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
-    convert(ConvertOptions.of(checkpoint("llama"), whole, effort="fast"))
-    interrupt_after(3, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
-    with (tmp_path / "out.gguf.partial.journal").open("a") as journal:
-        journal.write('{"name": "torn')
-    capsys.readouterr()
-    convert(ConvertOptions.of(checkpoint("llama"), out, effort="fast"))
-    assert continued(capsys.readouterr().err) == (3, 21)
-    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_a_dry_run_reads_no_weights(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import NOVEL
+from damaged import edit_json
 from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import TRACEBACK, UserError, report_errors
 from gguf_itq3s.calibrate.store import read_manifest
@@ -24,11 +24,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def config(**changes: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return damage
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
 def tensor(name: str, value: torch.Tensor) -> Damage:

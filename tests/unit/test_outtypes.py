@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import upstream_files
 from checkpoints import SIZES, save_model
+from damaged import edit_json
 from gguf_files import metadata, tensors, types
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
@@ -149,9 +150,7 @@ def test_fp8_as_q8(checkpoint: Make, llama_copy: Path, tmp_path: Path, capfd: py
         weights[name] = weights[name].to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = torch.full((2, 2), 0.5)
     save_file(weights, llama_copy / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((llama_copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [256, 256]}
-    (llama_copy / "config.json").write_text(json.dumps(config))
+    edit_json(llama_copy / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [256, 256]})
     theirs = upstream_files.write(llama_copy, tmp_path / "theirs.gguf", FTYPES["bf16"], fp8_as_q8=True)
     words = [str(llama_copy), str(tmp_path / "ours.gguf"), "--fp8-as-q8"]
     assert convert_main([*words, "--outtype", "bf16"]) == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from damaged import edit_json
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.cli import main
@@ -29,8 +30,7 @@ def in_place_of(folder: Path, tensors: dict[str, torch.Tensor], **entry: Any) ->
     weights = load_file(path)
     del weights[f"{MATRIX}.weight"]
     save_file({**weights, **{MATRIX + end: tensor for end, tensor in tensors.items()}}, path)
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": entry or None}))
+    edit_json(folder / "config.json", quantization_config=entry or None)
 
 
 CODES = {".weight": torch.zeros(512, 256, dtype=torch.int8)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from damaged import edit_json
 from gguf_files import tensors, values
 from gguf_itq3s.cli import convert_main
 from gguf_itq3s.codec import ternary
@@ -112,9 +112,8 @@ def test_packed_bitnet_weights(ternary_model: Path, tmp_path: Path, linear_class
         scale = torch.tensor([found.scales.max()])
         packed[f"{name}_scale"] = scale if linear_class == "autobitlinear" else 1 / scale
     save_file(packed, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitnet", "linear_class": linear_class}
-    (model / "config.json").write_text(json.dumps(config))
+    entry = {"quant_method": "bitnet", "linear_class": linear_class}
+    edit_json(model / "config.json", quantization_config=entry)
     found_packed = convert(model, tmp_path / "packed.gguf")
     found_plain = convert(ternary_model, tmp_path / "plain.gguf")
     for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.1.ffn_gate.weight"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import os
 import pickle
 import subprocess
@@ -20,6 +19,7 @@ import transformers
 
 import gguf_itq3s
 from checkpoints import NOVEL
+from damaged import edit_json
 from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.checkpoint import hub, reading, trust
@@ -44,18 +44,12 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def edit(path: Path, **changes: Any) -> None:
-    content = json.loads(path.read_text())
-    content.update(changes)
-    path.write_text(json.dumps(content))
-
-
 def plant(folder: Path, marker: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
     """Python that makes the marker wherever it is imported, and the names that lead to it."""
     classes = "".join(f"class {name.rpartition('.')[2]}: pass\n" for name in [*MODELS.values(), "PlantedTokenizer"])
     (folder / PLANTED).write_text(f"import pathlib\npathlib.Path({str(marker)!r}).mkdir(exist_ok=True)\n{classes}")
-    edit(folder / "config.json", **config)
-    edit(folder / "tokenizer_config.json", **tokenizer)
+    edit_json(folder / "config.json", **config)
+    edit_json(folder / "tokenizer_config.json", **tokenizer)
 
 
 @pytest.fixture

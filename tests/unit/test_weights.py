@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from calibrating import options, statistics
 from checkpoints import NOVEL
+from damaged import edit_json
 from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import energies
@@ -77,8 +77,7 @@ def test_one_expert_of_stacked_codes_is_read_alone(
         tensors[f"{place}.{name}"] = codes.to(torch.float8_e4m3fn)
         tensors[f"{place}.{name}_scale_inv"] = torch.rand(4, codes.shape[1] // 128, codes.shape[2] // 128)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": PACKINGS["fp8-blocks"][0]}))
+    edit_json(folder / "config.json", quantization_config=PACKINGS["fp8-blocks"][0])
     monkeypatch.setattr(upstream.load_conversion().base.TextModel, "get_vocab_base_pre", lambda *_: "default")
     weights = open_checkpoint(folder).weights
     read: list[int] = []
@@ -139,10 +138,8 @@ def test_rows_that_the_config_does_not_say_are_named(name: str, rows: int, uneve
 def test_a_token_without_a_row_is_named(uneven: Make, tmp_path: Path) -> None:
     """A tokenizer has one more than the embedding: the file does without, and a text with it cannot be run."""
     folder = Path(shutil.copytree(uneven("llama"), tmp_path / "model"))
-    path = folder / "tokenizer_config.json"
     token = {"content": "<extra>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "added_tokens_decoder": {"512": {**token, "special": False}}}))
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder={"512": {**token, "special": False}})
     messages = io.StringIO()
     convert(ConvertOptions.of(folder, dry_run=True), messages)
     note = "its tokenizer has tokens that the model has no row for, which are left out: '<extra>' (512)"
