@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Type
 
 from .. import upstream
 from ..base.errors import UserError, failed_line
-from . import bitnet, lazy, patches, quantization, tokens
+from . import lazy, patches, quantization, tokens
 from .source import SourceTensor
 from .validation import read_json
 
@@ -124,8 +124,7 @@ def working(converter: Any) -> Any:
 
     def dequant_model() -> None:
         with quantization.dequantizing(converter):
-            if bitnet.is_packed(converter.hparams, converter.model_tensors):
-                bitnet.unpack_all(converter.hparams, converter.model_tensors)
+            if quantization.unpack_bitnet(converter):
                 converter.weight_quant = lambda weight: weight  # upstream would ternarize once more, by another scale
             own_dequant_model()
 

@@ -78,6 +78,34 @@ def prepare(converter: Any) -> None:
             del tensors[name]
 
 
+def unpack_bitnet(converter: Any) -> bool:
+    """Replace packed BitNet b1.58 weights by their matrices, float32, and take the scales out; whether there were some.
+
+    The layout is that of ``transformers.integrations.bitnet``: a matrix of r rows is stored as r / 4 rows of bytes, and
+    bits 2i, 2i + 1 of a byte in row j hold the trit + 1 of row ``i * r / 4 + j``. ``weight_scale`` is 1 / gamma for
+    layers of class ``bitlinear`` and gamma for ``autobitlinear``. llama.cpp's ``conversion`` reads the first kind
+    alone, and its unpacking mixes tensors that are evaluated later with ones that are there, which torch refuses.
+    """
+    import torch
+
+    entry, tensors = entry_of(converter.hparams), converter.model_tensors
+    scales = [name for name in tensors if name.endswith(".weight_scale")]
+    if entry is None or entry.get("quant_method") != "bitnet" or not scales:
+        return False
+    inverse = entry.get("linear_class", "bitlinear") != "autobitlinear"
+
+    def matrix(load: Callable[[], Any], load_scale: Callable[[], Any]) -> torch.Tensor:
+        packed, scale = load().view(torch.uint8), load_scale().float()
+        trits = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=0).float() - 1
+        # One magnitude for all: the quotient is taken once, so every weight is exactly -a, 0 or a.
+        return trits * (1 / scale if inverse else scale)
+
+    for name in scales:
+        scale, weight = tensors.pop(name), name.removesuffix("_scale")
+        tensors[weight] = partial(matrix, tensors[weight], scale)
+    return True
+
+
 def _add_order(converter: Any, entry: dict[str, Any]) -> None:
     """GPTQ's groups of columns where the checkpoint leaves them out, which are in order then."""
     import torch

@@ -15,7 +15,7 @@ from ..checkpoint.stock import f16_file
 from ..codec import native
 from ..rounding import ldlq
 from ..rounding.encode import Encoder
-from ..rounding.factors import HessianFactors, Statistics
+from ..rounding.factors import HessianFactors, Inputs, Statistics
 from . import statistics, ternaries, types
 from .naming import output_path
 from .options import ConvertOptions
@@ -88,7 +88,9 @@ class Job:
         Raises:
             UserError: they are of another model.
         """
-        return statistics.factors(self.plain, self.checkpoint, self.rescaling, found, self.options.damping)
+        source = statistics.of_model(found, self.checkpoint)
+        inputs = Inputs(source, statistics.gain_of(self.plain, source.path), self.rescaling.columns)
+        return HessianFactors(source, inputs, self.options.damping)
 
     def head(self) -> bytes:
         """GGUF header, metadata that the checkpoint's writer has, and tensor infos.

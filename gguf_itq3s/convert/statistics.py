@@ -19,7 +19,7 @@ from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint
 from ..codec.family import is_trellis
 from ..rounding import imatrix
-from ..rounding.factors import HessianFactors, Inputs, Statistics
+from ..rounding.factors import Inputs, Statistics
 from . import equalize
 from .options import ConvertOptions
 
@@ -41,29 +41,15 @@ def given(checkpoint: Checkpoint, options: ConvertOptions) -> Statistics | None:
         found = imatrix.read(options.imatrix, shapes).filtered(options.include_weights, options.exclude_weights)
     else:
         return None
-    return _of_model(found, checkpoint)
+    return of_model(found, checkpoint)
 
 
-def factors(
-    whole: Checkpoint, checkpoint: Checkpoint, rescaled: Rescaling, found: Statistics, damping: float | None
-) -> HessianFactors:
-    """The factors of Hessians.
-
-    Args:
-        whole: the model as it was when the statistics were taken.
-        checkpoint: the same with ternary matrices made so.
-        rescaled: of the file.
-        found: the statistics.
-        damping: as :class:`gguf_itq3s.rounding.factors.HessianFactors`.
+def of_model(found: Statistics, checkpoint: Checkpoint) -> Statistics:
+    """Statistics, which are of some matrix of the model.
 
     Raises:
-        UserError: they are of another model.
+        UserError: they are of another.
     """
-    source = _of_model(found, checkpoint)
-    return HessianFactors(source, Inputs(source, _gain_of(whole, source.path), rescaled.columns), damping)
-
-
-def _of_model(found: Statistics, checkpoint: Checkpoint) -> Statistics:
     if not any(found.known(tensor.name) for tensor in checkpoint.tensors):
         raise UserError(found.path, "has nothing on the matrices of this model", "take statistics of this model")
     return found
@@ -96,7 +82,7 @@ def rescaling_of(
     if options.dry_run or not plan.channels:
         return equalize.neutral(plan, equalize.NEAREST)  # as long as the one to come
     source = _measured(whole, options, messages)
-    return equalize.equalize(plan, tensors, Inputs(source, _gain_of(whole, source.path)), equalize.NEAREST, messages)
+    return equalize.equalize(plan, tensors, Inputs(source, gain_of(whole, source.path)), equalize.NEAREST, messages)
 
 
 def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> MeasuredEnergies:
@@ -113,7 +99,7 @@ def _measured(whole: Checkpoint, options: ConvertOptions, messages: TextIO) -> M
         raise output_error(Path(tempfile.gettempdir()), error) from error
 
 
-def _gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
+def gain_of(whole: Checkpoint, path: Path) -> Callable[[str], np.ndarray]:
     """The gain of a norm that statistics leave out, by the name that it had when they were taken."""
     gain = rescaling.gains(whole.tensors, whole.folder)
     norms = {tensor.name for tensor in whole.tensors}

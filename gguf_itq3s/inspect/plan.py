@@ -47,8 +47,6 @@ CACHE_TYPES: Final = (Type.F16, Type.Q8_0, Type.Q4_0)
 _MICRO_BATCH: Final = 512
 _CACHE_PADDING: Final = 256
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Layer:
