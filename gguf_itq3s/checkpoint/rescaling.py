@@ -96,9 +96,8 @@ class Rescaling:
 
     def marks(self) -> dict[str, bool | str]:
         """What an adapter for such a file says."""
-        return {
-            key: value for key, value in self.metadata().items() if not isinstance(value, list) and key != EXPONENTS
-        }
+        said = self.metadata()
+        return {key: value for key in (NORMS_FOLDED, ID) if isinstance(value := said.get(key), (bool, str))}
 
     def describe(self, writer: GGUFWriter) -> None:
         """Give the writer of a file what it says of this."""
@@ -206,7 +205,7 @@ class Folding(Rescaling):
         del expert
         if name not in self.neutral:
             return None
-        gain = self._gain(name)  # where it is 0, nothing reads the norm
+        gain = self._gain(name)  # 1 / gain; where that is 0, so is the column of the file
         return np.divide(np.float32(1), gain, out=np.zeros_like(gain), where=gain != 0)
 
     @property

@@ -21,7 +21,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from checkpoints import ARCHITECTURES, ONE_OF_A_KIND, save_model
 from gguf_files import metadata, tensors, types
@@ -145,24 +145,6 @@ def test_dry_run_tells_types_and_size_and_writes_nothing(
         shape = "x".join(map(str, tensor.shape.tolist()))
         assert re.search(rf"^{re.escape(tensor.name)} +{shape} +{tensor.tensor_type.name} ", text, re.MULTILINE)
     assert report.size((tmp_path / "out.gguf").stat().st_size) in text
-
-
-@pytest.mark.slow
-def test_sharded_and_pickled_checkpoints_give_the_same_file(checkpoint: Make, tokenizer: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="auto")
-    sharded = save_model(model, tmp_path / "a" / "llama", tokenizer, max_shard_size="1MB")
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    pickled = Path(tmp_path / "b" / "llama")
-    pickled.mkdir(parents=True)
-    for name in ("config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"):
-        (pickled / name).write_bytes((checkpoint("llama") / name).read_bytes())
-    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    contents = []
-    for number, folder in enumerate((checkpoint("llama"), sharded, pickled)):
-        out = tmp_path / f"{number}.gguf"
-        convert(ConvertOptions.of(folder, out, effort="fast"))
-        contents.append({name: (t.tensor_type, t.data.tobytes()) for name, t in tensors(out).items()})
-    assert contents[0] == contents[1] == contents[2]
 
 
 # ------------------------------------------------------------------------------------------------ policy alone
