@@ -19,19 +19,7 @@ from .upstream import build
 
 #: Modules with a subcommand: each has ``add_parser(subparsers)``, which sets ``run`` to a function of the arguments and
 #: ``needs_source`` if that reads checkpoints through llama.cpp's conversion package.
-SUBCOMMANDS = (
-    convert,
-    calibrate,
-    contents,
-    verify,
-    evaluate,
-    plan,
-    find_ternary,
-    lora,
-    metadata,
-    build,
-    publish,
-)
+SUBCOMMANDS = (convert, calibrate, contents, verify, evaluate, plan, find_ternary, lora, metadata, build, publish)
 
 
 @report_errors

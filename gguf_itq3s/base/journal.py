@@ -43,12 +43,7 @@ def sources(*without: str) -> str:
 
 
 class Journal:
-    """A file with a line of JSON for the run, and one for everything that it has finished.
-
-    Args:
-        path: of the file.
-        run: key of the run.
-    """
+    """A file with a line of JSON for the run, given by its key, and one for everything that it has finished."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path, self._run = path, run
@@ -135,11 +130,7 @@ def save_arrays(
 ) -> None:
     """Write a safetensors file whole or not at all, and to the disk: a journal may name it afterwards.
 
-    Args:
-        arrays: its tensors.
-        path: its name, also of one that is replaced.
-        folder: on the same disk, where it is written before it gets its name; by default its own.
-        metadata: of the file.
+    It is written in ``folder``, on the same disk and by default its own, before it gets its name.
 
     Raises:
         OSError: it cannot be written; also where the disk is full, as from any other writer.

@@ -17,15 +17,7 @@ from .journal import write_text
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a file.
-
-    Attributes:
-        name: GGUF name.
-        type: name of its type.
-        weights: number of weights.
-        bytes: its size.
-        error: relative squared error, None where there is none (copied, or not measured).
-    """
+    """One tensor of a file; its relative squared error is None where it is copied, or not measured."""
 
     name: str
     type: str

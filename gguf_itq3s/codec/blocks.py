@@ -12,7 +12,7 @@ A block holds n consecutive weights of a row (docs/format.md)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -68,12 +68,9 @@ def _unpack_bits(packed: ByteArray) -> IndexArray:
 
 
 def pack(
-    indices: IndexArray,
-    selectors: IndexArray,
-    d: npt.NDArray[np.float16],
-    z: npt.NDArray[np.float16],
+    indices: IndexArray, selectors: IndexArray, d: npt.NDArray[np.float16], z: npt.NDArray[np.float16],
     fmt: Format = FORMAT,
-) -> ByteArray:
+) -> ByteArray:  # fmt: skip
     """Blocks from their parts.
 
     Args:
@@ -137,18 +134,11 @@ def decode_blocks(blocks: ByteArray, fmt: Format = FORMAT) -> FloatArray:
     return np.ascontiguousarray((fwht_columns(levels) * (d.astype(np.float32) * step)).T)
 
 
-def encode_trellis(x: FloatArray, effort: str, fmt: Format = FORMAT) -> ByteArray:
-    """Trellis-coded blocks of rotated weights: float32 (n, m) -> uint8 (m, bytes of a block)."""
-    indices, selectors, d = scale.solve(x, effort, fmt)
-    return pack(indices, selectors, d, np.zeros_like(d), fmt)
-
-
-def encode_ternary(x: FloatArray, effort: str, fmt: Format = FORMAT) -> ByteArray:
-    """The literal ternary code of arXiv 2603.27914: alpha * {-1, 0, 1} with alpha = 0.798 rms (``effort`` is unused).
+def _encode_ternary(x: FloatArray, fmt: Format) -> ByteArray:
+    """The literal ternary code of arXiv 2603.27914: alpha * {-1, 0, 1} with alpha = 0.798 rms.
 
     Args:
         x: float32 (n, m) rotated weights.
-        effort: accepted for symmetry with :func:`encode_trellis`.
         fmt: a format that has such a code.
 
     Returns:
@@ -166,12 +156,6 @@ def encode_ternary(x: FloatArray, effort: str, fmt: Format = FORMAT) -> ByteArra
     return pack(symbols << np.uint8(2), np.zeros_like(symbols), d, z, fmt)
 
 
-_ENCODERS: Final[dict[str, Callable[[FloatArray, str, Format], ByteArray]]] = {
-    "trellis": encode_trellis,
-    "ternary": encode_ternary,
-}
-
-
 def _chunks(count: int) -> Iterator[slice]:
     return (slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
 
@@ -179,35 +163,20 @@ def _chunks(count: int) -> Iterator[slice]:
 def encode_blocks(
     weights: FloatArray, effort: str = "default", codec: str = "trellis", fmt: Format = FORMAT
 ) -> ByteArray:
-    """Encode blocks of weights.
-
-    Args:
-        weights: float32 (m, n).
-        effort: ``fast`` (one start scale) or ``default`` (three).
-        codec: ``trellis``, or ``ternary`` (the literal ternary code, for reproduction).
-        fmt: what blocks are made of.
-
-    Returns:
-        uint8 (m, bytes of a block).
-
-    Raises:
-        ValueError: unknown effort, a codec that the format has not; a weight is NaN, infinite or beyond the range of
-            the format.
-    """
-    check_choice(codec, effort, fmt)
+    """Encode blocks of weights: float32 (m, n) -> uint8 (m, bytes of a block); options as of :func:`quantize`."""
+    fmt.check_codec(codec)
+    check_effort(effort)
     blocks = np.empty((weights.shape[0], fmt.block_bytes), dtype=np.uint8)
     for part in _chunks(weights.shape[0]):
         with np.errstate(over="ignore", invalid="ignore"):
             x = fwht_columns(weights[part].T.copy()) * fmt.rotation
         check_magnitude(x)
-        blocks[part] = _ENCODERS[codec](x, effort, fmt)
+        if codec == "ternary":
+            blocks[part] = _encode_ternary(x, fmt)
+        else:
+            indices, selectors, d = scale.solve(x, effort, fmt)
+            blocks[part] = pack(indices, selectors, d, np.zeros_like(d), fmt)
     return blocks
-
-
-def check_choice(codec: str, effort: str, fmt: Format = FORMAT) -> None:
-    """Raise ValueError unless ``codec`` is one of the format's and ``effort`` one of :data:`EFFORTS`."""
-    fmt.check_codec(codec)
-    check_effort(effort)
 
 
 def check_magnitude(x: FloatArray) -> None:
@@ -230,14 +199,15 @@ def quantize(
     Args:
         array: (..., n) weights, n a multiple of the block; converted to float32.
         fmt: what blocks are made of.
-        effort: ``fast`` or ``default``.
-        codec: ``trellis`` or ``ternary``.
+        effort: ``fast`` (one start scale) or ``default`` (three).
+        codec: ``trellis``, or ``ternary`` (the literal ternary code, for reproduction).
 
     Returns:
         uint8 (..., blocks * bytes of a block), C-contiguous, the layout of a GGUF tensor.
 
     Raises:
-        ValueError: rows that are not whole blocks, unknown effort or codec, or a weight that is not finite.
+        ValueError: rows that are not whole blocks, unknown effort or codec, or a weight that is not finite or too large
+            for the format.
     """
     weights = np.asarray(array, dtype=np.float32)
     check_rows(weights, fmt)

@@ -124,7 +124,7 @@ def check_effort(effort: str) -> None:
 
 
 def _levels(*values: int) -> npt.NDArray[np.int8]:
-    """A table that cannot be written to: a multiple-of-one approximation of the Lloyd-Max levels of a Gaussian."""
+    """A read-only table: the Lloyd-Max levels of a Gaussian, rounded to integers."""
     levels = np.array(values, dtype=np.int8)
     levels.setflags(write=False)
     return levels
@@ -138,24 +138,14 @@ ITQ2_S_LEVELS: Final = _levels(-63, -36, -20, -6, 6, 20, 36, 63)
 # time again.
 
 ITQ3_S_FORMAT: Final = Format(
-    name="ITQ3_S",
-    symbol_bits=2,
-    levels=ITQ3_S_LEVELS,
-    trellis=TRELLIS,
-    rms_in_levels=25.5,
-    starts={"fast": (1.0,), "default": (1.0, 0.91, 1.09)},
-    zero_point=True,
+    name="ITQ3_S", symbol_bits=2, levels=ITQ3_S_LEVELS, trellis=TRELLIS, rms_in_levels=25.5,
+    starts={"fast": (1.0,), "default": (1.0, 0.91, 1.09)}, zero_point=True,
     ternary=TernaryCode(step=22, zero_point=2),
-)
+)  # fmt: skip
 ITQ2_S_FORMAT: Final = Format(
-    name="ITQ2_S",
-    symbol_bits=1,
-    levels=ITQ2_S_LEVELS,
-    trellis=TRELLIS,
-    rms_in_levels=33.5,
-    starts={"fast": (0.97,), "default": (0.97, 1.05)},
-    zero_point=False,
-)
+    name="ITQ2_S", symbol_bits=1, levels=ITQ2_S_LEVELS, trellis=TRELLIS, rms_in_levels=33.5,
+    starts={"fast": (0.97,), "default": (0.97, 1.05)}, zero_point=False,
+)  # fmt: skip
 
 # For rows that are no multiple of 256: the same codes in blocks of 64. The RMS of 64 weights says less about the scale
 # that suits them than that of 256 does; the largest of them, which the outermost levels have to reach, says more. On

@@ -47,28 +47,14 @@ class Grid:
 
 
 def scales_of(blocks: ByteArray, qtype: Type) -> tuple[FloatArray, FloatArray]:
-    """Scales and minima of encoded rows.
-
-    Args:
-        blocks: uint8 (m, bytes of a row).
-        qtype: one of :data:`GRIDS`.
-
-    Returns:
-        float32 (m, groups of a row), twice.
-    """
+    """Scales and minima of encoded rows, uint8 (m, bytes of a row): float32 (m, groups of a row) each."""
     size = gguf.GGML_QUANT_SIZES[qtype][1]
     scale, minimum = GRIDS[qtype].scales(blocks.reshape(-1, size))
     return scale.reshape(blocks.shape[0], -1), minimum.reshape(blocks.shape[0], -1)
 
 
 def put_codes(blocks: ByteArray, codes: CodeArray, qtype: Type) -> ByteArray:
-    """Encoded rows with other codes.
-
-    Args:
-        blocks: uint8 (m, bytes of a row), whose scales stay.
-        codes: (m, n), within the grid.
-        qtype: one of :data:`GRIDS`.
-    """
+    """Encoded rows, uint8 (m, bytes of a row), with other codes (m, n) within the grid; their scales stay."""
     block, size = gguf.GGML_QUANT_SIZES[qtype]
     return GRIDS[qtype].put(blocks.reshape(-1, size).copy(), codes.reshape(-1, block)).reshape(blocks.shape)
 

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +23,9 @@ from .. import upstream
 from ..upstream import build_command as build_command
 from ..upstream import library_name as library_name
 from . import blocks
-from .blocks import CODECS, EFFORTS, TOO_LARGE, ByteArray, check_choice, check_rows
+from .blocks import CODECS, EFFORTS, TOO_LARGE, ByteArray, check_rows
 from .family import DEFAULT, FAMILY, trellis_type
-from .formats import Format
+from .formats import Format, check_effort
 from .grids import CodeArray, Grid
 from .transform import FloatArray
 
@@ -41,29 +40,6 @@ _LDLQ_ROWS = 64
 _LANES = 16
 #: Variants of the calibrated encoders, the best last.
 VARIANTS: Final = ("generic", "avx2", "avx512")
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """The C functions of a trellis type.
-
-    Attributes:
-        quantize: rows at an effort.
-        ldlq: the calibrated encoder.
-    """
-
-    quantize: Any
-    ldlq: Any
-
-    @classmethod
-    def of(cls, library: ctypes.CDLL, identifier: str, ending: str) -> _Entries:
-        """Those of the type with this name, by a variant; raises AttributeError where the library has none."""
-        quantize = getattr(library, f"quantize_{identifier}_effort")
-        quantize.argtypes = [_F32P, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-        ldlq = getattr(library, f"quantize_{identifier}_ldlq_flat{ending}")
-        ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
-        quantize.restype = ldlq.restype = ctypes.c_size_t
-        return cls(quantize, ldlq)
 
 
 class NativeLibrary:
@@ -83,7 +59,8 @@ class NativeLibrary:
         ending = variant and f"_{variant}"
         library = ctypes.CDLL(str(path))
         try:
-            self._entries = {qtype: _Entries.of(library, row.identifier, ending) for qtype, row in FAMILY.items()}
+            self._plain = {t: library[f"quantize_{row.identifier}_effort"] for t, row in FAMILY.items()}
+            self._ldlq = {t: library[f"quantize_{row.identifier}_ldlq_flat{ending}"] for t, row in FAMILY.items()}
             self._chunk = library.ggml_quantize_chunk
             self._row_size = library.ggml_row_size
             self._feed = library[f"grid_ldlq_feed{ending}"]
@@ -91,6 +68,10 @@ class NativeLibrary:
             self._round = library.grid_ldlq_round
         except AttributeError as error:
             raise OSError(f"{path}: built without this version's patch ({error}); run {build_command()}") from None
+        for plain, ldlq in zip(self._plain.values(), self._ldlq.values(), strict=True):
+            plain.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2]
+            ldlq.argtypes = [_F32P, ctypes.c_void_p, *[ctypes.c_int64] * 2, _F32P, _F32P, *[ctypes.c_int] * 4]
+            plain.restype = ldlq.restype = ctypes.c_size_t
         self._chunk.argtypes = [ctypes.c_int, _F32P, ctypes.c_void_p, *[ctypes.c_int64] * 3, _F32P]
         self._chunk.restype = ctypes.c_size_t
         self._row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
@@ -108,10 +89,11 @@ class NativeLibrary:
         codec: str = "trellis", threads: int = 1,
     ) -> ByteArray:  # fmt: skip
         """As :func:`gguf_itq3s.codec.blocks.quantize`, the same bytes and the same errors, on ``threads`` threads."""
-        fmt, entry = trellis_type(qtype).format, self._entries[qtype].quantize
+        fmt, entry = trellis_type(qtype).format, self._plain[qtype]
         weights = np.asarray(array, dtype=np.float32)
         check_rows(weights, fmt)
-        check_choice(codec, effort, fmt)
+        fmt.check_codec(codec)
+        check_effort(effort)
         source = np.ascontiguousarray(weights).reshape(-1, fmt.block)
         out = np.empty((source.shape[0], fmt.block_bytes), dtype=np.uint8)
 
@@ -121,7 +103,7 @@ class NativeLibrary:
                 CODECS.index(codec), EFFORTS.index(effort),
             )  # fmt: skip
 
-        _in_parts(part, source.shape[0], max(1, _CHUNK_WEIGHTS // fmt.block), threads)
+        _in_parts(part, source.shape[0], _CHUNK_WEIGHTS // fmt.block, threads)
         if refused(out, fmt):
             raise ValueError(TOO_LARGE)
         return out.reshape(*weights.shape[:-1], weights.shape[-1] // fmt.block * fmt.block_bytes)
@@ -130,22 +112,17 @@ class NativeLibrary:
         self, weights: FloatArray, feedback: FloatArray, weight: FloatArray, *, qtype: gguf.GGMLQuantizationType,
         segment: int, lookahead: int, effort: str, threads: int = 1,
     ) -> ByteArray:  # fmt: skip
-        """The calibrated encoder alone; :func:`gguf_itq3s.rounding.ldlq.quantize` checks arguments and reads errors.
+        """The calibrated encoder alone; :func:`gguf_itq3s.rounding.ldlq.quantize` explains and checks the arguments.
 
         Args:
             weights: float32 (m, n), whole blocks of the type, of b weights.
-            qtype: a trellis type.
             feedback: float32 (n, n), or (n / b, b, b): unit upper triangular.
             weight: float32 (n,), positive.
-            segment: columns committed at a time.
-            lookahead: columns searched past a segment before it is committed.
-            effort: one of ``EFFORTS``.
-            threads: how many rows at a time.
 
         Returns:
             uint8 (m, bytes of a row); a block that cannot be encoded has a NaN scale.
         """
-        fmt, entry = trellis_type(qtype).format, self._entries[qtype].ldlq
+        fmt, entry = trellis_type(qtype).format, self._ldlq[qtype]
         source, n = np.ascontiguousarray(weights), weights.shape[1]
         feedback, weight = np.ascontiguousarray(feedback), np.ascontiguousarray(weight)
         out = np.empty((source.shape[0], n // fmt.block * fmt.block_bytes), dtype=np.uint8)
@@ -161,23 +138,12 @@ class NativeLibrary:
         return out
 
     def quantize_type(
-        self,
-        array: npt.ArrayLike,
-        qtype: gguf.GGMLQuantizationType,
-        *,
-        importance: FloatArray | None = None,
+        self, array: npt.ArrayLike, qtype: gguf.GGMLQuantizationType, *, importance: FloatArray | None = None,
         threads: int = 1,
-    ) -> npt.NDArray[np.uint8]:
-        """Quantize rows to any type of ggml, with ggml's own quantizer.
+    ) -> ByteArray:  # fmt: skip
+        """Quantize rows (..., n) to any type of ggml, with ggml's own quantizer: uint8 (..., bytes of a row).
 
-        Args:
-            array: (..., n) weights, n a multiple of the type's block.
-            qtype: the type.
-            importance: float32 (n,): how much each column counts; None where the type needs none.
-            threads: how many rows at a time.
-
-        Returns:
-            uint8 (..., bytes of a row).
+        ``importance``, float32 (n,), says how much each column counts; None where the type needs none.
 
         Raises:
             ValueError: the row length does not fit the type.
@@ -201,7 +167,7 @@ class NativeLibrary:
                 qtype, rows.ctypes.data_as(_F32P), out.ctypes.data, start * length, stop - start, length, counts
             )  # fmt: skip
 
-        _in_parts(part, rows.shape[0], max(1, _CHUNK_WEIGHTS // length), threads)
+        _in_parts(part, rows.shape[0], _CHUNK_WEIGHTS // length, threads)
         return out.reshape(*weights.shape[:-1], out.shape[-1])
 
     def feed_errors(
@@ -209,12 +175,7 @@ class NativeLibrary:
     ) -> None:
         """Take from a block of targets what the errors of the columns before it feed to it, in place.
 
-        Args:
-            target: float32 (m, 256), C-contiguous.
-            errors: float32 (m, n), C-contiguous.
-            feedback: float32 (n, n), C-contiguous.
-            start: first column of the block.
-            threads: how many rows at a time.
+        float32, C-contiguous: ``target`` (m, 256), from column ``start``; ``errors`` (m, n), ``feedback`` (n, n).
         """
         n = errors.shape[1]
 
@@ -224,26 +185,13 @@ class NativeLibrary:
                 feedback.ctypes.data_as(_F32P), start,
             )  # fmt: skip
 
-        _in_parts(part, len(target), _grid_rows(len(target), threads), threads)
+        _in_parts(part, len(target), min(_LDLQ_ROWS, -(-len(target) // threads)), threads)
 
     def round_block(
         self, weights: FloatArray, target: FloatArray, feedback: FloatArray, scale: FloatArray, minimum: FloatArray,
         grid: Grid, *, threads: int = 1,
     ) -> tuple[CodeArray, FloatArray, FloatArray]:  # fmt: skip
-        """Round a block of columns to the grid; :func:`gguf_itq3s.rounding.grid.round_block` says how.
-
-        Args:
-            weights: float32 (m, 256).
-            target: float32 (m, 256).
-            feedback: float32 (256, 256), of which rows are contiguous.
-            scale: float32 (m, groups).
-            minimum: float32 (m, groups).
-            grid: of the type.
-            threads: how many rows at a time.
-
-        Returns:
-            Codes, errors and residuals (m, 256).
-        """
+        """As :func:`gguf_itq3s.rounding.grid.round_block`; of ``feedback``, rows are contiguous."""
         weights, target, scale, minimum = map(np.ascontiguousarray, (weights, target, scale, minimum))
         codes = np.empty(weights.shape, dtype=np.int8)
         errors, residual = np.empty_like(weights), np.empty_like(weights)
@@ -258,13 +206,8 @@ class NativeLibrary:
                 grid.group, grid.low, grid.high, table,
             )  # fmt: skip
 
-        _in_parts(part, len(weights), _grid_rows(len(weights), threads), threads)
+        _in_parts(part, len(weights), min(_LDLQ_ROWS, -(-len(weights) // threads)), threads)
         return codes, errors, residual
-
-
-def _grid_rows(count: int, threads: int) -> int:
-    """Rows that a thread takes at a time: enough to use a panel of the feedback matrix often."""
-    return min(_LDLQ_ROWS, max(1, -(-count // threads)))
 
 
 def _ldlq_rows(count: int, threads: int) -> int:
@@ -275,6 +218,7 @@ def _ldlq_rows(count: int, threads: int) -> int:
 
 def _in_parts(part: Callable[[int, int], Any], count: int, step: int, threads: int) -> None:
     """Call ``part(start, stop)`` over ``range(count)`` in steps, on ``threads`` threads (ctypes releases the GIL)."""
+    step = max(1, step)
     spans = [(start, min(start + step, count)) for start in range(0, count, step)]
     if threads <= 1 or len(spans) <= 1:
         for span in spans:

@@ -33,12 +33,7 @@ def block_rms(x: FloatArray) -> FloatArray:
 def block_magnitude(x: FloatArray, fmt: Format) -> FloatArray:
     """What start scales are taken from: the RMS of each column, or its largest magnitude, as the format says.
 
-    Args:
-        x: float32 (n, m) rotated weights.
-        fmt: the format.
-
-    Returns:
-        float32 (m,), 0 where the RMS is: squares that underflow leave a block to zero.
+    float32 (n, m) -> (m,), 0 where the RMS is: squares that underflow leave a block to zero.
     """
     rms = block_rms(x)
     if fmt.peak_in_levels is None:
@@ -47,14 +42,9 @@ def block_magnitude(x: FloatArray, fmt: Format) -> FloatArray:
 
 
 def fit_scale(x: FloatArray, levels: FloatArray) -> npt.NDArray[np.float16]:
-    """The least-squares scale d = 32 <x, L> / <L, L> of each column, rounded to float16.
+    """The least-squares scale d = 32 <x, L> / <L, L> of each column, L the levels of its path.
 
-    Args:
-        x: float32 (n, m) rotated weights.
-        levels: float32 (n, m) levels L of the path.
-
-    Returns:
-        float16 (m,), clamped to the largest finite float16.
+    float32 (n, m), twice -> float16 (m,), clamped to the largest finite one.
     """
     d = np.float32(32) * (fold_sum(x * levels) / fold_sum(levels * levels))
     return np.clip(d, -F16_MAX, F16_MAX).astype(np.float16)

@@ -160,27 +160,11 @@ def gamma(weights: npt.ArrayLike) -> float:
     return GAMMA_EPSILON + float(np.abs(np.asarray(weights, dtype=np.float32)).mean(dtype=np.float64))
 
 
-def absmean_scales(groups: FloatArray) -> FloatArray:
-    """:func:`gamma` for every group: float32 (rows, groups, length) -> (rows, groups), all equal."""
-    return np.full(groups.shape[:2], gamma(groups), dtype=np.float32)
-
-
-def maxabs_scales(groups: FloatArray) -> FloatArray:
-    """``d = max|w|`` of each group, the scale of TQ1_0 and TQ2_0 packing: (rows, groups, length) -> (rows, groups)."""
-    return np.abs(groups).max(axis=-1)
-
-
 def optimal_scales(groups: FloatArray) -> FloatArray:
     """The scale that minimises ``|w - a t|^2`` over a and trits t together, for each group.
 
     With magnitudes sorted in descending order and k of them kept, the best a is their mean S_k / k and the error is
     ``|w|^2 - S_k^2 / k``; the k with the largest ``S_k^2 / k`` wins. No search over a is needed.
-
-    Args:
-        groups: float32 (rows, groups, length).
-
-    Returns:
-        float32 (rows, groups).
     """
     ordered = -np.sort(-np.abs(groups), axis=-1)
     sums = ordered.cumsum(axis=-1, dtype=np.float64)
@@ -189,10 +173,11 @@ def optimal_scales(groups: FloatArray) -> FloatArray:
     return (np.take_along_axis(sums, best, axis=-1) / (best + 1))[..., 0].astype(np.float32)
 
 
+#: Scales of groups: float32 (rows, groups, length) -> (rows, groups); ``maxabs`` is that of TQ1_0 and TQ2_0 packing.
 SCALES: Final[dict[str, Callable[[FloatArray], FloatArray]]] = {
-    "absmean": absmean_scales,
+    "absmean": lambda groups: np.full(groups.shape[:2], gamma(groups), dtype=np.float32),
     "optimal": optimal_scales,
-    "maxabs": maxabs_scales,
+    "maxabs": lambda groups: np.abs(groups).max(axis=-1),
 }
 
 

@@ -33,13 +33,7 @@ ABOVE: Final = ("cli.py", "evaluate", "publish", "programs")
 
 @dataclass(frozen=True)
 class Text:
-    """What is scored.
-
-    Attributes:
-        content: the text.
-        windows: how many of it are scored, -1 for all.
-        source: the file that errors name.
-    """
+    """What is scored: so many windows of it, -1 for all; errors name its source."""
 
     content: str
     windows: int
@@ -86,14 +80,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Evaluation:
-    """One model under evaluation.
-
-    Args:
-        settings: what and where.
-
-    Raises:
-        UserError: the model or the tools are missing.
-    """
+    """One model under evaluation; making one raises UserError where the model or the tools are missing."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.work = settings, settings.work

@@ -113,12 +113,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def picture(panels: Mapping[str, Sequence[Result]], title: str, path: Path) -> None:
-    """Plot mean KL divergence on the first text over bits a weight; a legend names the points.
+    """Plot mean KL divergence on the first text over bits a weight to a PNG file; a legend names the points.
 
-    Args:
-        panels: label of the axis -> rows; a panel without rows to show is left out.
-        title: of the whole.
-        path: PNG file to write.
+    ``panels`` are rows by the label of their axis; one without rows to show is left out.
     """
     import matplotlib
 

@@ -75,12 +75,7 @@ def run_program(command: Sequence[object], log: Path, environment: Mapping[str, 
 
 @dataclass(frozen=True)
 class Tools:
-    """The built tools.
-
-    Attributes:
-        folder: where they are.
-        threads: threads each may use.
-    """
+    """The built tools, each of which may use so many threads."""
 
     folder: Path
     threads: int
@@ -101,9 +96,9 @@ class Tools:
 
     def digest(self) -> str:
         """Hash of what the tools were built from, or of their own bytes: results made with others are not reused."""
-        digest = hashlib.sha256()
         if (said := self.folder / "build.txt").is_file():
             return hashlib.sha256(said.read_bytes()).hexdigest()
+        digest = hashlib.sha256()
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and (path.name.startswith("llama-") or ".so" in path.name or ".dylib" in path.name):
                 digest.update(path.name.encode() + path.read_bytes())
@@ -156,10 +151,7 @@ class Tools:
 
 
 def parse_divergence(text: str) -> dict[str, Any]:
-    """Figures of ``llama-perplexity --kl-divergence``.
-
-    Args:
-        text: what the tool printed.
+    """Figures out of what ``llama-perplexity --kl-divergence`` printed.
 
     Returns:
         ``perplexity``, the quantized model's own, ``mean_kld`` (nats), ``same_top`` (a share), each with ``_error``;

@@ -46,20 +46,10 @@ _LOGGERS: Final = ("hf-to-gguf", "gguf", "metadata", "lora-to-gguf")
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What to convert and how; the fields are the options of the command.
+    """What to convert and how: the options of the command, which :func:`add_parser` explains.
 
-    Attributes:
-        adapter: folder of the adapter, as PEFT saves it.
-        out: the GGUF file to write.
-        base: Hugging Face folder of the model it was trained on.
-        outtype: one of :data:`OUTTYPES`.
-        model: the GGUF file that it is for, which says how it is rescaled; None for one whose channels are as they
-            were.
-        trained_folded: whether it was trained beside a model whose norms are folded; None to take it from the adapter's
-            model card and the ``config.json`` of ``base``, which say so of one that
-            :func:`gguf_itq3s.transformers.load_gguf` gave, and likewise which equalized file was loaded.
-        verbose: show what llama.cpp's converter logs.
-        trust_remote_code: Python code of the model folder may run.
+    Without ``trained_folded``, the adapter's model card and the ``config.json`` of ``base`` say whether it was trained
+    beside what :func:`gguf_itq3s.transformers.load_gguf` gave of a folded file, or of which equalized one.
     """
 
     adapter: Path
@@ -74,13 +64,9 @@ class LoraOptions:
 
 @dataclass
 class Converted:
-    """What was written.
+    """GGUF names of the matrices that were written, those of them that were scaled, and others that were left out.
 
-    Attributes:
-        matrices: GGUF names of the matrices that the adapter changes.
-        scaled: those of them that are multiplied by something.
-        left_out: names of the matrices that are no part of the text model.
-        marks: what the file says of the model that it is for.
+    ``marks`` are what the file says of the model that it is for.
     """
 
     matrices: list[str] = field(default_factory=list)
@@ -88,26 +74,13 @@ class Converted:
     left_out: list[str] = field(default_factory=list)
     marks: Mapping[str, bool | str] = field(default_factory=dict)
 
-    @property
-    def folded(self) -> bool:
-        """Whether the file is marked as one for folded norms."""
-        return self.marks.get(NORMS_FOLDED) is True
-
 
 def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Converted:
-    """Convert an adapter.
-
-    Args:
-        options: what and how.
-        messages: where notes go; None for stderr.
-
-    Returns:
-        What was written.
+    """Convert an adapter and say what was written; notes go to ``messages``, by default stderr.
 
     Raises:
         UserError: adapter or model cannot be read, do not fit, or the file cannot be written; nothing is left then.
     """
-    messages = messages or sys.stderr
     check_output(options.out, (options.adapter, options.base, options.model))
     adapter = read_adapter(options.adapter)
     config = options.base / "config.json"
@@ -129,7 +102,7 @@ def convert_lora(options: LoraOptions, messages: TextIO | None = None) -> Conver
         raise output_error(options.out, error) from error
     if done.left_out:
         what = f"{len(done.left_out)} matrices are no part of the text model and are left out"
-        print(f"note: {options.adapter}: {what}: {done.left_out[0]}", file=messages)
+        print(f"note: {options.adapter}: {what}: {done.left_out[0]}", file=messages or sys.stderr)
     return done
 
 
@@ -330,7 +303,7 @@ def run(args: argparse.Namespace) -> int:
     values["out"] = args.out.with_name(args.out.name.replace("{ftype}", args.outtype.upper()))
     done = convert_lora(LoraOptions(**values))
     scaled = f"{len(done.scaled)} scaled" if done.scaled else "trained beside one"
-    kind = "with folded norms" if done.folded else "that is rescaled"
+    kind = "with folded norms" if NORMS_FOLDED in done.marks else "that is rescaled"
     how = f"for a model {kind}, {scaled}" if done.marks else "for a model as it was"
     print(f"wrote {values['out']}: {len(done.matrices)} matrices, {how}, {report.size(values['out'].stat().st_size)}")
     return 0

@@ -12,7 +12,6 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,52 +22,35 @@ from ..checkpoint.files import check_output
 from ..checkpoint.patches import replaced_in
 from .run import as_program
 
-
-@dataclass(frozen=True)
-class Program:
-    """One of gguf-py's programs.
-
-    Attributes:
-        module: in ``gguf.scripts``.
-        logger: the name of its logger.
-        help: what it does.
-    """
-
-    module: str
-    logger: str
-    help: str
-
-
+#: Those of gguf-py's programs: ``gguf-dump``, the logger and console name of the module ``gguf.scripts.gguf_dump``.
 PROGRAMS: Final = {
-    "dump": Program("gguf_dump", "gguf-dump", "metadata and tensors of a GGUF file, also as JSON or Markdown"),
-    "set-metadata": Program("gguf_set_metadata", "gguf-set-metadata", "change a number in a GGUF file, in place"),
-    "new-metadata": Program("gguf_new_metadata", "gguf-new-metadata", "copy a GGUF file with other metadata"),
-    "hash": Program("gguf_hash", "gguf-hash", "hashes of a GGUF file's tensors"),
+    "dump": "metadata and tensors of a GGUF file, also as JSON or Markdown",
+    "set-metadata": "change a number in a GGUF file, in place",
+    "new-metadata": "copy a GGUF file with other metadata",
+    "hash": "hashes of a GGUF file's tensors",
 }
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommands."""
-    for name, program in PROGRAMS.items():
+    for name, text in PROGRAMS.items():
         # No prefix: options are the program's, and its --help too.
-        parser = subparsers.add_parser(name, help=program.help, add_help=False, prefix_chars="\0")
+        parser = subparsers.add_parser(name, help=text, add_help=False, prefix_chars="\0")
         parser.add_argument("arguments", nargs="*")
         parser.set_defaults(run=run, program=name)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a program; returns the exit code."""
-    program = PROGRAMS[args.program]
-    file = next((Path(name) for name in args.arguments if Path(name).is_file()), Path(program.logger))
+    program = f"gguf-{args.program}"
+    file = next((Path(name) for name in args.arguments if Path(name).is_file()), Path(program))
     what, remedy = "gguf-py could not do it", f"gguf-itq3s {args.program} --help lists the options"
     argv = [f"gguf-itq3s {args.program}", *args.arguments]
-    with _whole_files(), as_program(argv, [program.logger], logging.INFO, file, what, remedy):
+    with _whole_files(), as_program(argv, [program], logging.INFO, file, what, remedy):
         try:
-            module = importlib.import_module(f"gguf.scripts.{program.module}")
+            module = importlib.import_module(f"gguf.scripts.{program.replace('-', '_')}")
         except ImportError as error:
-            raise UserError(
-                program.logger, f"cannot be started: {error}", "install what is missing with pip"
-            ) from error
+            raise UserError(program, f"cannot be started: {error}", "install what is missing with pip") from error
         module.main()
     return 0
 

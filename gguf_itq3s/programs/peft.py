@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +86,9 @@ def read_adapter(folder: Path) -> Adapter:
     _check_kind(config, options)
     ranks = _ranks(weights)
     alpha, invocation = _alpha(config, options, ranks), _invocation(config, options)
-    return Adapter(folder, weights, alpha, invocation, *_beside(_tags(folder)))
+    tags = _tags(folder)
+    ids = [tag.removeprefix(EQUALIZED_TAG) for tag in tags if tag.startswith(EQUALIZED_TAG)]
+    return Adapter(folder, weights, alpha, invocation, FOLDED_TAG in tags, next(filter(is_id, ids), ""))
 
 
 def small_file(folder: Path, name: str) -> Path | None:
@@ -159,11 +161,6 @@ def _tags(folder: Path) -> list[str]:
     text = card.read_text(encoding="utf-8", errors="replace") if card else ""
     head = text.split("\n---", 1)[0] if text.startswith("---") else ""
     return [line.removeprefix("- ") for line in head.splitlines() if line.startswith("- ")]
-
-
-def _beside(tags: Sequence[str]) -> tuple[bool, str]:
-    ids = [tag.removeprefix(EQUALIZED_TAG) for tag in tags if tag.startswith(EQUALIZED_TAG)]
-    return FOLDED_TAG in tags, next((found for found in ids if is_id(found)), "")
 
 
 def _invocation(path: Path, options: Mapping[str, Any]) -> tuple[int, ...]:

@@ -19,15 +19,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def as_program(
     argv: Sequence[str], loggers: Sequence[str], shown: int, file: Path, what: str, remedy: str
 ) -> Iterator[None]:
-    """Within, the process looks like the program, and its errors are a user's.
+    """Within, the process looks like the program of ``argv``, and its errors are a user's.
 
-    Args:
-        argv: name and arguments of the program, as in ``sys.argv``.
-        loggers: names of its loggers; what they say goes to stderr.
-        shown: the least level of a message that is shown, such as ``logging.INFO``.
-        file: what the program works on, for its errors.
-        what: what is wrong with it then; the reason follows.
-        remedy: what to do.
+    What its loggers say goes to stderr, from the level ``shown`` on. An error is of ``file``; its reason follows
+    ``what``.
 
     Raises:
         UserError: the program gave up, or failed in any way; the last error that it logged says why.

@@ -71,16 +71,10 @@ llama-server -m {{ first }} --port 8080
 
 @dataclass(frozen=True)
 class Model:
-    """One GGUF model of a folder.
+    """One GGUF model of a folder: its file, or parts in order; strings, numbers and short lists of its metadata.
 
-    Attributes:
-        files: its file, or its parts in order.
-        metadata: key -> value, strings, numbers and short lists only.
-        size: bytes of all files.
-        weights: how many.
-        type: name of ``general.file_type``.
-        own: the trellis types that it holds, in the order of the table.
-        content: hash of the tensors, as an evaluation notes it.
+    ``type`` is the name of ``general.file_type``, ``own`` are the trellis types that it holds, and ``content`` is the
+    hash of the tensors, as an evaluation notes it.
     """
 
     files: tuple[Path, ...]
@@ -99,14 +93,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Content:
-    """All of a folder that is published.
+    """All of a folder that is published; ``others`` are licence, projector and importance matrix.
 
-    Attributes:
-        models: the GGUF models, by name.
-        measured: hash of a file's tensors -> its row of an evaluation; empty where none was made.
-        context: tokens of a window of that evaluation.
-        picture: the plot of the evaluation, if it is there.
-        others: further files that belong to it: licence, projector, importance matrix.
+    ``measured`` are rows of an evaluation by the hash of a file's tensors, in windows of ``context`` tokens.
     """
 
     models: tuple[Model, ...]
@@ -180,13 +169,7 @@ def origin(model: Model) -> str | None:
 
 
 def make(content: Content, repository: str | None, base_model: str | None) -> ModelCard:
-    """The whole card.
-
-    Args:
-        content: of the folder.
-        repository: ``organisation/name`` that the files go to, for the commands.
-        base_model: the hub's name of the model that they were made from.
-    """
+    """The whole card; the commands name the repository, ``organisation/name``, that the files go to."""
     first = content.models[0]
     own = [model for model in content.models if model.own]
     others = [model for model in content.models if not model.own]

@@ -81,16 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def upload(folder: Path, names: Sequence[str], repository: str, *, private: bool = False) -> str:
-    """Upload files of a folder in one commit; a repository that is not there is made.
-
-    Args:
-        folder: where the files are.
-        names: of the files in it; nothing else is uploaded.
-        repository: ``organisation/name``.
-        private: whether a new repository is private.
-
-    Returns:
-        Where they are now.
+    """Upload files of a folder, by name, in one commit, and say where they are; a missing repository is made.
 
     Raises:
         UserError: the hub refuses, or cannot be reached.

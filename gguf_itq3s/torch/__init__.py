@@ -13,14 +13,13 @@ This room imports PyTorch at its head: ``import gguf_itq3s`` alone does not load
 """
 
 from .experts import PackedExperts
-from .linear import ITQ3SLinear, PackedLinear, TernaryLinear, replace_linears
+from .linear import PackedLinear, TernaryLinear, replace_linears
 from .packing import quantize
 from .paths import PATHS, use_path
 from .products import dequantize, rotate
 
 __all__ = [
     "PATHS",
-    "ITQ3SLinear",
     "PackedExperts",
     "PackedLinear",
     "TernaryLinear",

@@ -65,32 +65,25 @@ class ITQ3SConfig(QuantizationConfigMixin):
     def check(self) -> None:
         """Raise ValueError for a value that cannot be; ``config.json`` may hold any."""
 
-        def one_of(name: str, value: object, known: Sequence[str | None]) -> None:
-            if not isinstance(value, (str, type(None))) or value not in known:
-                words = ", ".join(str(word) for word in known)
-                raise ValueError(f"quantization_config: {name} {value!r:.60} is not one of {words}")
+        def require(name: str, value: object, fits: bool, what: str) -> None:
+            if not fits:
+                raise ValueError(f"quantization_config: {name} {value!r:.60} is not {what}")
 
-        def names(name: str, value: object) -> None:
-            if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) and word for word in value):
-                raise ValueError(f"quantization_config: {name} {value!r:.60} is not a list of names")
+        def is_names(value: object) -> bool:
+            return isinstance(value, (list, tuple)) and all(isinstance(word, str) and word for word in value)
 
-        one_of("qtype", self.qtype, tuple(QTYPES))
-        one_of("effort", self.effort, EFFORTS)
-        if self.modules_to_not_convert is not None:
-            names("modules_to_not_convert", self.modules_to_not_convert)
+        kept, others, threads, types = self.modules_to_not_convert, self.other_types, self.threads, tuple(QTYPES)
+        require("qtype", self.qtype, self.qtype in types, f"one of {', '.join(types)}")
+        require("effort", self.effort, self.effort in EFFORTS, f"one of {', '.join(EFFORTS)}")
+        require("modules_to_not_convert", kept, kept is None or is_names(kept), "a list of names")
         for name in ("ternarize", "norms_folded"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"quantization_config: {name} {getattr(self, name)!r:.60} is not true or false")
-        if self.rescaling is not None and not is_id(self.rescaling):
-            raise ValueError(f"quantization_config: rescaling {self.rescaling!r:.60} is not the id of one")
-        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise ValueError(f"quantization_config: threads {self.threads!r:.60} is not a positive number")
-        if self.other_types is not None:
-            if not isinstance(self.other_types, dict):
-                raise ValueError(f"quantization_config: other_types {self.other_types!r:.60} is not a dictionary")
-            for key, value in self.other_types.items():
-                one_of("other_types", key, tuple(QTYPES))
-                names(f"other_types of {key}", value)
+            require(name, value := getattr(self, name), isinstance(value, bool), "true or false")
+        require("rescaling", self.rescaling, self.rescaling is None or is_id(self.rescaling), "the id of one")
+        require("threads", threads, threads is None or (type(threads) is int and threads > 0), "a positive number")
+        require("other_types", others, others is None or isinstance(others, dict), "a dictionary")
+        for key, layers in (others or {}).items():
+            require("other_types", key, key in types, f"one of {', '.join(types)}")
+            require(f"other_types of {key}", layers, is_names(layers), "a list of names")
 
     def type_of(self, name: str) -> gguf.GGMLQuantizationType:
         """The type that a layer is to have; its columns may ask for shorter blocks."""

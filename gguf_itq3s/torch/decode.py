@@ -30,15 +30,11 @@ def level_table(fmt: Format, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(fmt.level_values).to(device)
 
 
-def _shifted(selectors: torch.Tensor, before: torch.Tensor, tap: int) -> torch.Tensor:
-    """Bytes of the bits ``s[t - tap]``, 0 <= tap < 8, from the bytes of s[t] and those one byte before."""
-    return selectors if tap == 0 else (selectors << tap) | (before >> (8 - tap))
-
-
 def _parity_plane(selectors: torch.Tensor, before: torch.Tensor, check: int) -> torch.Tensor:
-    """Bytes of a parity check of the selector bits; bit i of ``check`` taps ``s[t - i]``."""
+    """Bytes of a parity check of the selector bits; bit i of ``check`` taps ``s[t - i]``, i < 8."""
     taps = [tap for tap in range(check.bit_length()) if check >> tap & 1]
-    return functools.reduce(torch.bitwise_xor, (_shifted(selectors, before, tap) for tap in taps))
+    bits = ((selectors << tap) | (before >> (8 - tap)) if tap else selectors for tap in taps)
+    return functools.reduce(torch.bitwise_xor, bits)
 
 
 @functools.lru_cache(maxsize=32)
@@ -112,17 +108,10 @@ def _tq1_0_values(blocks: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the blocks of a type are read.
+    """How the blocks of a type are read: ``block`` weights in ``block_bytes``, perhaps in the rotated basis.
 
-    Attributes:
-        qtype: the type.
-        values: uint8 (..., bytes) -> float32 (..., block): integers, the zero-point taken off.
-        block: weights of a block.
-        block_bytes: bytes of a block.
-        scale_offset: where its float16 scale stands.
-        unit: a weight is value * scale * unit.
-        rotated: whether the block is in the rotated basis.
-        fmt: what a trellis type's blocks are made of; None of other types.
+    ``values`` makes integers, the zero-point subtracted: uint8 (..., bytes) -> float32 (..., block). A weight is
+    value * scale * unit. ``fmt`` says what a trellis type's blocks are made of; None of other types.
     """
 
     qtype: QType

@@ -100,19 +100,9 @@ class PackedExperts(nn.Module):
         cls, first: torch.Tensor, down: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor], *,
         name: str = "gate_up_proj", qtype: QType = DEFAULT_TYPE, effort: str = "default", threads: int | None = None,
     ) -> PackedExperts:  # fmt: skip
-        """Quantize two stacks of matrices (:func:`gguf_itq3s.torch.quantize`).
+        """Quantize two stacks of matrices: ``first``, of this ``name``, (experts, rows, columns), and ``down``.
 
-        Args:
-            first: (experts, rows, columns) of a floating dtype.
-            down: (experts, outputs, what the gate gives).
-            gate: what lies between the two.
-            name: of the first.
-            qtype: the type of the blocks.
-            effort: of the trellis encoder.
-            threads: of the C library.
-
-        Raises:
-            ValueError: as :func:`gguf_itq3s.torch.quantize`.
+        Options and errors are those of :func:`gguf_itq3s.torch.quantize`.
         """
         weights = {name: first, DOWN: down}
         if any(weight.ndim != 3 for weight in weights.values()):

@@ -15,7 +15,6 @@ from . import decode, products, transform
 from .products import IMPLEMENTATIONS, operator, without_autocast
 
 _PRODUCT: Final = IMPLEMENTATIONS["gguf_itq3s::product"]
-_TRANSPOSED: Final = IMPLEMENTATIONS["gguf_itq3s::product_transposed"]
 
 
 def parts_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -37,7 +36,7 @@ def _grouped(
     with without_autocast(x):
         for number, rows in parts_of(ends):
             part = x[rows] if tokens is None else x[tokens[rows]]
-            out[rows] = _PRODUCT(part, weight[number], qtype, dtype, triton)
+            out[rows] = _PRODUCT(part, weight[number], qtype, dtype, triton, False)
     return out
 
 
@@ -56,10 +55,10 @@ def _grouped_transposed(
     dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
     accumulated = transform.accumulation_dtype(x.dtype)
-    out = x.new_zeros((count, _columns(weight, qtype)), dtype=accumulated)
+    out = x.new_zeros((count, decode.layout(qtype).columns(weight[0])), dtype=accumulated)
     with without_autocast(x):
         for number, rows in parts_of(ends):
-            part = _TRANSPOSED(x[rows], weight[number], qtype, accumulated, triton)
+            part = _PRODUCT(x[rows], weight[number], qtype, accumulated, triton, True)
             if tokens is None:
                 out[rows] = part.to(accumulated)
             else:
@@ -72,11 +71,7 @@ def _(
     x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, count: int, qtype: int,
     dtype: torch.dtype, triton: bool,
 ) -> torch.Tensor:  # fmt: skip
-    return x.new_empty((count, _columns(weight, qtype)), dtype=dtype)
-
-
-def _columns(weight: torch.Tensor, qtype: int) -> int:
-    return decode.layout(qtype).columns(weight[0])
+    return x.new_empty((count, decode.layout(qtype).columns(weight[0])), dtype=dtype)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -93,25 +88,12 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return found, *[None] * 6
 
 
-def _transposed_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, tokens, ends, _, ctx.qtype, _, ctx.triton = inputs
-    ctx.save_for_backward(weight, tokens, ends)
-    ctx.dtype = x.dtype
-
-
-def _transposed_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, tokens, ends = ctx.saved_tensors
-    found = _grouped(gradient.contiguous(), weight, tokens, ends, ctx.qtype, ctx.dtype, ctx.triton)
-    return found, *[None] * 7
-
-
 _grouped.register_autograd(_backward, setup_context=_context)
-_grouped_transposed.register_autograd(_transposed_backward, setup_context=_transposed_context)
 
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, qtype: int, ends: torch.Tensor, *, tokens: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None, path: str | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``y[i] = W[e] x[tokens[i]]``, e the matrix in whose share of the rows i lies.
 
@@ -121,7 +103,6 @@ def product(
         qtype: its type.
         ends: int64 (experts,): where the rows of each matrix end; those of the next begin there.
         tokens: int64 (s,): which row of ``x`` each row of the result reads; None for the same one.
-        dtype: of the result, that of ``x`` by default.
         path: as :func:`.paths.choose` takes it.
 
     Returns:
@@ -136,4 +117,4 @@ def product(
             f"inputs of shape {tuple(x.shape)} and {tuple(ends.shape)} ends do not match {len(weight)} matrices of "
             f"{columns} columns"
         )
-    return _grouped(x, weight, tokens, ends, int(qtype), dtype or x.dtype, products.uses_triton(x, path))
+    return _grouped(x, weight, tokens, ends, int(qtype), x.dtype, products.uses_triton(x, path))

@@ -297,17 +297,12 @@ def _table(qtype: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor
         return torch.from_numpy(values).to(device, dtype)
 
 
-@functools.lru_cache(maxsize=32)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _split(rows: int, outputs: int, blocks: int, device: torch.device) -> int:
     """Among how many programs the columns are split: enough to keep the device busy where rows are few."""
     if rows > SPLIT_ROWS:
         return 1
-    wanted = _PROGRAMS * _multiprocessors(device)
-    return max(1, min(blocks, triton.cdiv(wanted, triton.cdiv(outputs, 32))))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(blocks, triton.cdiv(_PROGRAMS * processors, triton.cdiv(outputs, 32))))
 
 
 def unit_options(kind: Layout) -> tuple[str, dict[str, Any]]:

@@ -38,13 +38,7 @@ class PackedLinear(nn.Linear):
     ) -> None:  # fmt: skip
         """A layer of zero blocks, to load a state into; ``device="meta"`` allocates nothing.
 
-        Args:
-            in_features: columns of the matrix, a multiple of 64; of 256 for TQ1_0 and TQ2_0.
-            out_features: its rows.
-            bias: whether there is one; zeros.
-            qtype: the type of the blocks.
-            device: where to.
-            dtype: of the bias.
+        ``in_features`` is a multiple of 64, of 256 for TQ1_0 and TQ2_0; ``dtype`` is that of the bias.
 
         Raises:
             ValueError: a width that is not whole blocks, or a type that does not fit.
@@ -63,18 +57,7 @@ class PackedLinear(nn.Linear):
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType | None = None,
         effort: str = "default", threads: int | None = None,
     ) -> PackedLinear:  # fmt: skip
-        """Quantize a matrix (:func:`gguf_itq3s.torch.quantize`).
-
-        Args:
-            weight: (out_features, in_features) of a floating dtype.
-            bias: (out_features,), or None.
-            qtype: the type of the blocks, or of the code in blocks of 256 that they may be too short for.
-            effort: of the trellis encoder.
-            threads: of the C library.
-
-        Raises:
-            ValueError: as :func:`gguf_itq3s.torch.quantize`.
-        """
+        """Quantize a matrix (out_features, in_features); options and errors of :func:`gguf_itq3s.torch.quantize`."""
         kind = decode.layout_for(cls.default_type if qtype is None else qtype, weight.shape[-1]).qtype
         return cls.from_blocks(packing.quantize(weight, kind, effort=effort, threads=threads), bias, qtype=kind)
 
@@ -82,12 +65,7 @@ class PackedLinear(nn.Linear):
     def from_blocks(
         cls, blocks: torch.Tensor, bias: torch.Tensor | None = None, *, qtype: QType | None = None
     ) -> PackedLinear:
-        """A layer around blocks that are there, which it does not copy.
-
-        Args:
-            blocks: uint8 (out_features, bytes of a row).
-            bias: (out_features,), or None.
-            qtype: the type of the blocks.
+        """A layer around blocks that are there, uint8 (out_features, bytes of a row), which it does not copy.
 
         Raises:
             ValueError: shapes or types that do not belong together.
@@ -144,10 +122,6 @@ class PackedLinear(nn.Linear):
         )
 
 
-class ITQ3SLinear(PackedLinear):
-    """A layer of ITQ3_S blocks: 3.125 bits a weight."""
-
-
 class TernaryLinear(PackedLinear):
     """A layer of TQ2_0 (2.0625 bits a weight) or TQ1_0 (1.6875) blocks, for ternary matrices."""
 
@@ -167,14 +141,11 @@ def replace_linears(
         model: of any kind.
         qtype: the type of the blocks, of 64 weights in place of 256 where the width asks for it.
         wanted: which of them, by name and layer; by default all but the output head (``lm_head``).
-        effort: of the trellis encoder.
-        threads: of the C library.
+        effort: as ``threads`` and errors of :func:`gguf_itq3s.torch.quantize`.
+        threads: see there.
 
     Returns:
         The names of the layers replaced.
-
-    Raises:
-        ValueError: as :func:`gguf_itq3s.torch.quantize`.
     """
     chosen = wanted or (lambda name, _: name.rpartition(".")[2] != "lm_head")
     found = {

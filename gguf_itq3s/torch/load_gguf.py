@@ -45,13 +45,7 @@ _EXPERT_COUNTS: Final = (
 
 @dataclass(frozen=True)
 class _Lazy:
-    """A tensor that is made when Transformers takes it.
-
-    Attributes:
-        load: makes it.
-        dtype: of the tensor.
-        shape: of the tensor.
-    """
+    """A tensor that is made when Transformers takes it."""
 
     load: Callable[[], torch.Tensor]
     dtype: torch.dtype
@@ -83,22 +77,17 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, **options: 
     """
     path = Path(path)
     file = open_gguf(path)
-    arch = _text(file, "general.architecture", path)
-    processor_class = modeling_gguf_pytorch_utils.TENSOR_PROCESSORS.get(
-        arch, modeling_gguf_pytorch_utils.TensorProcessor
-    )
+    arch = contents_of(file, "general.architecture")
     if arch not in settings.ARCHITECTURES:
         raise UserError(
             path, f"is of the architecture {arch}, whose settings or tensors are not known here",
             "run it with llama.cpp, or load the checkpoint that it was made of",
         )  # fmt: skip
     with patched(path.parent, trusted=False):
-        return _load(file, path, arch, processor_class, dtype or torch.get_default_dtype(), options)
+        return _load(file, path, arch, dtype or torch.get_default_dtype(), options)
 
 
-def _load(
-    file: GGUFFile, path: Path, arch: str, processor_class: Any, dtype: torch.dtype, options: Mapping[str, Any]
-) -> Any:
+def _load(file: GGUFFile, path: Path, arch: str, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         if arch == "llama" and contents_of(file, "llama.expert_count"):  # to llama.cpp Mixtral is a Llama
@@ -111,7 +100,8 @@ def _load(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         settings.check_rotations(model, file, arch, path)
-        processor = processor_class(config=config.to_dict())
+        known = modeling_gguf_pytorch_utils.TENSOR_PROCESSORS
+        processor = known.get(arch, modeling_gguf_pytorch_utils.TensorProcessor)(config=config.to_dict())
         kind = "llama" if config.model_type == "mixtral" else None
         names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(model, processor, kind)
     except UserError:
@@ -203,13 +193,7 @@ def _misshapen(path: Path, tensor: Any, shape: tuple[int, ...], expected: tuple[
 
 
 def _stacked(path: Path, model: nn.Module, name: str, parts: Mapping[str, Any]) -> tuple[_Lazy, str | None]:
-    """A parameter of experts, and its type where it stays packed.
-
-    Args:
-        path: of the file.
-        model: without weights.
-        name: of the parameter.
-        parts: GGUF name -> tensor, of those that it is made of.
+    """A parameter of experts, made of ``parts`` (GGUF name -> tensor), and its type where it stays packed.
 
     Raises:
         UserError: tensors are missing or of another shape, or the model does not hold experts as they are known.
@@ -271,8 +255,7 @@ def _floats(tensor: Any, processor: Any, shape: tuple[int, ...]) -> _Lazy:
 
 def _config(model: nn.Module, types: Mapping[str, str], file: GGUFFile) -> ITQ3SConfig:
     """What says which matrices are packed: the commonest type, and those that are not of it by name."""
-    counts = [types[name] for name in types]
-    common = max(QTYPES, key=counts.count)
+    common = max(QTYPES, key=list(types.values()).count)
     others: dict[str, list[str]] = {}
     for name, kind in types.items():
         if kind != common:
@@ -282,17 +265,7 @@ def _config(model: nn.Module, types: Mapping[str, str], file: GGUFFile) -> ITQ3S
         kept += [stack for part in stacked.stacks(module) if (stack := f"{name}.{part}") not in types]
     found = contents_of(file, ID)
     return ITQ3SConfig(
-        common, modules_to_not_convert=kept, other_types=others or None, norms_folded=_flag(file, NORMS_FOLDED),
+        common, modules_to_not_convert=kept, other_types=others or None,
+        norms_folded=contents_of(file, NORMS_FOLDED) is True,
         rescaling=str(found) if is_id(found) else None,
     )  # fmt: skip
-
-
-def _text(file: GGUFFile, key: str, path: Path) -> str:
-    value = contents_of(file, key)
-    if not isinstance(value, str):
-        raise UserError(path, f"has no {key}", _REMEDY)
-    return value
-
-
-def _flag(file: GGUFFile, key: str) -> bool:
-    return contents_of(file, key) is True

@@ -51,12 +51,9 @@ def use_path(path: str) -> Iterator[None]:
 
 
 def choose(device: torch.device, path: str | None = None) -> str:
-    """The path of a product: that of :func:`use_path`, else ``path``, else by device.
+    """The path of a product on a device: that of :func:`use_path`, else ``path``, else the device's own.
 
-    Args:
-        device: where the product runs.
-        path: as asked for by a call or a layer; None for the device's own: ``triton`` on a GPU where Triton is
-            installed, ``reference`` elsewhere.
+    That is ``triton`` on a GPU where Triton is installed, ``reference`` elsewhere.
 
     Raises:
         ValueError: there is no such path.

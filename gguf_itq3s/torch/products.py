@@ -2,8 +2,8 @@
 
 ``y = x W^T`` with ``W = V H``, V the decoded blocks in the rotated basis, is ``(x H) V^T``: the input is rotated once
 (``gguf_itq3s::rotate``) and multiplied with V (``gguf_itq3s::product``), whose slices are decoded as they are needed;
-the gradient is ``(g V) H`` (``gguf_itq3s::product_transposed``). Packed weights have no gradient. Source: the pipeline
-of the TurboQuant model page, with the Hadamard matrix as its rotation.
+the gradient is ``(g V) H``. Packed weights have no gradient. Source: the pipeline of the TurboQuant model page, with
+the Hadamard matrix as its rotation.
 """
 
 from __future__ import annotations
@@ -79,67 +79,49 @@ _rotate.register_autograd(_rotate_backward, setup_context=_rotate_context)
 
 
 @operator
-def _product(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool, transposed: bool
+) -> torch.Tensor:
+    """``x V^T``, or transposed ``x V``."""
     kind = decode.layout(qtype)
     with without_autocast(x):
         if triton:
             from . import kernels
 
-            return kernels.product(x, weight, kind, dtype)
+            return (kernels.product_transposed if transposed else kernels.product)(x, weight, kind, dtype)
         accumulated = transform.accumulation_dtype(x.dtype)
-        out = x.new_zeros((x.shape[0], weight.shape[0]), dtype=accumulated)
+        outputs = kind.columns(weight) if transposed else weight.shape[0]
+        out = x.new_zeros((x.shape[0], outputs), dtype=accumulated)
         for rows, columns, part in slices(weight, kind):
-            out[:, rows].addmm_(x[:, columns].to(accumulated), part.to(accumulated).t())
+            if transposed:
+                out[:, columns].addmm_(x[:, rows].to(accumulated), part.to(accumulated))
+            else:
+                out[:, rows].addmm_(x[:, columns].to(accumulated), part.to(accumulated).t())
             del part  # before the next slice is decoded
         return out.to(dtype)
 
 
 @_product.register_fake  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator
-def _product_transposed(
-    x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool
+def _(
+    x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool, transposed: bool
 ) -> torch.Tensor:
-    kind = decode.layout(qtype)
-    with without_autocast(x):
-        if triton:
-            from . import kernels
-
-            return kernels.product_transposed(x, weight, kind, dtype)
-        accumulated = transform.accumulation_dtype(x.dtype)
-        out = x.new_zeros((x.shape[0], kind.columns(weight)), dtype=accumulated)
-        for rows, columns, part in slices(weight, kind):
-            out[:, columns].addmm_(x[:, rows].to(accumulated), part.to(accumulated))
-            del part
-        return out.to(dtype)
-
-
-@_product_transposed.register_fake  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, weight: torch.Tensor, qtype: int, dtype: torch.dtype, triton: bool) -> torch.Tensor:
-    return x.new_empty((x.shape[0], decode.layout(qtype).columns(weight)), dtype=dtype)
+    outputs = decode.layout(qtype).columns(weight) if transposed else weight.shape[0]
+    return x.new_empty((x.shape[0], outputs), dtype=dtype)
 
 
 def _product_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, ctx.qtype, _, ctx.triton = inputs
+    x, weight, ctx.qtype, _, ctx.triton, ctx.transposed = inputs
     ctx.save_for_backward(weight)
     ctx.dtype = x.dtype
 
 
-def _gradient(transposed: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """The gradient of one of the two products, which the other one computes."""
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        return transposed(gradient.contiguous(), weight, ctx.qtype, ctx.dtype, ctx.triton), *[None] * 4
-
-    return backward
+def _product_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (weight,) = ctx.saved_tensors
+    found = _product(gradient.contiguous(), weight, ctx.qtype, ctx.dtype, ctx.triton, not ctx.transposed)
+    return found, *[None] * 5
 
 
-_product.register_autograd(_gradient(_product_transposed), setup_context=_product_context)
-_product_transposed.register_autograd(_gradient(_product), setup_context=_product_context)
+_product.register_autograd(_product_backward, setup_context=_product_context)
 
 
 @operator
@@ -208,7 +190,7 @@ def product(
     if x.shape[-1] != columns:
         raise ValueError(f"the last axis of shape {tuple(x.shape)} does not match rows of {columns} weights")
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    out = _product(flat, weight, int(qtype), dtype or x.dtype, uses_triton(x, path))
+    out = _product(flat, weight, int(qtype), dtype or x.dtype, uses_triton(x, path), False)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -46,15 +46,7 @@ _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint.
-
-    Attributes:
-        file: where it is.
-        key: its name there.
-        dtype: as safetensors calls it.
-        shape: its shape.
-        whole: whether it becomes one parameter as it is, neither split nor merged.
-    """
+    """A tensor of the checkpoint, ``dtype`` as safetensors calls it; ``whole`` ones are neither split nor merged."""
 
     file: str
     key: str
@@ -84,15 +76,9 @@ class Pack(ConversionOps):
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is packed: the matrix of a linear layer, or the matrices of experts that one parameter holds.
+    """What is packed: the matrix of a linear layer, or the ``count`` matrices of experts that one parameter holds.
 
-    Attributes:
-        parameter: name of the parameter with the blocks.
-        qtype: the type of the blocks.
-        rows: of a matrix.
-        columns: of a matrix.
-        count: how many matrices a parameter of experts holds; None for a linear layer.
-        transposed: whether the floats of experts have their rows last.
+    ``transposed`` floats of experts have their rows last.
     """
 
     parameter: str
@@ -205,11 +191,7 @@ class ITQ3SQuantizer(HfQuantizer):
         return model
 
     def _find_experts(self, stacks: Mapping[str, nn.Module]) -> dict[str, Experts]:
-        """The experts whose matrices can be packed and are not to stay.
-
-        Args:
-            stacks: parameter that is a stack of matrices -> module that holds it.
-        """
+        """Of parameters that are stacks, and their modules: those that can be packed and are not to stay."""
         found: dict[str, Experts] = {}
         left: dict[str, str] = {}
         known: dict[nn.Module, Experts | str] = {}  # a module has two stacks
@@ -244,18 +226,15 @@ class ITQ3SQuantizer(HfQuantizer):
                 part: replace(stack, qtype=config.type_of(name)) if (name := f"{path}.{part}") in stacks else stack
                 for part, stack in found.stacks.items()
             }
-            layer = PackedExperts(
-                found.count, kinds, found.gate, bias=found.bias, device="meta", dtype=self._dtype
-            )  # fmt: skip
+            layer = PackedExperts(found.count, kinds, found.gate, bias=found.bias, device="meta", dtype=self._dtype)
             layer.train(found.module.training)
             model.set_submodule(path, layer)
             self._experts[path] = found
             for part, stack in kinds.items():
                 if stack.qtype is not None:
                     name = f"{path}.{part}"
-                    self._packed[name] = Matrix(
-                        name, stack.qtype, stack.rows, stack.columns, found.count, stack.transposed
-                    )
+                    sizes = (stack.rows, stack.columns, found.count)
+                    self._packed[name] = Matrix(name, stack.qtype, *sizes, stack.transposed)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The last call before tensors are read: the names are known now."""
@@ -307,7 +286,8 @@ class ITQ3SQuantizer(HfQuantizer):
                 folder = Path(self._files[0]).parent
                 raise ValueError(f"{folder}: has no {matrix.parameter}; download the model again")
             if not there[0].whole and not self.pre_quantized:
-                self._check_pieces(matrix, there)
+                if matrix.count is not None:
+                    self._check_pieces(matrix, there)
                 continue
             kind, shape = there[0].dtype, matrix.blocks if self.pre_quantized else matrix.floats
             fits = kind == "U8" if self.pre_quantized else "F" in kind  # F32, BF16, F8_E4M3
@@ -321,8 +301,6 @@ class ITQ3SQuantizer(HfQuantizer):
     @staticmethod
     def _check_pieces(matrix: Matrix, pieces: Sequence[Stored]) -> None:
         """The same for experts that are stored one by one."""
-        if matrix.count is None:
-            return
         numbers = sum(math.prod(piece.shape) for piece in pieces)
         wrong = next((piece for piece in pieces if "F" not in piece.dtype), None)
         if wrong is not None or numbers != math.prod(matrix.floats):

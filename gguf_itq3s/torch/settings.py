@@ -20,21 +20,9 @@ from ..checkpoint.gguf_file import GGUFFile, contents_of
 from ..checkpoint.reading import SCALED_BY_WIDTH
 
 #: ``general.architecture`` of the files that are read, each tried with unusual settings.
-ARCHITECTURES: Final = frozenset(
-    {
-        "llama",
-        "qwen2",
-        "qwen2moe",
-        "qwen3",
-        "qwen3moe",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "nemotron",
-        "stablelm",
-        "starcoder2",
-    }
-)
+ARCHITECTURES: Final = (
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "nemotron", "stablelm", "starcoder2",
+)  # fmt: skip
 #: Tensors that are settings.
 TENSORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _REMEDY: Final = "run it with llama.cpp"
@@ -63,13 +51,7 @@ _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def apply(config: Any, file: GGUFFile, arch: str, path: Path) -> None:
-    """Set what a file says in a config that Transformers has made of it.
-
-    Args:
-        config: changed in place.
-        file: its metadata and tensors.
-        arch: its architecture, one of :data:`ARCHITECTURES`.
-        path: for errors.
+    """Set what a file of one of :data:`ARCHITECTURES` says in a config that Transformers has made of it, in place.
 
     Raises:
         UserError: the file has a key that the config has no place for.
@@ -119,12 +101,9 @@ def apply(config: Any, file: GGUFFile, arch: str, path: Path) -> None:
 
 
 def _set_rope(
-    config: Any,
-    tensors: Mapping[str, Any],
-    head: int,
-    take: Callable[..., Any],
+    config: Any, tensors: Mapping[str, Any], head: int, take: Callable[..., Any],
     refuse: Callable[[str, Any], UserError],
-) -> None:
+) -> None:  # fmt: skip
     """Set how positions turn queries and keys.
 
     Factors of frequencies that a file has as a tensor, as those of Llama 3, are LongRoPE: the same for any length.

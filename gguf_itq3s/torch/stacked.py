@@ -25,15 +25,7 @@ _EXPERTS, _TOKENS, _CHOSEN, _HIDDEN, _INNER = 3, 9, 2, 6, 4
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer.
-
-    Attributes:
-        module: of Transformers.
-        count: how many experts.
-        stacks: the two matrices of each, as floats, by parameter name.
-        bias: whether both products have one.
-        gate: what lies between the two.
-    """
+    """The ``count`` experts of a layer: both matrices by parameter name, as floats, and the gate between them."""
 
     module: nn.Module
     count: int

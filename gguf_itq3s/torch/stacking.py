@@ -25,12 +25,7 @@ def read(piece: Any) -> torch.Tensor:
 
 
 class _Stack(ConversionOps):
-    """In place of the operations that stack the floats of all experts: leaves the pieces apart where they are packed.
-
-    Attributes:
-        operations: those of Transformers.
-        packed: parameters for which it does.
-    """
+    """In place of Transformers' operations that stack the floats of all experts: leaves packed ones in pieces."""
 
     def __init__(self, operations: Sequence[ConversionOps], packed: Collection[str]) -> None:
         self.operations, self.packed = operations, packed

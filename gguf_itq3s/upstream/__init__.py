@@ -46,13 +46,7 @@ SOURCE: Final = f"llama_cpp_python-{VERSION}"
 
 
 class Release(NamedTuple):
-    """A source distribution of ``llama-cpp-python``.
-
-    Attributes:
-        version: of the package.
-        sha256: of the archive.
-        tree_sha256: :func:`tree_hash` of the llama.cpp in it.
-    """
+    """A source distribution of ``llama-cpp-python``: the archive's hash, and :func:`tree_hash` of its llama.cpp."""
 
     version: str
     sha256: str
@@ -226,14 +220,9 @@ def _fetch(release: Release, usable: Callable[[], Path | None]) -> None:
 
 
 def tree_hash(folder: Path, parts: Sequence[str] = (".",)) -> str:
-    """SHA-256 over the names and contents of files and of all below folders, but for what Python compiled there.
+    """SHA-256 over names and contents of these parts of a folder and all below, but for what Python compiled there.
 
-    Args:
-        folder: the names are relative to it.
-        parts: the files and folders, relative to it.
-
-    Returns:
-        Hexadecimal; what is missing adds nothing.
+    What is missing adds nothing.
     """
     digest = hashlib.sha256()
     for part in parts:

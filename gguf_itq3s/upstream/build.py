@@ -32,15 +32,9 @@ BACKENDS: Final = {
 
 
 def build(options: list[str], targets: list[str], jobs: int | None) -> Path:
-    """Build llama.cpp, or take it from the cache.
+    """Build llama.cpp, or take it from the cache, and return the folder of tools and libraries.
 
-    Args:
-        options: of llama.cpp's CMake, such as ``-DGGML_CUDA=ON``.
-        targets: programs of llama.cpp beside the tools that are always built.
-        jobs: compilers at a time; None for one a processor.
-
-    Returns:
-        The folder of the tools and libraries.
+    ``options`` are those of llama.cpp's CMake, ``targets`` programs beside the tools that are always built.
 
     Raises:
         FetchError: CMake is missing, the build failed (it has printed why), the source cannot be had, or the package

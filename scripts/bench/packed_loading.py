@@ -28,7 +28,6 @@ sys.path.insert(0, str(ROOT))
 from gguf_itq3s.base import report  # noqa: E402
 from gguf_itq3s.base.errors import report_errors  # noqa: E402
 
-LAYERS: Final = 10
 WAYS: Final = {
     "floats": "bfloat16",
     "quantize": "`quantization_config=ITQ3SConfig()`",
@@ -46,17 +45,13 @@ def make(folder: Path, experts: bool) -> None:
     from gguf_itq3s.convert.pipeline import convert
     from gguf_itq3s.transformers import ITQ3SConfig
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 4096, "max_position_embeddings": 2048, "tie_word_embeddings": False, "num_key_value_heads": 8,
-    }  # fmt: skip
-    if experts:
-        config: Any = transformers.MixtralConfig(
-            **sizes, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16
-        )
-    else:
-        config = transformers.LlamaConfig(
-            **sizes, hidden_size=2048, intermediate_size=5632, num_hidden_layers=LAYERS, num_attention_heads=32
-        )
+    kind, hidden, inner, layers = (
+        (transformers.MixtralConfig, 1024, 2816, 6) if experts else (transformers.LlamaConfig, 2048, 5632, 10)
+    )
+    config = kind(
+        vocab_size=4096, max_position_embeddings=2048, tie_word_embeddings=False, num_key_value_heads=8,
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+    )  # fmt: skip
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "floats")
     for path in (ROOT / "models" / "demo-llama").glob("tokenizer*"):
@@ -107,13 +102,8 @@ def load(way: str, folder: Path) -> dict[str, float]:
 def table(results: dict[str, dict[str, float]], weights: int, largest: str) -> str:
     """The measurements, a row for each way."""
     rows = [
-        [
-            title,
-            f"{results[way]['seconds']:.1f} s",
-            report.size(results[way]["peak"]),
-            report.size(results[way]["size"]),
-        ]
-        for way, title in WAYS.items()
+        [title, f"{found['seconds']:.1f} s", report.size(found["peak"]), report.size(found["size"])]
+        for title, found in ((title, results[way]) for way, title in WAYS.items())
     ]
     header = ["", "time", "memory at most", "the model"]
     notes = f"{report.count(weights)} weights, one thread, {largest}."

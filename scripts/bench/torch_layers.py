@@ -14,16 +14,18 @@ would import in place of PyTorch.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.utils.benchmark import Timer
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -82,31 +84,13 @@ def contenders(weight: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[Laye
     return found
 
 
-def copies(layer: Layer, size: int, cache: int) -> list[Layer]:
-    """The layer and copies of it, together twice what the cache holds."""
-    import copy
-
-    return [layer, *(copy.deepcopy(layer) for _ in range(2 * cache // size))]
-
-
 def seconds(layers: list[Layer], x: torch.Tensor, count: int) -> float:
-    """Time of one call, over ``count`` of them, the copies in turn."""
+    """Time of one call, over ``count`` of them, the copies in turn; PyTorch's timer waits for the device."""
     with torch.no_grad():
         for layer in layers:  # tunes, makes tables
             layer(x)
-        if x.is_cuda:
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            start.record()
-            for number in range(count):
-                layers[number % len(layers)](x)
-            stop.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(stop) / 1000 / count
-        begin = time.perf_counter()
-        for number in range(count):
-            layers[number % len(layers)](x)
-        return (time.perf_counter() - begin) / count
+        names = {"turn": itertools.cycle(layers), "x": x}
+        return float(Timer("next(turn)(x)", globals=names, num_threads=torch.get_num_threads()).timeit(count).mean)
 
 
 def check(name: str, layer: Layer, matrix: torch.Tensor, x: torch.Tensor) -> None:
@@ -126,7 +110,11 @@ def measure(
     found = []
     for outputs, columns in shapes:
         weight = torch.randn(outputs, columns, generator=torch.Generator().manual_seed(0)).to(device) * 0.02
-        made = {name: (*entry, copies(entry[0], entry[2], cache)) for name, entry in contenders(weight, dtype).items()}
+        made = {
+            # With copies of it, together twice what the cache holds.
+            name: (layer, matrix, size, [layer, *(copy.deepcopy(layer) for _ in range(2 * cache // size))])
+            for name, (layer, matrix, size) in contenders(weight, dtype).items()
+        }
         for count_of_rows in rows:
             x = torch.randn(count_of_rows, columns, generator=torch.Generator().manual_seed(1)).to(device, dtype)
             times: dict[str, list[float]] = {name: [] for name in made}
@@ -152,10 +140,8 @@ def table(found: list[dict[str, Any]]) -> str:
         groups.setdefault(key, {})[entry["layer"]] = entry["seconds"]
     lines = []
     for (outputs, columns, rows), times in groups.items():
-        cells = [
-            f"{1e6 * times[name]:.0f} ({times[FLOAT] / times[name]:.2f})" if name in times else "-" for name in names
-        ]
-        lines.append([f"{outputs} x {columns}", str(rows), *cells])
+        cells = {name: f"{1e6 * time:.0f} ({times[FLOAT] / time:.2f})" for name, time in times.items()}
+        lines.append([f"{outputs} x {columns}", str(rows), *(cells.get(name, "-") for name in names)])
     return report.markdown(["outputs x columns", "rows", *names], lines)
 
 
@@ -170,9 +156,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write torch.json and torch.md there")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "CUDA", "PyTorch sees no GPU, so no speed is measured", "run it where there is one, or --device cpu"
-        )
+        raise UserError("CUDA", "PyTorch sees no GPU, so no speed is measured", "take --device cpu, or a GPU")
     device = torch.device(args.device)
     machine = torch.cuda.get_device_name(device) if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = measure(args.shapes, args.rows, device, args.rounds, args.count)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gguf_itq3s.transformers import ITQ3SConfig
@@ -32,3 +35,18 @@ def logits(model: Any) -> torch.Tensor:
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative to the second."""
     return float((a.detach() - b.detach()).norm() / b.detach().norm())
+
+
+def changed(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a folder with other fields in its quantization_config and other tensors; None takes one away."""
+    shutil.copytree(folder, out)
+    if config is not None:
+        path = out / "config.json"
+        fields = json.loads(path.read_text())
+        fields["quantization_config"] |= config
+        path.write_text(json.dumps(fields))
+    if tensors:
+        there = load_file(out / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in there.items() if tensor is not None}
+        save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out

@@ -71,7 +71,7 @@ def test_unfolded_is_what_upstream_writes(
     (adapter / "README.md").write_text("---\nlicense: mit\nbase_model: organisation/model\n---\n")
     expected = by_upstream(adapter, base, tmp_path / "upstream.gguf", "--outtype", outtype)
     done = convert_lora(LoraOptions(adapter, tmp_path / "ours.gguf", base, outtype))
-    assert len(done.matrices) == 14 and not done.scaled and not done.folded
+    assert len(done.matrices) == 14 and not done.scaled and rescaling.NORMS_FOLDED not in done.marks
     assert (tmp_path / "ours.gguf").read_bytes() == expected.read_bytes()
     assert entries(tmp_path) == {"adapter", "upstream.gguf", "ours.gguf"}
 
@@ -90,7 +90,12 @@ def test_columns_are_scaled_as_the_conversion_scales_the_matrices(
     weights = arrays(tmp_path / "model.gguf")
     norms = plan_norms(str(metadata(scaled)["general.architecture"]), weights)
     before, after = arrays(plain), arrays(scaled)
-    assert list(before) == list(after) and len(before) == 28 and len(done.scaled) == 10 and done.folded
+    assert (
+        list(before) == list(after)
+        and len(before) == 28
+        and len(done.scaled) == 10
+        and rescaling.NORMS_FOLDED in done.marks
+    )
     for tensor, value in before.items():
         norm = norms.norm_of(tensor.removesuffix(".lora_a")) if tensor.endswith(".lora_a") else None
         gain = weights[norm] if norm else np.float32(1)
@@ -112,8 +117,7 @@ def test_experts_are_scaled_in_their_stack(
         for expert in range(8):
             for part, shape in (("w1", (512, 256)), ("w2", (256, 512)), ("w3", (512, 256))):
                 stem = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}"
-                tensors[f"{stem}.lora_A.weight"] = torch.randn(4, shape[1])
-                tensors[f"{stem}.lora_B.weight"] = torch.randn(shape[0], 4)
+                tensors |= halves(stem, torch.randn(4, shape[1]), torch.randn(shape[0], 4))
     save_file(tensors, folder / "adapter_model.safetensors")
     done = convert_lora(LoraOptions(folder, tmp_path / "out.gguf", base, model=folded("mixtral")))
     assert {name for name in done.scaled if name.startswith("blk.1.")} == {
@@ -174,66 +178,34 @@ def test_what_llama_cpp_cannot_run_is_refused(
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def _without(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors[f"{Q}.lora_B.weight"]
+def halves(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
 
 
-def _magnitude(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q}.lora_magnitude_vector"] = torch.ones(256)
-
-
-def _rank(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q}.lora_A.weight"] = torch.ones(3, 256)
-
-
-def _columns(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q}.lora_A.weight"] = torch.ones(4, 128)
-
-
-def _vector(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q}.lora_A.weight"] = torch.ones(256)
-
-
-def _nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q}.lora_A.weight"][1, 5] = float("nan")
-
-
-def _unknown(tensors: dict[str, torch.Tensor]) -> None:
-    for half in "AB":
-        stem = f"base_model.model.model.layers.0.other.lora_{half}.weight"
-        tensors[stem] = tensors[f"{Q}.lora_{half}.weight"].clone()
-
-
-def _whole(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["base_model.model.model.embed_tokens.weight"] = torch.ones(512, 256)
-
-
-def _nothing(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.clear()
+A, B, OTHER = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", "base_model.model.model.layers.0.other"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("changes", "message"),
     [
-        (_without, "has no lora_B"),
-        (_magnitude, "lora_magnitude_vector: is no matrix of a LoRA"),
-        (_rank, "no pair of matrices"),
-        (_columns, "has 128 columns, and the model 256"),
-        (_vector, "no pair of matrices"),
-        (_nan, "lora_A that are NaN or infinite"),
-        (_unknown, "cannot be converted: Can not map tensor"),
-        (_whole, "embed_tokens.weight: is no matrix of a LoRA"),
-        (_nothing, "holds no LoRA matrices"),
+        ({B: None}, "has no lora_B"),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(256)}, "lora_magnitude_vector: is no matrix of a LoRA"),
+        ({A: torch.ones(3, 256)}, "no pair of matrices"), ({A: torch.ones(256)}, "no pair of matrices"),
+        ({A: torch.ones(4, 128)}, "has 128 columns, and the model 256"),
+        ({A: torch.full((4, 256), torch.nan)}, "lora_A that are NaN or infinite"),
+        (halves(OTHER, torch.ones(4, 256), torch.ones(256, 4)), "cannot be converted: Can not map tensor"),
+        ({"base_model.model.model.embed_tokens.weight": torch.ones(512, 256)}, "embed_tokens.weight: is no matrix of"),
+        (None, "holds no LoRA matrices"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_are_no_lora_are_refused(
-    damage: Callable[[dict[str, torch.Tensor]], None], message: str, adapter: Path, uneven: Callable[[str], Path],
+    changes: dict[str, torch.Tensor | None] | None, message: str, adapter: Path, uneven: Callable[[str], Path],
     folded: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    damage(tensors)
-    save_file(tensors, adapter / "adapter_model.safetensors")
+    tensors = {} if changes is None else load_file(adapter / "adapter_model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError) as raised:
         convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama"), model=folded("llama")))
     assert message in str(raised.value) and "\n" not in str(raised.value)
@@ -243,7 +215,7 @@ def test_weights_that_are_no_lora_are_refused(
 def test_ranks_that_differ(adapter: Path, uneven: Callable[[str], Path], tmp_path: Path) -> None:
     """llama.cpp reads the rank of each matrix; the root of the rank is not one number then."""
     tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors |= {f"{Q}.lora_A.weight": torch.ones(2, 256), f"{Q}.lora_B.weight": torch.ones(256, 2)}
+    tensors |= halves(Q, torch.ones(2, 256), torch.ones(256, 2))
     save_file(tensors, adapter / "adapter_model.safetensors")
     change(adapter, rank_pattern={"q_proj": 2})
     convert_lora(LoraOptions(adapter, tmp_path / "out.gguf", uneven("llama")))
@@ -301,17 +273,8 @@ def test_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     out = tmp_path / "x-{ftype}.gguf"
-    arguments = [
-        "convert-lora",
-        str(adapter),
-        str(out),
-        "--base",
-        str(uneven("llama")),
-        "--outtype",
-        "f16",
-        "--model",
-        str(folded("llama")),
-    ]
+    arguments = ["convert-lora", str(adapter), str(out), "--base", str(uneven("llama"))]
+    arguments += ["--outtype", "f16", "--model", str(folded("llama"))]
     upstream.load_conversion()  # puts folders on the path, once in a process
     before = sys.argv, list(sys.path)
     assert cli.main(arguments) == 0

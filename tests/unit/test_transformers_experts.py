@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from checkpoints import MIXTURES
@@ -24,7 +23,7 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.torch import PackedExperts, PackedLinear, quantizer, stacked
 from gguf_itq3s.transformers import ITQ3SConfig, load_gguf
-from loading import FAST, TOKENS, load, logits
+from loading import FAST, TOKENS, changed, load, logits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,10 +212,7 @@ NAME = "model.layers.1.mlp.experts.down_proj"
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (
-            torch.zeros(4, 256, 101, dtype=torch.uint8),
-            r"is U8 of shape \[4, 256, 101\] where ITQ3_S blocks.*\[4, 256, 100\]",
-        ),
+        (torch.zeros(4, 256, 101, dtype=torch.uint8), r"\[4, 256, 101\] where ITQ3_S blocks.*\[4, 256, 100\]"),
         (torch.zeros(3, 256, 100, dtype=torch.uint8), r"is U8 of shape \[3, 256, 100\]"),
         (torch.zeros(4, 256, 100), r"is F32 of shape \[4, 256, 100\] where ITQ3_S blocks, U8"),
         (None, f"has no {NAME}; download the model again"),
@@ -225,31 +221,19 @@ NAME = "model.layers.1.mlp.experts.down_proj"
 def test_tensors_that_do_not_fit(
     tensor: torch.Tensor | None, message: str, saved: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    shutil.copytree(saved[1], tmp_path / "model")
-    there = {**load_file(tmp_path / "model" / "model.safetensors"), NAME: tensor}
-    save_file(
-        {k: t for k, t in there.items() if t is not None},
-        tmp_path / "model" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / "model")
+        load(changed(saved[1], tmp_path / "model", **{NAME: tensor}))
 
 
 @pytest.mark.parametrize("change", ["shape", "missing", "bytes"])
 def test_experts_of_a_checkpoint_that_do_not_fit(change: str, uneven: Callable[[str], Path], tmp_path: Path) -> None:
-    shutil.copytree(uneven("qwen3-moe"), tmp_path / "model")
-    path, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.experts.2.down_proj.weight"
-    tensors = load_file(path)
-    if change == "missing":
-        del tensors[name]
-    else:
-        tensors[name] = tensors[name][:-1] if change == "shape" else torch.zeros(256, 256, dtype=torch.uint8)
-    save_file(tensors, path, metadata={"format": "pt"})
+    tensors = {"missing": None, "shape": torch.zeros(255, 256), "bytes": torch.zeros(256, 256, dtype=torch.uint8)}
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    folder = changed(uneven("qwen3-moe"), tmp_path / "model", None, **{name: tensors[change]})
     with pytest.raises(
         ValueError, match=r"is not one of 4 experts' 256 x 256 floats of model.layers.1.mlp.experts.down"
     ):
-        load(tmp_path / "model", ITQ3SConfig(**FAST))
+        load(folder, ITQ3SConfig(**FAST))
 
 
 # ---------------------------------------------------------------------------------------------------------- GGUF files
