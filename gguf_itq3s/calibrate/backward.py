@@ -29,13 +29,13 @@ from ..checkpoint import experts as names
 from ..codec.transform import rotation_block
 from . import experts
 from .activations import Activations, activation_path, activations, complete
-from .experts import Batch, LayerExperts, Loaded, Routed
+from .experts import LayerExperts, Loaded, Routed
 from .gradients import PRIOR, GradientSums, check_finite
 from .inputs import LayerMatrix
 from .layers import LayeredModel
 from .moments import Moment, rotated
 from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
-from .shares import Batches, Share, share, split
+from .shares import Batch, Batches, Share, share, split
 from .statistics import run_experts, run_layer
 
 _JOURNAL: Final = "journal.json"

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..base.errors import UserError
@@ -25,12 +23,10 @@ from ..torch import stacked
 from .activations import Activations, activations
 from .inputs import LayerMatrix
 from .layers import LayeredModel, Stop
+from .shares import Batch
 
 #: Bytes of the weights and sums of experts that are in memory together.
 BOUND: Final = 4 << 30
-
-#: Windows by number, int64.
-Batch = npt.NDArray[np.int64]
 
 
 class Outside(torch.nn.Module):

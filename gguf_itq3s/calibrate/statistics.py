@@ -26,13 +26,14 @@ from ..codec.transform import rotation_block
 from ..rounding import hessian
 from . import ends
 from .activations import Array, activation_path, activations, complete
-from .experts import Batch, LayerExperts, Routed
+from .experts import LayerExperts, Routed
 from .experts import find as find_experts
 from .inputs import Group, Seen, Watch
 from .layers import LayeredModel, quick_products
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks, keep_own, leave_own, of_all, own_batch
+from .shares import Batch
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 

@@ -62,7 +62,7 @@ def test_chunked_tensors_of_gguf_py_are_read_chunk_by_chunk() -> None:
     [([np.nan], "1 of its weights is NaN"), ([np.inf], "1 of its weights is infinite"),
      ([np.nan, -np.inf], "2 of its weights are NaN or infinite")],
 )  # fmt: skip
-@pytest.mark.parametrize("qtype", [ITQ3_S, Type.Q8_0, Type.F16, Type.F32])
+@pytest.mark.parametrize("qtype", [ITQ3_S, Type.F16])
 def test_weights_that_are_not_finite(bad: list[float], kind: str, qtype: Type) -> None:
     array = weights(4, 256)
     array.ravel()[300 : 300 + len(bad)] = bad
