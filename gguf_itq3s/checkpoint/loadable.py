@@ -182,8 +182,9 @@ def check_names(shapes: Shapes, metadata: Mapping[str, Any]) -> None:
     count, more = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     if type(count) is not int:
         return
-    if beyond := [layer for layer in layers if layer >= count + (more if type(more) is int else 0)]:
+    predicting = more if type(more) is int else 0  # layers that a checkpoint may lack; some architectures count them
+    if beyond := [layer for layer in layers if layer >= count + predicting]:
         first = next(name for name in shapes if name.startswith(f"blk.{min(beyond)}."))
         raise NotLoadableError(f"is of a layer beyond the {count} of the metadata", first)
-    if layers and (missing := [layer for layer in range(count) if layer not in layers]):
+    if layers and (missing := [layer for layer in range(count - predicting) if layer not in layers]):
         raise NotLoadableError(f"layer {missing[0]} of {count} has no tensor", f"blk.{missing[0]}")
