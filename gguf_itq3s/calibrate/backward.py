@@ -345,10 +345,6 @@ class OutputFisher:
         A group's are written before the next group comes. Those of down, which are shrunk to the mean of all experts,
         are written once more when that is known.
 
-        Args:
-            readers: their matrices; none where the files are there already.
-            routed: what came into the experts, and the gradients behind them.
-
         Returns:
             How many matrices saw so few tokens that their own count for less.
         """

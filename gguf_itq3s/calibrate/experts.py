@@ -30,11 +30,7 @@ BOUND: Final = 4 << 30
 
 
 class Outside(torch.nn.Module):
-    """Stands in a layer for its experts; no parameters.
-
-    Attributes:
-        answer: what it gives for (hidden, chosen experts, weights of their outputs); None for zeros.
-    """
+    """Stands in a layer for its experts: ``answer`` of (hidden, chosen experts, weights of their outputs), or zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,11 +133,7 @@ def find(model: LayeredModel, number: int) -> LayerExperts | None:
 
 @dataclass
 class Loaded:
-    """Experts that are in memory.
-
-    Attributes:
-        stacks: by parameter, (experts, rows, columns): gate above up, and down.
-    """
+    """Experts that are in memory, by parameter, (experts, rows, columns): gate above up, and down."""
 
     of: LayerExperts
     numbers: range

@@ -50,11 +50,7 @@ class Finished:
 
     @classmethod
     def resume_together(cls, folder: Path, run: str, ranks: Ranks) -> Finished:
-        """As :meth:`resume`, on every rank; those that do not write know what is finished.
-
-        Raises:
-            UserError: as :meth:`resume`.
-        """
+        """As :meth:`resume`, on every rank; those that do not write know what is finished."""
         finished = cls.resume(folder, run) if ranks.first else cls(folder, Journal(folder, run), writes=False)
         finished.layers, finished.dampings = ranks.broadcast_object((finished.layers, finished.dampings))
         try:
@@ -94,11 +90,7 @@ class Finished:
         return finished
 
     def add(self, number: int, matrices: Mapping[str, np.ndarray]) -> None:
-        """A layer is finished.
-
-        Args:
-            matrices: their bytes, uint8; errors, ``unseen`` and ``dampings`` are known.
-        """
+        """A layer is finished, with the bytes of its matrices; errors, ``unseen`` and ``dampings`` are known."""
         self.layers = number + 1
         if not self.writes:
             return

@@ -75,11 +75,7 @@ class Group:
 
 
 class Layout:
-    """The names of a model: its modules in Transformers, its tensors in GGUF.
-
-    Args:
-        prefix: of a layer's modules, without its number.
-    """
+    """The names of a model: its modules in Transformers, below ``prefix`` and a number, its tensors in GGUF."""
 
     def __init__(self, arch: str, layers: int, prefix: str, tensors: Iterable[str]) -> None:
         known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
@@ -164,11 +160,7 @@ class Seen:
 
 
 class Watch:
-    """Hooks on the modules of one layer; a context manager.
-
-    Args:
-        receive: called before each module that has one of them as its input.
-    """
+    """Hooks on the modules of one layer; ``receive`` is called before each that has the input of one of the groups."""
 
     def __init__(
         self, model: LayeredModel, number: int, layer: torch.nn.Module, groups: Sequence[Group], receive:

@@ -149,10 +149,7 @@ class LayeredModel:
 
     def products(self, *, quick: bool = True) -> AbstractContextManager[object]:
         """A context in which products are in bfloat16 where the model runs in it; the residual stream stays in float32.
-
-        Args:
-            quick: False within such a context for what is not of the model, such as sums over its activations.
-        """
+        Not ``quick`` within it: for what is not of the model, such as sums over its activations."""
         if not self.in_bfloat16:
             return nullcontext()
         # The cache is for weights in float32, which there are none of.
@@ -237,11 +234,7 @@ def decoder_of(model: Any) -> tuple[Any, str]:
 
 
 def torch_device(options: CalibrationOptions) -> torch.device:
-    """The torch device, once it has held a number.
-
-    Raises:
-        UserError: torch cannot use it.
-    """
+    """The torch device, once it has held a number; UserError if torch cannot use it."""
     try:
         device = torch.device(options.device)
         torch.zeros(1, device=device).item()

@@ -82,12 +82,7 @@ class Source:
 
 @dataclass
 class Matrix:
-    """One matrix of a layer while it is rounded.
-
-    Attributes:
-        streams: the layer in both models.
-        stacks: of experts, tensors that are in memory, of which single matrices cannot be read.
-    """
+    """One matrix of a layer while it is rounded; ``stacks``: tensors of which single experts cannot be read."""
 
     source: Source
     streams: Streams

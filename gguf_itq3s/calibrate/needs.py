@@ -32,12 +32,7 @@ _LIBRARIES: Final = 600 << 20
 
 @dataclass(frozen=True)
 class FisherBlocks:
-    """The form of output Fisher matrices.
-
-    Attributes:
-        full: most rows of a matrix whose Fisher matrix is kept whole.
-        block: rows of the blocks that are kept of a larger one.
-    """
+    """The form of output Fisher matrices: most rows of one that is kept whole, and of the blocks of a larger one."""
 
     full: int = 8192
     block: int = 1024

@@ -122,11 +122,7 @@ class Ranks:
         return self.sums(float(mine))[0] == self.size
 
     def agree(self, place: Path, **what: str) -> None:
-        """Refuse ranks that would do another piece of work.
-
-        Raises:
-            UserError: on all ranks, that names one that differs from rank 0.
-        """
+        """Raise UserError on all ranks if one has another ``what`` than rank 0."""
         found = self.all_gather_objects(what)
         for rank, theirs in enumerate(found):
             for name, value in theirs.items():
@@ -137,11 +133,7 @@ class Ranks:
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:
-        """``torch.distributed``, for a call that needs the others.
-
-        Raises:
-            UserError: one of them has ended.
-        """
+        """``torch.distributed``, for a call that needs the others; raises UserError if one of them has ended."""
         import torch.distributed as dist
 
         try:

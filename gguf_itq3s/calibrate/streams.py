@@ -72,11 +72,9 @@ class Sums:
         return self.hessian.tokens, 0 if self.held is None else len(self.held.inputs)
 
     def reduce(self, ranks: Ranks, tokens: int, held: int, rows: int, owner: int | None = None) -> None:
-        """Add up over all ranks.
+        """Add up over all ranks, which have seen ``tokens`` and hold out ``held``.
 
         Args:
-            tokens: that all of them have seen.
-            held: tokens that all of them hold out.
             rows: of the matrix, where it writes to the residual stream.
             owner: who gets everything, the tokens held out too; None for all, who keep their own of those.
         """
@@ -109,13 +107,8 @@ class Sums:
 
 
 class Held(NamedTuple):
-    """Tokens held out, in the basis and with the weights of the sums.
-
-    Attributes:
-        inputs: float32 (tokens, n), x'.
-        difference: of the same shape, x - x'.
-        written: float32 (tokens, hidden), r - r' where a matrix writes to the residual stream; else None.
-    """
+    """Tokens held out, in the basis and with the weights of the sums: float32 (tokens, n) x' and x - x'; of a writer
+    (tokens, hidden) r - r', else None."""
 
     inputs: torch.Tensor
     difference: torch.Tensor
@@ -247,11 +240,7 @@ class Streams:
         self._model.unload(self._number)
 
     def row_order(self, reader: LayerMatrix, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-        """Which row of a matrix each row of its GGUF tensor is, as :func:`gguf_itq3s.checkpoint.row_order.of_matrix`.
-
-        Args:
-            tensor: (m, n) as GGUF has it.
-        """
+        """Which row of a matrix each row of its GGUF tensor (m, n) is."""
         weights = self._rows(0, reader)
         if weights.dtype == torch.bfloat16:
             tensor = widened(narrowed(np.asarray(tensor, dtype=np.float32)))  # as the layer has it

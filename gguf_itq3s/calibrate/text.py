@@ -126,11 +126,7 @@ def _begins_word(tokens: Sequence[str], at: int) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """A text file, UTF-8, plain or compressed with xz.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """A text file, UTF-8, plain or compressed with xz; UserError if it cannot be read."""
     try:
         raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         return raw.decode("utf-8-sig")
