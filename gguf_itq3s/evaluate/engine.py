@@ -42,19 +42,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to evaluate and where to keep things.
+    """What to evaluate, a Hugging Face folder or an F16 GGUF file, on which texts by name; ``work`` keeps all.
 
-    Attributes:
-        model: Hugging Face folder, or an F16 GGUF file.
-        work: folder for files, logs and what is remembered.
-        texts: what is scored, by name.
-        training: what importance matrix and calibration learn from; None for nothing, and no rows that learn.
-        calibration_tokens: how many tokens of it calibrated rows see.
-        imatrix_tokens: how many the importance matrix sees.
-        context: tokens of a window.
-        threads: threads of the tools.
-        keep: leave quantized files and log-probabilities in ``work``.
-        trust_remote_code: Python code of the model folder may run.
+    Importance matrix and calibration learn from ``training``, so many tokens of it; without it no row learns.
     """
 
     model: Path

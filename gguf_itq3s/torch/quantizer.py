@@ -426,11 +426,7 @@ class ITQ3SQuantizer(HfQuantizer):
 
 
 def _finite(weights: torch.Tensor, name: str) -> torch.Tensor:
-    """The weights.
-
-    Raises:
-        ValueError: one is no number.
-    """
+    """The weights; raises ValueError where one is no number."""
     if not torch.isfinite(weights).all():
         raise ValueError(f"{name}: has NaN or infinite weights; repair the checkpoint")
     return weights

@@ -215,11 +215,9 @@ def test_f16_overflow_is_named(llama_copy: Path, tmp_path: Path, capfd: pytest.C
 
 
 def test_full_disk_is_found_before_the_work(
-    checkpoint: Callable[[str], Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf")]) == 1
@@ -271,11 +269,9 @@ def test_two_conversions_to_one_file(
 
 
 def test_native_without_a_build_says_how_to_build(
-    checkpoint: Callable[[str], Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(native, "load", lambda: None)
     assert convert_main([str(checkpoint("llama")), str(tmp_path / "out.gguf"), "--native"]) == 1
     assert "is not built; run make build" in one_error(capfd.readouterr().err)

@@ -11,14 +11,7 @@ import pytest
 
 import gguf_itq3s
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.family import (
-    DEFAULT,
-    FAMILY,
-    FILE_VERSIONS,
-    TrellisType,
-    add_member,
-    file_version,
-)
+from gguf_itq3s.codec.family import DEFAULT, FAMILY, FILE_VERSIONS, TrellisType, add_member, file_version
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 
