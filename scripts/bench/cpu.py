@@ -221,11 +221,11 @@ class Round:
                 name = label(Path(result["model_filename"]).stem, build_name)
                 self.samples[test][name].append(statistics.median(result["samples_ts"]))
 
-    def kernels(self, *mode: str, names: Sequence[str] = (), threads: int = 1) -> Iterator[tuple[str, list[float]]]:
-        """What bench-kernels prints of every type in every build."""
+    def kernels(self, *mode: str, names: Sequence[str] = ()) -> Iterator[tuple[str, list[float]]]:
+        """What bench-kernels prints of every type in every build, by one thread."""
         for build_name, library, types in self.types():
             of = [f"{name}={int(gguf.GGMLQuantizationType[name])}" for name in types if not names or name in names]
-            program: list[str | Path] = [*(pin() if threads == 1 else []), OUT / "bench-kernels", *mode, *of]
+            program: list[str | Path] = [*pin(), OUT / "bench-kernels", *mode, *of]
             for line in run(program, library=library).splitlines() if of else ():
                 name, *values = line.split()
                 yield label(name, build_name), [float(value) for value in values]
@@ -235,7 +235,7 @@ class Round:
         for columns in COLUMNS:
             repeat = str(max(1, 16 // columns))
             self.llama_bench(f"prompt_{columns}", 1, "-n", "0", "-p", str(columns), "-r", repeat)
-        for threads, end in {1: "", self.cores: "_all"}.items() if self.cores > 1 else [(1, "")]:
+        for threads, end in {self.cores: "_all", 1: ""}.items():  # where there is one core, one way
             self.llama_bench(f"generation{end}", threads, "-p", "0", "-n", "32", "-r", "1")
             self.llama_bench(f"mapped{end}", threads, "-p", "0", "-n", "32", "-r", "1", "--repack", "0")
             if end:

@@ -74,7 +74,7 @@ def names_of(mangled: list[str]) -> list[str]:
     done = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
     names = []
     for line in done.stdout.splitlines():
-        name = re.sub(r"\((?:ggml_type)\)(\d+)", lambda found: TYPES.get(int(found[1]), found[0]), line)
+        name = re.sub(r"\(ggml_type\)(\d+)", lambda found: TYPES.get(int(found[1]), found[0]), line)
         decoder = r"&\(void _INTERNAL_\w+::dequantize_(\w+)<.*?>\(.*?\)\)"
         name = re.sub(decoder, lambda found: found[1].upper(), name.removeprefix("void "))
         depth, end = 0, len(name)
@@ -88,9 +88,8 @@ def names_of(mangled: list[str]) -> list[str]:
 
 
 def is_ours(name: str) -> bool:
-    return OWN.search(name.partition("<")[0]) is not None or any(
-        f"{kind}," in name or f"{kind}>" in name for kind in TYPES.values()
-    )
+    """Whether the kernel is ours alone, or upstream's with one of our types among its arguments."""
+    return is_counted(name) or any(f"{kind}," in name or f"{kind}>" in name for kind in TYPES.values())
 
 
 def is_counted(name: str) -> bool:

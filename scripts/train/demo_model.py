@@ -104,13 +104,7 @@ def main() -> int:
     rows = loop.train(model, windows, loop.cross_entropy, args, work / "checkpoint.pt")
     args.out.mkdir(parents=True, exist_ok=True)
     export(model, tokenizer, args.out)
-    facts = {
-        "steps": rows[-1][0],
-        "tokens": rows[-1][0] * args.batch * CONTEXT,
-        "minutes": rows[-1][1] / 60,
-        "log": rows,
-    }
-    (args.out / "training_log.json").write_text(json.dumps(facts) + "\n")
+    loop.write_log(args.out, rows, args.batch * CONTEXT)
     return 0
 
 

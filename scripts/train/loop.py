@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import lzma
 import math
 import re
@@ -159,3 +160,10 @@ def train(model: Any, windows: Windows, loss_of: Loss, args: argparse.Namespace,
         raise SystemExit(f"interrupted at step {step}; the same command continues from {checkpoint}") from None
     save()
     return [*rows, [step, round(spent, 1), round(float(np.mean(recent or [rows[-1][2]])), 4)]]
+
+
+def write_log(folder: Path, rows: list[list[float]], tokens: int) -> None:
+    """Write what :func:`train` has logged to training_log.json; ``tokens``: of a step."""
+    steps, seconds, *_ = rows[-1]
+    facts = {"steps": steps, "tokens": steps * tokens, "minutes": seconds / 60, "log": rows}
+    (folder / "training_log.json").write_text(json.dumps(facts) + "\n")

@@ -15,7 +15,6 @@ split are never read. An interrupted run goes on from its last checkpoint when t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,13 +116,7 @@ def main() -> int:
         for layer in matrices:
             layer.weight.copy_(ternary_form(layer.weight))
     export(model, args.source, args.out / "ternary")
-    facts = {
-        "steps": rows[-1][0],
-        "tokens": rows[-1][0] * args.batch * LENGTH,
-        "minutes": rows[-1][1] / 60,
-        "log": rows,
-    }
-    (args.out / "training_log.json").write_text(json.dumps(facts) + "\n")
+    loop.write_log(args.out, rows, args.batch * LENGTH)
     return 0
 
 
