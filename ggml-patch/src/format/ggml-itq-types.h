@@ -9,10 +9,10 @@
 
 // Upstream's header without the patch: the kernels alone, for tests and for the model of processors.
 #ifndef GGML_TYPE_COUNT
-#    define GGML_TYPE_ITQ3_S ((enum ggml_type) 500)
-#    define GGML_TYPE_ITQ2_S ((enum ggml_type) 502)
-#    define GGML_TYPE_ITQ3_N ((enum ggml_type) 503)
-#    define GGML_TYPE_ITQ2_N ((enum ggml_type) 504)
+#    define GGML_TYPE_ITQ3_S ((enum ggml_type) 510)
+#    define GGML_TYPE_ITQ2_S ((enum ggml_type) 512)
+#    define GGML_TYPE_ITQ3_N ((enum ggml_type) 513)
+#    define GGML_TYPE_ITQ2_N ((enum ggml_type) 514)
 #endif
 
 // The registry: X(NAME, name, bits of a symbol, levels, weights of a block, whether a block has a zero-point, number).
@@ -20,11 +20,11 @@
 // gguf_itq3s/codec/family.py.
 // Blocks of 64, for rows that are no multiple of 256, have their activations in blocks of 64 too: Q8_N_H.
 #define ITQ_TYPES_256(X)                  \
-    X(ITQ3_S, itq3_s, 2, 16, 256, 1, 500) \
-    X(ITQ2_S, itq2_s, 1, 8, 256, 0, 502)
+    X(ITQ3_S, itq3_s, 2, 32, 256, 1, 510) \
+    X(ITQ2_S, itq2_s, 1, 16, 256, 0, 512)
 #define ITQ_TYPES_64(X)                  \
-    X(ITQ3_N, itq3_n, 2, 16, 64, 0, 503) \
-    X(ITQ2_N, itq2_n, 1, 8, 64, 0, 504)
+    X(ITQ3_N, itq3_n, 2, 32, 64, 0, 513) \
+    X(ITQ2_N, itq2_n, 1, 16, 64, 0, 514)
 #define ITQ_TYPES(X) ITQ_TYPES_256(X) ITQ_TYPES_64(X)
 
 // Labels of a switch over enum ggml_type, for upstream's lists of types.

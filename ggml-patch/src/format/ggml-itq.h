@@ -1,16 +1,20 @@
 #pragma once
 
 // The trellis types. A block of weights is rotated by the Walsh-Hadamard transform (FWHT) and trellis-coded: a symbol of
-// one bit or a few picks a level of one of four interleaved grids, and a shift register fed by one bit more, the
-// selector, says which grid. ITQ3_S has 2-bit symbols (100 bytes for 256 weights, 3.125 bits a weight), ITQ2_S 1-bit
+// one bit or a few picks a level of one of eight interleaved subsets, and a shift register fed by one bit more, the
+// selector, says which subset. ITQ3_S has 2-bit symbols (100 bytes for 256 weights, 3.125 bits a weight), ITQ2_S 1-bit
 // symbols (66 bytes, 2.0625 bits); ITQ3_N and ITQ2_N are the same codes in blocks of 64 (26 bytes, 3.25 bits; 18 bytes,
 // 2.25 bits), for rows that are no multiple of 256.
 //
-//   s[t] = 0 for t < 0
-//   c1   = s[t] ^ s[t-1] ^ s[t-6]           Ungerboeck's 64-state code, parity checks 103 and 024 (octal)
+//   s[-1-i] = bit i of the start state      i from 0 to 5
+//   c2   = s[t] ^ s[t-5] ^ s[t-6]
+//   c1   = s[t-1] ^ s[t-3] ^ s[t-4] ^ s[t-5]
 //   c0   = s[t-2] ^ s[t-4]
-//   v[t] = d/32 * (LEVELS[4*q[t] + 2*c1 + c0] - z)
+//   v[t] = d/32 * (LEVELS[8*q[t] + 4*c2 + 2*c1 + c0] - z)
 //   w    = H v                              H: normalised Walsh-Hadamard matrix of the block, natural order, H = H^-1
+//
+// The start state is in the six lowest bits of the block's last number, z in ITQ3_S and d elsewhere; the number itself is
+// read with these bits zero.
 //
 // C, C++ and CUDA sources include this header. Whoever wants another ggml_half than uint16_t (CUDA: half) includes
 // ggml-common.h first, with the matching GGML_COMMON_DECL_*.
@@ -28,6 +32,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__GNUC__) || defined(__clang__)
 #    define ITQ_INLINE static inline __attribute__((always_inline))
@@ -42,10 +47,14 @@
 #define QK_ITQ3_N 64
 #define QK_ITQ2_N 64
 
-// In units of d/32, index 4*symbol + grid. They fit 7 bits: level + 64 is an unsigned operand that cannot saturate
-// maddubs or dpbusd. No other file writes them out.
-#define ITQ3_S_LEVELS { -63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63 }
-#define ITQ2_S_LEVELS { -63, -36, -20, -6, 6, 20, 36, 63 }
+// In units of d/32, index 8*symbol + subset; the upper half mirrors the lower. They fit 7 bits: level + 64 is an unsigned
+// operand that cannot saturate maddubs or dpbusd. No other file writes them out.
+#define ITQ3_S_LEVELS                                                                           \
+    {                                                                                           \
+        -59, -45, -37, -32, -27, -25, -21, -18, -16, -14, -11, -9, -7, -5, -3, -1, /* symbol 0, 1 */ \
+        1,   3,   5,   7,   9,   11,  14,  16,  18,  21,  25,  27, 32, 37, 45, 59, /* symbol 2, 3 */ \
+    }
+#define ITQ2_S_LEVELS { -61, -41, -32, -25, -18, -13, -7, -3, 3, 7, 13, 18, 25, 32, 41, 61 }
 #define ITQ3_N_LEVELS ITQ3_S_LEVELS
 #define ITQ2_N_LEVELS ITQ2_S_LEVELS
 
@@ -53,25 +62,25 @@ typedef struct {
     uint8_t   qs[QK_ITQ3_S / 4];   // 2-bit symbols, q[t] = (qs[t % 64] >> 2*(t / 64)) & 3
     uint8_t   sel[QK_ITQ3_S / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
     ggml_half d;                   // scale
-    ggml_half z;                   // zero-point in level units, 0 except in the literal ternary code
+    ggml_half z;                   // zero-point in level units, 0 except in the literal ternary code, and start state
 } block_itq3_s;
 
 typedef struct {
     uint8_t   qs[QK_ITQ2_S / 8];   // symbols, q[t] = (qs[t / 8] >> (t % 8)) & 1
     uint8_t   sel[QK_ITQ2_S / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
-    ggml_half d;                   // scale
+    ggml_half d;                   // scale and start state
 } block_itq2_s;
 
 typedef struct {
     uint8_t   qs[QK_ITQ3_N / 4];   // 2-bit symbols, q[t] = (qs[t % 16] >> 2*(t / 16)) & 3
     uint8_t   sel[QK_ITQ3_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
-    ggml_half d;                   // scale
+    ggml_half d;                   // scale and start state
 } block_itq3_n;
 
 typedef struct {
     uint8_t   qs[QK_ITQ2_N / 8];   // symbols, q[t] = (qs[t / 8] >> (t % 8)) & 1
     uint8_t   sel[QK_ITQ2_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
-    ggml_half d;                   // scale
+    ggml_half d;                   // scale and start state
 } block_itq2_n;
 
 // Activations of blocks of 64 (GGML_TYPE_Q8_N_H), rotated like them; never in a file.
@@ -83,7 +92,7 @@ typedef struct {
 
 #define ITQ_CHECK_TYPE(NAME, name, bits, n_levels, length, has_z, number)                                  \
     static_assert(GGML_TYPE_##NAME == number, "the registry has another number than ggml.h");              \
-    static_assert((n_levels) == 4 << (bits), "four grids of 1 << bits levels");                            \
+    static_assert((n_levels) == 8 << (bits), "eight subsets of 1 << bits levels");                         \
     static_assert(QK_##NAME == (length) && (length) <= QK_ITQ, "wrong length of a block");                 \
     static_assert(sizeof(block_##name) == (length) / 8 * ((bits) + 1) + sizeof(ggml_half) * (1 + (has_z)), \
                   "wrong size or padding of a block");
@@ -134,18 +143,40 @@ ITQ_TYPES(ITQ_DECLARE_TYPE)
 // and the table of levels, they take as constants that are folded when they are inlined.
 //
 
-// The two parity checks of 64 weights at once: bit i of *c1 and *c0 belongs to weight 64*word + i.
-ITQ_INLINE void itq_grids(const uint8_t * sel, int word, uint64_t * c1, uint64_t * c0) {
-    uint64_t s = 0;
-    uint64_t p = 0;  // the 64 selectors before
+// The start state in a block's last number, and the number without it.
+#define ITQ_STATE_MASK 0x3f
+
+ITQ_INLINE int itq_start_state(const void * last) {
+    return *(const uint8_t *) last & ITQ_STATE_MASK;
+}
+
+ITQ_INLINE uint16_t itq_without_state(const void * last) {
+    uint16_t number;
+    memcpy(&number, last, sizeof(number));
+    return number & ~ITQ_STATE_MASK;
+}
+
+// The start state as the byte of selectors before the first: bit 7-i is bit i of the state.
+ITQ_INLINE uint8_t itq_selectors_before(int state) {
+    uint8_t before = 0;
+    for (int i = 0; i < 6; ++i) {
+        before |= (uint8_t) ((state >> i & 1) << (7 - i));
+    }
+    return before;
+}
+
+// The subsets of 64 weights at once: bit i of *c2, *c1 and *c0 belongs to weight 64*word + i.
+ITQ_INLINE void itq_subsets(const uint8_t * sel, int word, int state, uint64_t * c2, uint64_t * c1, uint64_t * c0) {
+    uint64_t       s = 0;
+    const uint64_t p = word > 0 ? sel[8 * word - 1] : itq_selectors_before(state);
     for (int i = 0; i < 8; ++i) {
         s |= (uint64_t) sel[8 * word + i] << 8 * i;
     }
-    if (word > 0) {
-        p = sel[8 * word - 1];
-    }
-    *c1 = s ^ (s << 1 | p >> 7) ^ (s << 6 | p >> 2);
-    *c0 = (s << 2 | p >> 6) ^ (s << 4 | p >> 4);
+    const uint64_t s4 = s << 4 | p >> 4;
+    const uint64_t s5 = s << 5 | p >> 3;
+    *c2               = s ^ s5 ^ (s << 6 | p >> 2);
+    *c1               = (s << 1 | p >> 7) ^ (s << 3 | p >> 5) ^ s4 ^ s5;
+    *c0               = (s << 2 | p >> 6) ^ s4;
 }
 
 // Byte of qs, and bit of the byte, where the symbol of weight t begins, in a block of `length` weights. Symbols of one
@@ -165,24 +196,36 @@ ITQ_INLINE int itq_symbol(int bits, int length, const uint8_t * qs, int t) {
     return bits < 3 ? low : low | (qs[length / 4 + t / 8] >> t % 8 & 1) << 2;
 }
 
-// Levels of a block of `length` weights whose symbols have `bits` bits and whose table has 4 << bits levels.
+// Levels of a block of `length` weights whose symbols have `bits` bits and whose table has 8 << bits levels.
 ITQ_INLINE void itq_decode_levels(int bits, int length, const int8_t * table, const uint8_t * qs, const uint8_t * sel,
-                                  int8_t * levels) {
+                                  int state, int8_t * levels) {
     for (int word = 0; word < length / 64; ++word) {
-        uint64_t c1, c0;
-        itq_grids(sel, word, &c1, &c0);
+        uint64_t c2, c1, c0;
+        itq_subsets(sel, word, state, &c2, &c1, &c0);
         for (int i = 0; i < 64; ++i) {
-            const int t = 64 * word + i;
-            levels[t]   = table[4 * itq_symbol(bits, length, qs, t) + 2 * (int) (c1 >> i & 1) + (int) (c0 >> i & 1)];
+            const int t      = 64 * word + i;
+            const int subset = 4 * (int) (c2 >> i & 1) + 2 * (int) (c1 >> i & 1) + (int) (c0 >> i & 1);
+            levels[t]        = table[8 * itq_symbol(bits, length, qs, t) + subset];
         }
     }
 }
 
-// name_decode_levels: the same of each type.
-#define ITQ_DEFINE_DECODE_LEVELS(NAME, name, bits, n_levels, length, has_z, number)                     \
-    static inline void name##_decode_levels(const uint8_t * qs, const uint8_t * sel, int8_t * levels) { \
-        static const int8_t table[n_levels] = NAME##_LEVELS;                                            \
-        itq_decode_levels(bits, length, table, qs, sel, levels);                                        \
+#define ITQ_LAST_1(block) (&(block)->z)
+#define ITQ_LAST_0(block) (&(block)->d)
+
+// Of each type: name_decode_levels, the levels of a block; name_state, its start state; name_scale, the bits of d.
+#define ITQ_DEFINE_DECODE_LEVELS(NAME, name, bits, n_levels, length, has_z, number)                                \
+    ITQ_INLINE int name##_state(const block_##name * x) {                                                          \
+        return itq_start_state(ITQ_LAST_##has_z(x));                                                               \
+    }                                                                                                              \
+    ITQ_INLINE uint16_t name##_scale(const block_##name * x) {                                                     \
+        uint16_t d;                                                                                                \
+        memcpy(&d, &x->d, sizeof(d));                                                                              \
+        return (has_z) ? d : (uint16_t) (d & ~ITQ_STATE_MASK);                                                     \
+    }                                                                                                              \
+    static inline void name##_decode_levels(const block_##name * x, int8_t * levels) {                             \
+        static const int8_t table[n_levels] = NAME##_LEVELS;                                                       \
+        itq_decode_levels(bits, length, table, x->qs, x->sel, name##_state(x), levels);                            \
     }
 ITQ_TYPES(ITQ_DEFINE_DECODE_LEVELS)
 

@@ -21,8 +21,8 @@ void itq_fwht(float * x, int n) {
     }
 }
 
-// Weights of a block from its levels.
-ITQ_INLINE void decode(int length, const int8_t * levels, ggml_half d, ggml_half zero_point, float * y) {
+// Weights of a block from its levels and the bits of its scale and zero-point.
+ITQ_INLINE void decode(int length, const int8_t * levels, uint16_t d, uint16_t zero_point, float * y) {
     const float scale = ggml_fp16_to_fp32(d) * (length == 256 ? 0x1p-9f : 0x1p-8f);  // d/32 over sqrt(length)
     const float z     = ggml_fp16_to_fp32(zero_point);
     for (int j = 0; j < length; ++j) {
@@ -34,7 +34,7 @@ ITQ_INLINE void decode(int length, const int8_t * levels, ggml_half d, ggml_half
     }
 }
 
-#define ZERO_POINT_1(block) (block)->z
+#define ZERO_POINT_1(block) itq_without_state(&(block)->z)
 #define ZERO_POINT_0(block) 0
 
 #define DEFINE_DECODER(NAME, name, bits, n_levels, length, has_z, number)                                  \
@@ -45,8 +45,8 @@ ITQ_INLINE void decode(int length, const int8_t * levels, ggml_half d, ggml_half
         assert(k % (length) == 0);                                                                         \
         for (int64_t i = 0; i < k / (length); ++i) {                                                       \
             int8_t levels[length];                                                                         \
-            name##_decode_levels(x[i].qs, x[i].sel, levels);                                               \
-            decode(length, levels, x[i].d, ZERO_POINT_##has_z(&x[i]), y + i * (length));                   \
+            name##_decode_levels(&x[i], levels);                                                           \
+            decode(length, levels, name##_scale(&x[i]), ZERO_POINT_##has_z(&x[i]), y + i * (length));      \
         }                                                                                                  \
     }
 

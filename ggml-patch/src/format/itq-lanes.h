@@ -20,22 +20,22 @@
 #define ITQ_STATES 64
 #define ITQ_HALF   (ITQ_STATES / 2)
 
-// Marks states that state 0 cannot have reached: larger than any path metric, far below the end of float32.
-#define ITQ_UNREACHED 1e30f
-
 // Largest magnitude of a rotated weight: squares and sums of 256 of them stay finite.
 #define ITQ_MAGNITUDE_LIMIT 0x1p56f
 
 #define ITQ_F16_MAX 65504.0f
 #define ITQ_F16_NAN 0x7e00
+// The largest scale that leaves its lowest bits to the start state.
+#define ITQ_F16_MAX_STATE 0x7bc0
 
 #define ITQ_MAX_STARTS 3
 
 // What sets a code apart. The functions that take one are inlined into callers that name it, so that it is folded.
 struct itq_code {
-    int    bits;                                 // of a symbol: a grid has 1 << bits levels
+    int    bits;                                 // of a symbol: a subset has 1 << bits levels
     int    length;                               // weights of a block
-    int8_t levels[32];                           // in units of d/32, index 4*symbol + grid
+    bool   fitted;                               // the scale is fitted to the path; else a path is searched at a scale
+    int8_t levels[64];                           // in units of d/32, index 8*symbol + subset
     bool   by_peak;                              // start scales go by the largest magnitude of a block, not by its RMS
     int    n_starts[2];                          // enum itq_effort
     float  magnitude_in_levels[ITQ_MAX_STARTS];  // that in level units at each start scale (formats.py)
@@ -59,16 +59,16 @@ struct itq_code {
     }
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
-    static const struct itq_code name##_code = { bits, length, NAME##_LEVELS, NAME##_STARTS };
+    static const struct itq_code name##_code = { bits, length, has_z, NAME##_LEVELS, NAME##_STARTS };
 ITQ_TYPES(ITQ_DEFINE_CODE)
 
-// Levels of the widest table, a power of two: codes of a weight are ITQ_S_BIT*s + 4*q + c.
-#define ITQ_S_BIT 32
+// Levels of the widest table, a power of two: codes of a weight are ITQ_S_BIT*s + 8*q + c.
+#define ITQ_S_BIT 64
 
-// Grid of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips
+// Subset of the transition from state k < ITQ_HALF with s[t] = 0; taking s[t] = 1, or starting from k + ITQ_HALF, flips
 // its high bit. A state is the sum of s[t-1-i] << i.
-ITQ_INLINE int itq_butterfly_grid(int k) {
-    return 2 * (k & 1) + ((k >> 1 ^ k >> 3) & 1);
+ITQ_INLINE int itq_butterfly_subset(int k) {
+    return 4 * (k >> 4 & 1) + 2 * ((k ^ k >> 2 ^ k >> 3 ^ k >> 4) & 1) + ((k >> 1 ^ k >> 3) & 1);
 }
 
 // Sum of each lane by folding halves: p[i] + p[i + n/2], then n/4, and so on. fold[i] holds p[i] + p[i + n/2] already.
