@@ -25,8 +25,8 @@
 
 #define ITQ_F16_MAX 65504.0f
 #define ITQ_F16_NAN 0x7e00
-// The largest scale that leaves its lowest bits to the start state.
-#define ITQ_F16_MAX_STATE 0x7bc0
+// The largest scale whose lowest bits are zero.
+#define ITQ_F16_MAX_STATE 63488.0f
 
 #define ITQ_MAX_STARTS 3
 
@@ -34,29 +34,23 @@
 struct itq_code {
     int    bits;                                 // of a symbol: a subset has 1 << bits levels
     int    length;                               // weights of a block
-    bool   fitted;                               // the scale is fitted to the path; else a path is searched at a scale
+    bool   has_z;                                // there is a zero-point: the start state is in it and not in the scale
     int8_t levels[64];                           // in units of d/32, index 8*symbol + subset
     bool   by_peak;                              // start scales go by the largest magnitude of a block, not by its RMS
     int    n_starts[2];                          // enum itq_effort
     float  magnitude_in_levels[ITQ_MAX_STARTS];  // that in level units at each start scale (formats.py)
 };
 
-#define ITQ3_S_STARTS                                                      \
-    false, { 1, 3 }, {                                                     \
-        (float) (25.5 / 1.0), (float) (25.5 / 0.91), (float) (25.5 / 1.09) \
+#define ITQ3_S_STARTS                                                         \
+    false, { 1, 3 }, {                                                        \
+        (float) (21.97 / 1.0), (float) (21.97 / 0.94), (float) (21.97 / 1.06) \
     }
-#define ITQ2_S_STARTS                                \
-    false, { 1, 2 }, {                               \
-        (float) (33.5 / 0.97), (float) (33.5 / 1.05) \
+#define ITQ2_S_STARTS                                                         \
+    false, { 1, 3 }, {                                                        \
+        (float) (28.69 / 1.0), (float) (28.69 / 0.94), (float) (28.69 / 1.06) \
     }
-#define ITQ3_N_STARTS                                                      \
-    true, { 1, 3 }, {                                                      \
-        (float) (67.0 / 1.0), (float) (67.0 / 0.91), (float) (67.0 / 1.43) \
-    }
-#define ITQ2_N_STARTS                                                      \
-    false, { 1, 3 }, {                                                     \
-        (float) (33.5 / 0.98), (float) (33.5 / 0.88), (float) (33.5 / 1.1) \
-    }
+#define ITQ3_N_STARTS ITQ3_S_STARTS
+#define ITQ2_N_STARTS ITQ2_S_STARTS
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
     static const struct itq_code name##_code = { bits, length, has_z, NAME##_LEVELS, NAME##_STARTS };
@@ -167,19 +161,31 @@ ITQ_INLINE void itq_magnitude(const struct itq_code * code, float (*x)[ITQ_LANES
     }
 }
 
-// What takes the weights of each lane to level units at a start scale.
+// The nearest scale that a block can store: fp16, its lowest bits zero where the start state takes them. NaN stays.
+ITQ_INLINE ggml_half itq_storable(const struct itq_code * code, float d) {
+    const float     most = code->has_z ? ITQ_F16_MAX : ITQ_F16_MAX_STATE;
+    const ggml_half half = ggml_fp32_to_fp16(d <= 0 ? 0.0f : d > most ? most : d);
+    return code->has_z ? half : (ggml_half) ((half + (ITQ_STATE_MASK + 1) / 2) & ~ITQ_STATE_MASK);
+}
+
+// What takes the weights of each lane to level units at a start scale. Where few scales can be stored, the search is at
+// one of them.
 ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float * magnitude, float * factor) {
     for (int l = 0; l < ITQ_LANES; ++l) {
-        factor[l] = code->magnitude_in_levels[start] / (magnitude[l] > 0 ? magnitude[l] : 1.0f);
+        const float size = magnitude[l] > 0 ? magnitude[l] : 1.0f;
+        factor[l]        = code->magnitude_in_levels[start] / size;
+        if (!code->has_z) {
+            const float d = ggml_fp16_to_fp32(itq_storable(code, 32.0f / factor[l]));
+            factor[l]     = d > 0 ? 32.0f / d : factor[l];
+        }
     }
 }
 
-// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d rounded to fp16, and d/32, the levels' unit.
-ITQ_INLINE void itq_refit(const float * xl, const float * ll, ggml_half * d, float * unit) {
+// Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d, and d/32, the levels' unit.
+ITQ_INLINE void itq_refit(const struct itq_code * code, const float * xl, const float * ll, ggml_half * d, float * unit) {
     for (int l = 0; l < ITQ_LANES; ++l) {
-        const float fit = 32.0f * (xl[l] / ll[l]);
-        d[l]            = ggml_fp32_to_fp16(fit < -ITQ_F16_MAX ? -ITQ_F16_MAX : fit > ITQ_F16_MAX ? ITQ_F16_MAX : fit);
-        unit[l]         = ggml_fp16_to_fp32(d[l]) * 0.03125f;
+        d[l]    = itq_storable(code, 32.0f * (xl[l] / ll[l]));
+        unit[l] = ggml_fp16_to_fp32(d[l]) * 0.03125f;
     }
 }
 
@@ -187,18 +193,20 @@ ITQ_INLINE void itq_refit(const float * xl, const float * ll, ggml_half * d, flo
 struct itq_best {
     float     error[ITQ_LANES];
     ggml_half d[ITQ_LANES];
-    uint8_t   code[QK_ITQ][ITQ_LANES];  // ITQ_S_BIT*s + 4*q + c
+    uint8_t   state[ITQ_LANES];         // before the first weight
+    uint8_t   code[QK_ITQ][ITQ_LANES];  // ITQ_S_BIT*s + 8*q + c
 };
 
 // Keep what a start found in the lanes where its error is the least; the earlier start on a tie.
 ITQ_INLINE void itq_keep_better(int n, struct itq_best * best, bool first, const float * error, const ggml_half * d,
-                                uint8_t (*code)[ITQ_LANES]) {
+                                const uint8_t * state, uint8_t (*code)[ITQ_LANES]) {
     uint8_t better[ITQ_LANES];
     for (int l = 0; l < ITQ_LANES; ++l) {
         better[l] = first || error[l] < best->error[l] ? 0xff : 0;
         if (better[l]) {
             best->error[l] = error[l];
             best->d[l]     = d[l];
+            best->state[l] = state[l];
         }
     }
     for (int t = 0; t < n; ++t) {
@@ -208,10 +216,10 @@ ITQ_INLINE void itq_keep_better(int n, struct itq_best * best, bool first, const
     }
 }
 
-// Blocks that are zero, or too small for an fp16 scale, are zero bytes: their scale becomes +0.
+// Blocks that are zero are zero bytes, as are those too small for a scale: their scale becomes 0.
 ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * magnitude) {
     for (int l = 0; l < ITQ_LANES; ++l) {
-        if (!(magnitude[l] > 0) || best->d[l] == 0x8000) {
+        if (!(magnitude[l] > 0)) {
             best->d[l] = 0;
         }
     }
@@ -221,7 +229,7 @@ ITQ_INLINE void itq_clear_zeros(struct itq_best * best, const float * magnitude)
 ITQ_INLINE void itq_pack(int bits, int length, const struct itq_best * best, int l, uint8_t * qs, uint8_t * sel) {
     for (int t = 0; t < length; ++t) {
         const int code   = best->code[t][l];
-        const int symbol = code >> 2 & ((1 << bits) - 1);
+        const int symbol = code >> 3 & ((1 << bits) - 1);
         qs[itq_symbol_byte(bits, length, t)] |=
             (uint8_t) ((symbol & (bits == 1 ? 1 : 3)) << itq_symbol_shift(bits, length, t));
         if (bits > 2) {
@@ -231,8 +239,12 @@ ITQ_INLINE void itq_pack(int bits, int length, const struct itq_best * best, int
     }
 }
 
-#define ITQ_SET_ZERO_POINT_1(block, value) (block)->z = (value)
-#define ITQ_SET_ZERO_POINT_0(block, value) (void) (value)
+#define ITQ_SET_SCALE_1(block, scale, zero_point, state) \
+    (block)->d = (scale);                                \
+    (block)->z = (ggml_half) ((zero_point) | (state))
+#define ITQ_SET_SCALE_0(block, scale, zero_point, state) \
+    (void) (zero_point);                                 \
+    (block)->d = (ggml_half) ((scale) | (state))
 
 // name_pack: the block of a lane. One that could not be encoded gets d = NaN.
 #define ITQ_DEFINE_PACK(NAME, name, bits, n_levels, length, has_z, number)                                     \
@@ -241,8 +253,7 @@ ITQ_INLINE void itq_pack(int bits, int length, const struct itq_best * best, int
         if (!finite) {                                                                                         \
             y->d = ITQ_F16_NAN;                                                                                \
         } else if (best->d[l] != 0) {                                                                          \
-            y->d = best->d[l];                                                                                 \
-            ITQ_SET_ZERO_POINT_##has_z(y, z);                                                                  \
+            ITQ_SET_SCALE_##has_z(y, best->d[l], z, best->state[l]);                                           \
             itq_pack(bits, length, best, l, y->qs, y->sel);                                                    \
         }                                                                                                      \
     }

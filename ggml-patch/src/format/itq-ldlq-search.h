@@ -23,6 +23,7 @@
 #define STATE_BITS  6
 #define LEVEL_LIMIT 64  // beyond the magnitude of any level
 #define FROM_UPPER  (2 * LEVEL_LIMIT)
+#define DROPPED     1e30f  // metric of a dropped survivor: beyond that of any path, far below the end of float32
 
 typedef float   lanes[ITQ_LANES];
 typedef int32_t ilanes[ITQ_LANES];
@@ -34,8 +35,8 @@ struct reach {
     bool coupled;  // whether there is feedback within the block
 };
 
-// A grid of up to eight levels.
-struct grid {
+// The levels of a subset.
+struct subset {
     vec level[8];
     vec middle[7];
 };
@@ -51,11 +52,12 @@ struct ldlq_workspace {
     ivec    history[ITQ_STATES];           // the survivor's last selector bits
     uint8_t chosen[QK_ITQ][ITQ_STATES]
                   [ITQ_LANES];        // the level, plus FROM_UPPER where the survivor came from k + ITQ_HALF
-    uint8_t code[QK_ITQ][ITQ_LANES];  // ITQ_S_BIT*s + 4*q + c of the path found
+    uint8_t code[QK_ITQ][ITQ_LANES];  // ITQ_S_BIT*s + 8*q + c of the path found
+    uint8_t start[ITQ_LANES];         // the state that it starts from
 
     struct itq_best best;
-    struct grid     grids[4];
-    uint8_t         symbol[4][2 * LEVEL_LIMIT];  // of a grid's level + LEVEL_LIMIT
+    struct subset   subsets[8];
+    uint8_t         symbol[8][2 * LEVEL_LIMIT];  // of a subset's level + LEVEL_LIMIT
 
     // Parts of the feedback matrix, copied together: its own rows lie a power of two apart and would evict each other.
     float feedback[QK_ITQ][QK_ITQ];            // of the block
@@ -66,15 +68,15 @@ struct ldlq_workspace {
     vec y[GROUPS][QK_ITQ];  // what the rounded weights through the feedback should come to
 };
 
-static void set_grids(const struct itq_code * code, struct ldlq_workspace * ws) {
+static void set_subsets(const struct itq_code * code, struct ldlq_workspace * ws) {
     const int8_t * levels = code->levels;
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < 8; ++c) {
         for (int q = 0; q < 1 << code->bits; ++q) {
-            ws->grids[c].level[q]                          = v_all(levels[4 * q + c]);
-            ws->symbol[c][levels[4 * q + c] + LEVEL_LIMIT] = (uint8_t) q;
+            ws->subsets[c].level[q]                        = v_all(levels[8 * q + c]);
+            ws->symbol[c][levels[8 * q + c] + LEVEL_LIMIT] = (uint8_t) q;
         }
         for (int q = 0; q + 1 < 1 << code->bits; ++q) {
-            ws->grids[c].middle[q] = v_all((levels[4 * q + c] + levels[4 * q + 4 + c]) * 0.5f);
+            ws->subsets[c].middle[q] = v_all((levels[8 * q + c] + levels[8 * q + 8 + c]) * 0.5f);
         }
     }
 }
@@ -86,16 +88,17 @@ ITQ_INLINE int place_of(int state, int t) {
     return (state >> by | state << (STATE_BITS - by)) & (ITQ_STATES - 1);
 }
 
-// Nearest level of a grid, a target half-way takes the lower one.
-ITQ_INLINE vec nearest_level(int bits, vec y, const struct grid * grid) {
-    vec level = grid->level[0];
+// Nearest level of a subset, a target half-way takes the lower one.
+ITQ_INLINE vec nearest_level(int bits, vec y, const struct subset * subset) {
+    vec level = subset->level[0];
     for (int q = 1; q < 1 << bits; ++q) {
-        level = v_select(v_greater(y, grid->middle[q - 1]), grid->level[q], level);
+        level = v_select(v_greater(y, subset->middle[q - 1]), subset->level[q], level);
     }
     return level;
 }
 
-// One state: its survivor comes from k, with metric low and on grid_low, or from k + ITQ_HALF; a tie keeps that from k.
+// One state: its survivor comes from k, with metric low and a level of subset_low, or from k + ITQ_HALF; a tie keeps that
+// from k.
 struct survivor {
     vec  metric;
     vec  level;
@@ -103,9 +106,9 @@ struct survivor {
 };
 
 ITQ_INLINE struct survivor survive(int bits, vec low, vec up, vec y_low, vec y_high, float weight,
-                                   const struct grid * grid_low, const struct grid * grid_high) {
-    const vec level_low     = nearest_level(bits, y_low, grid_low);
-    const vec level_high    = nearest_level(bits, y_high, grid_high);
+                                   const struct subset * subset_low, const struct subset * subset_high) {
+    const vec level_low     = nearest_level(bits, y_low, subset_low);
+    const vec level_high    = nearest_level(bits, y_high, subset_high);
     const vec distance_low  = v_sub(y_low, level_low);
     const vec distance_high = v_sub(y_high, level_high);
 
@@ -150,8 +153,8 @@ ITQ_INLINE void step(int bits, struct ldlq_workspace * ws, int t, float weight, 
     const int     apart    = place_of(ITQ_HALF, t);
 
     for (int k = 0; k < ITQ_HALF; ++k) {
-        const struct grid * even = &ws->grids[itq_butterfly_grid(k)];
-        const struct grid * odd  = &ws->grids[itq_butterfly_grid(k) ^ 2];
+        const struct subset * even = &ws->subsets[itq_butterfly_subset(k)];
+        const struct subset * odd  = &ws->subsets[itq_butterfly_subset(k) ^ 4];
 
         const int lower       = place_of(k, t);
         const int upper       = lower + apart;
@@ -192,7 +195,7 @@ ITQ_INLINE void best_state(const vec * metric, int t, int32_t * state) {
     memcpy(state, &best, sizeof(best));
 }
 
-// Trace back from the states after column last; keep the columns from start to stop.
+// Trace back from the states after column last; keep the columns from start to stop, and the state before the first.
 ITQ_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last, const int32_t * best) {
     lanes * levels = (lanes *) ws->levels;
     ilanes  state;
@@ -205,12 +208,15 @@ ITQ_INLINE void commit(struct ldlq_workspace * ws, int start, int stop, int last
             const int k      = state[l] >> 1;
             if (t < stop) {
                 const int level = chosen % FROM_UPPER;
-                const int c     = itq_butterfly_grid(k) ^ (s ^ high) << 1;
-                ws->code[t][l]  = (uint8_t) (ITQ_S_BIT * s + 4 * ws->symbol[c][level] + c);
+                const int c     = itq_butterfly_subset(k) ^ (s ^ high) << 2;
+                ws->code[t][l]  = (uint8_t) (ITQ_S_BIT * s + 8 * ws->symbol[c][level] + c);
                 levels[t][l]    = (float) (level - LEVEL_LIMIT);
             }
             state[l] = k + high * ITQ_HALF;
         }
+    }
+    for (int l = 0; start == 0 && l < ITQ_LANES; ++l) {
+        ws->start[l] = (uint8_t) state[l];
     }
 }
 
@@ -225,7 +231,7 @@ ITQ_INLINE void drop(vec * metric, const ivec * history, int t, const int32_t * 
     state = i_and(i_shift_right(state, lookahead), i_all(ITQ_STATES - 1));
     for (int place = 0; place < ITQ_STATES; ++place) {
         const ivec same = i_equal(i_and(i_shift_right(history[place], lookahead), i_all(ITQ_STATES - 1)), state);
-        metric[place]   = v_select(same, metric[place], v_all(ITQ_UNREACHED));
+        metric[place]   = v_select(same, metric[place], v_all(DROPPED));
     }
 }
 
@@ -235,14 +241,15 @@ ITQ_INLINE int horizon(int n, int t, const struct reach * reach) {
     return stop < n ? stop : n;
 }
 
-// Path of a block with a small sum of weight[k] * (through[k] - target[k])^2; fills code and levels, changes target.
+// Path of a block with a small sum of weight[k] * (through[k] - target[k])^2; fills code, start and levels, changes
+// target.
 ITQ_INLINE void search(const struct itq_code * code, struct ldlq_workspace * ws, const float * weight,
                        const struct reach * reach) {
     const int n      = code->length;
     const int stride = reach->coupled ? (reach->segment + reach->lookahead) | 1 : 1;  // odd: places apart in the cache
     for (int s = 0; s < ITQ_STATES; ++s) {
-        ws->metric[s]           = v_all(s == 0 ? 0.0f : ITQ_UNREACHED);
-        ws->history[s]          = i_all(0);
+        ws->metric[s]           = v_all(0);
+        ws->history[s]          = i_all(s);
         ws->pending[s * stride] = v_all(0);
     }
 
@@ -381,7 +388,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct ldlq_workspace * ws, 
         ggml_half d[ITQ_LANES];
         lanes     unit;
         vec       units;
-        itq_refit(zy, zz, d, unit);
+        itq_refit(code, zy, zz, d, unit);
         memcpy(&units, unit, sizeof(units));
 
         lanes total;
@@ -391,7 +398,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct ldlq_workspace * ws, 
             ws->fold[i] = v_add(v_scale(weight[i], v_mul(a, a)), v_scale(weight[j], v_mul(b, b)));
         }
         itq_fold_sum(n, fold, total);
-        itq_keep_better(n, &ws->best, start == 0, total, d, ws->code);
+        itq_keep_better(n, &ws->best, start == 0, total, d, ws->start, ws->code);
     }
     itq_clear_zeros(&ws->best, magnitude);
 
@@ -433,7 +440,7 @@ static size_t quantize(const struct entry * type, const float * GGML_RESTRICT sr
     vec *                   errors = (vec *) (ws + 1);
     GGML_ASSERT(memory != NULL);
     memset(&ws->best, 0, sizeof(ws->best));
-    set_grids(type->code, ws);
+    set_subsets(type->code, ws);
 
     for (int64_t row = 0; row < nrows; row += ROWS) {
         const int64_t left = nrows - row;

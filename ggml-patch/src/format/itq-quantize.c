@@ -9,10 +9,10 @@
 
 #include <assert.h>
 
-// The literal ternary code of ITQ3_S: symbols 1, 2, 3 read levels 2 + 22 * {-1, 0, 1}.
+// The literal ternary code of ITQ3_S: symbols 1, 2, 3 read levels 1 + 17 * {-1, 0, 1}.
 #define TERNARY_ALPHA 0.798f
-#define TERNARY_TO_D  ((float) (32.0 / 22.0))
-#define TERNARY_Z     2.0f
+#define TERNARY_TO_D  ((float) (32.0 / 17.0))
+#define TERNARY_Z     1.0f
 
 struct workspace {
     float    x[QK_ITQ][ITQ_LANES];       // rotated weights
@@ -20,19 +20,20 @@ struct workspace {
     float    fold[QK_ITQ / 2][ITQ_LANES];
     float    metric[2][ITQ_STATES][ITQ_LANES];
     uint32_t survivor[2][QK_ITQ][ITQ_LANES];  // [s[t]]: bit k says whether state 2k + s[t] came from k + ITQ_HALF
-    uint32_t symbols[QK_ITQ][ITQ_LANES];      // nearest symbols of the four grids, side by side
-    uint8_t  code[QK_ITQ][ITQ_LANES];         // ITQ_S_BIT*s + 4*q + c of the path found
+    uint32_t symbols[QK_ITQ][ITQ_LANES];      // nearest symbols of the subsets, side by side
+    uint8_t  code[QK_ITQ][ITQ_LANES];         // ITQ_S_BIT*s + 8*q + c of the path found
+    uint8_t  state[ITQ_LANES];                // that the path starts from
 
     struct itq_best best;
 };
 
-// Branch metric of grid c: squared distance to its nearest level; a weight half-way takes the lower level.
+// Branch metric of subset c: squared distance to its nearest level; a weight half-way takes the lower level.
 ITQ_INLINE float nearest(const struct itq_code * code, float y, int c, uint32_t * symbols) {
     float    nearest = code->levels[c];
     uint32_t symbol  = 0;
     for (int q = 1; q < 1 << code->bits; ++q) {
-        const float lower = code->levels[4 * (q - 1) + c];
-        const float upper = code->levels[4 * q + c];
+        const float lower = code->levels[8 * (q - 1) + c];
+        const float upper = code->levels[8 * q + c];
         const bool  above = y > (lower + upper) * 0.5f;
         nearest           = above ? upper : nearest;
         symbol += above;
@@ -48,8 +49,8 @@ ITQ_INLINE void butterfly(float (*GGML_RESTRICT from)[ITQ_LANES], float (*GGML_R
                           const float * branch, uint32_t * even, uint32_t * odd) {
     const float low     = from[k][l];
     const float high    = from[k + ITQ_HALF][l];
-    const float same    = branch[itq_butterfly_grid(k)];
-    const float flipped = branch[itq_butterfly_grid(k) ^ 2];
+    const float same    = branch[itq_butterfly_subset(k)];
+    const float flipped = branch[itq_butterfly_subset(k) ^ 4];
 
     const float low0  = low + same;
     const float high0 = high + flipped;
@@ -75,7 +76,11 @@ ITQ_INLINE void step(const struct itq_code * code, float (*GGML_RESTRICT from)[I
         const float m1        = nearest(code, y, 1, &packed);
         const float m2        = nearest(code, y, 2, &packed);
         const float m3        = nearest(code, y, 3, &packed);
-        const float branch[4] = { m0, m1, m2, m3 };
+        const float m4        = nearest(code, y, 4, &packed);
+        const float m5        = nearest(code, y, 5, &packed);
+        const float m6        = nearest(code, y, 6, &packed);
+        const float m7        = nearest(code, y, 7, &packed);
+        const float branch[8] = { m0, m1, m2, m3, m4, m5, m6, m7 };
 
         uint32_t even = 0;
         uint32_t odd  = 0;
@@ -101,14 +106,10 @@ ITQ_INLINE void step(const struct itq_code * code, float (*GGML_RESTRICT from)[I
     }
 }
 
-// Viterbi search for the path of least squared error from state 0 to any state; fills code and levels.
+// Viterbi search for the path of least squared error from any state to any state; fills code, state and levels.
 ITQ_INLINE void search(const struct itq_code * code, struct workspace * ws, const float * factor) {
     const int n = code->length;
-    for (int state = 0; state < ITQ_STATES; ++state) {
-        for (int l = 0; l < ITQ_LANES; ++l) {
-            ws->metric[0][state][l] = state == 0 ? 0.0f : ITQ_UNREACHED;
-        }
-    }
+    memset(ws->metric[0], 0, sizeof(ws->metric[0]));
     for (int t = 0; t < n; t += 2) {
         step(code, ws->metric[0], ws->metric[1], ws->x[t], factor, ws->survivor[0][t], ws->survivor[1][t],
              ws->symbols[t]);
@@ -137,18 +138,21 @@ ITQ_INLINE void search(const struct itq_code * code, struct workspace * ws, cons
             const uint32_t k    = state[l] >> 1;
             const uint32_t word = bit ? ws->survivor[1][t][l] : ws->survivor[0][t][l];
             const uint32_t high = word >> k & 1;
-            const uint32_t c    = (uint32_t) itq_butterfly_grid((int) k) ^ ((bit ^ high) << 1);
+            const uint32_t c    = (uint32_t) itq_butterfly_subset((int) k) ^ ((bit ^ high) << 2);
             const uint32_t q    = ws->symbols[t][l] >> code->bits * c & ((1u << code->bits) - 1);
 
-            ws->code[t][l]   = (uint8_t) (ITQ_S_BIT * bit + 4 * q + c);
-            ws->levels[t][l] = (float) code->levels[4 * q + c];
+            ws->code[t][l]   = (uint8_t) (ITQ_S_BIT * bit + 8 * q + c);
+            ws->levels[t][l] = (float) code->levels[8 * q + c];
             state[l]         = k + high * ITQ_HALF;
         }
     }
+    for (int l = 0; l < ITQ_LANES; ++l) {
+        ws->state[l] = (uint8_t) state[l];
+    }
 }
 
-// Search path and scale: for each start scale one search and a least-squares refit of d, rounded to fp16; the start
-// with the least error wins, the earlier on a tie.
+// Search path and scale: for each start scale one search and a least-squares refit of d, rounded to what can be stored;
+// the start with the least error wins, the earlier on a tie.
 ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int starts) {
     const int n = code->length;
 
@@ -165,7 +169,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int s
         ggml_half d[ITQ_LANES];
         itq_sum_of_products(n, ws->x, ws->levels, ws->fold, xl);
         itq_sum_of_products(n, ws->levels, ws->levels, ws->fold, ll);
-        itq_refit(xl, ll, d, unit);
+        itq_refit(code, xl, ll, d, unit);
 
         float error[ITQ_LANES];
         for (int i = 0; i < n / 2; ++i) {
@@ -176,7 +180,7 @@ ITQ_INLINE void solve(const struct itq_code * code, struct workspace * ws, int s
             }
         }
         itq_fold_sum(n, ws->fold, error);
-        itq_keep_better(n, &ws->best, start == 0, error, d, ws->code);
+        itq_keep_better(n, &ws->best, start == 0, error, d, ws->state, ws->code);
     }
     itq_clear_zeros(&ws->best, magnitude);
 }
@@ -187,10 +191,10 @@ ITQ_CLONES static void solve_ternary(struct workspace * ws) {
     for (int l = 0; l < ITQ_LANES; ++l) {
         const float alpha     = TERNARY_ALPHA * rms[l];
         const float threshold = alpha * 0.5f;
-        const float scale     = alpha * TERNARY_TO_D;
-        ws->best.d[l]         = ggml_fp32_to_fp16(scale < ITQ_F16_MAX ? scale : ITQ_F16_MAX);
+        ws->best.d[l]         = itq_storable(&itq3_s_code, alpha * TERNARY_TO_D);
+        ws->best.state[l]     = 0;
         for (int t = 0; t < QK_ITQ; ++t) {
-            ws->best.code[t][l] = (uint8_t) (4 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
+            ws->best.code[t][l] = (uint8_t) (8 * (2 + (ws->x[t][l] > threshold) - (ws->x[t][l] < -threshold)));
         }
     }
 }
