@@ -12,10 +12,13 @@ import gguf
 from gguf import Keys
 
 from ..base.errors import UserError
-from ..codec.family import FILE_VERSIONS, file_version
+from ..codec.family import FILE_VERSION, FORMER
 
 _REMEDY: Final = "write or download it again"
+_CONVERT_AGAIN: Final = "make it anew: convert the checkpoint with this program"
 _VERSION: Final = "itq3s.version"
+# What gguf-py says of a type that it does not know.
+_UNKNOWN_TYPE: Final = re.compile(r"([0-9]+) is not a valid GGMLQuantizationType")
 _PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -96,16 +99,16 @@ def _open(path: Path) -> GGUFFile:
 
 
 def _check_version(file: GGUFFile) -> None:
-    """Refuse a file whose ``itq3s.version`` is not known, or is less than its tensors need; one without may be."""
+    """Refuse a file whose ``itq3s.version`` is another; one without may be."""
     path = file.paths[0]
     if _VERSION not in file.fields:
         return
     version = contents_of(file, _VERSION)
-    if type(version) is not int or version not in FILE_VERSIONS:
-        known = " and ".join(map(str, FILE_VERSIONS))
-        raise UserError(path, f"has {_VERSION} {version!r:.40}, this program reads {known}", "take a newer one")
-    if names := sorted({t.tensor_type.name for t in file.tensors if file_version([t.tensor_type]) > version}):
-        raise UserError(path, f"has {_VERSION} {version}, which has no {' or '.join(names)}", _REMEDY)
+    if version in (1, 2):
+        raise UserError(path, f"has {_VERSION} {version}, whose code is no longer read", _CONVERT_AGAIN)
+    if type(version) is not int or version != FILE_VERSION:
+        what = f"has {_VERSION} {version!r:.40}, this program reads {FILE_VERSION}"
+        raise UserError(path, what, "take a newer one")
 
 
 def contents_of(file: GGUFFile, key: str) -> object:
@@ -126,6 +129,10 @@ def _read(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # gguf-py checks little of what it reads
+        unknown = _UNKNOWN_TYPE.search(str(error))
+        if unknown and int(unknown[1]) in FORMER:
+            what = f"is in the former code of {FORMER[int(unknown[1])]} ({_VERSION} 1 or 2), which is no longer read"
+            raise UserError(path, what, _CONVERT_AGAIN) from error
         raise UserError(path, f"is not a complete GGUF file ({error})", _REMEDY) from error
 
 

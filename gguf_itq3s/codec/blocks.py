@@ -5,9 +5,11 @@ A block holds n consecutive weights of a row (docs/format.md)::
 
     uint8 qs[n * b / 8]   symbols of b bits    2: q[t] = (qs[t % (n/4)] >> 2*(t / (n/4))) & 3
                                                1: q[t] = (qs[t / 8] >> (t % 8)) & 1
-                        uint8 sel[n / 8]      selector bits        s[t] = (sel[t / 8] >> (t % 8)) & 1
+    uint8 sel[n / 8]      selector bits        s[t] = (sel[t / 8] >> (t % 8)) & 1
     fp16  d               scale
     fp16  z               zero-point in level units, where the format has one
+
+The six lowest bits of the last number are the start state; the number itself is read with these bits zero.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .family import DEFAULT
 from .formats import CODECS as CODECS
 from .formats import EFFORTS as EFFORTS
 from .formats import Format, check_effort
+from .scale import STATE_MASK, Path
 from .transform import FloatArray, fwht_columns
 from .trellis import IndexArray
 
@@ -67,33 +70,28 @@ def _unpack_bits(packed: ByteArray) -> IndexArray:
     return np.unpackbits(np.ascontiguousarray(packed), axis=0, bitorder="little")
 
 
-def pack(
-    indices: IndexArray, selectors: IndexArray, d: npt.NDArray[np.float16], z: npt.NDArray[np.float16],
-    fmt: Format = FORMAT,
-) -> ByteArray:  # fmt: skip
+def pack(path: Path, z: npt.NDArray[np.float16], fmt: Format = FORMAT) -> ByteArray:
     """Blocks from their parts.
 
     Args:
-        indices: uint8 (n, m) level indices ``4 * symbol + subset`` (only the symbol is stored), n weights of a block.
-        selectors: uint8 (n, m) of 0 and 1.
-        d: float16 (m,) scales.
-        z: float16 (m,) zero-points; not stored where the format has none.
+        path: of m blocks; scales as :func:`gguf_itq3s.codec.scale.storable` returns them.
+        z: float16 (m,) zero-points whose lowest bits are zero; not stored where the format has none.
         fmt: the layout.
 
     Returns:
         uint8 (m, bytes of a block).
     """
-    blocks = np.empty((indices.shape[1], fmt.block_bytes), dtype=np.uint8)
-    blocks[:, : fmt.symbol_bytes] = (_pack_bits if fmt.symbol_bits == 1 else _pack_planes)(indices >> np.uint8(2)).T
-    blocks[:, fmt.symbol_bytes : fmt.scale_offset] = _pack_bits(selectors).T
-    scales = [d, z] if fmt.zero_point else [d]
-    blocks[:, fmt.scale_offset :] = np.stack(scales, axis=1).astype("<f2").view(np.uint8)
+    blocks = np.empty((path.indices.shape[1], fmt.block_bytes), dtype=np.uint8)
+    pack_symbols = _pack_bits if fmt.symbol_bits == 1 else _pack_planes
+    blocks[:, : fmt.symbol_bytes] = pack_symbols(path.indices >> np.uint8(3)).T
+    blocks[:, fmt.symbol_bytes : fmt.scale_offset] = _pack_bits(path.selectors).T
+    numbers = np.stack([path.d, z] if fmt.zero_point else [path.d], axis=1).astype("<f2").view("<u2")
+    numbers[:, -1] |= path.start
+    blocks[:, fmt.scale_offset :] = numbers.view(np.uint8)
     return blocks
 
 
-def unpack(
-    blocks: ByteArray, fmt: Format = FORMAT
-) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+def unpack(blocks: ByteArray, fmt: Format = FORMAT) -> tuple[Path, npt.NDArray[np.float16]]:
     """The inverse of :func:`pack`.
 
     Args:
@@ -101,8 +99,7 @@ def unpack(
         fmt: the layout.
 
     Returns:
-        uint8 (n, m) level indices ``4 * symbol + subset``, uint8 (n, m) selector bits, float16 (m,) d and z (0 where
-        the format has none).
+        The paths, and float16 (m,) zero-points (0 where the format has none).
 
     Raises:
         ValueError: wrong shape.
@@ -111,9 +108,13 @@ def unpack(
         raise ValueError(f"{fmt.name} blocks have shape (m, {fmt.block_bytes}), not {blocks.shape}")
     symbols = (_unpack_bits if fmt.symbol_bits == 1 else _unpack_planes)(blocks[:, : fmt.symbol_bytes].T)
     selectors = _unpack_bits(blocks[:, fmt.symbol_bytes : fmt.scale_offset].T)
-    indices = (symbols << np.uint8(2)) + fmt.trellis.subsets(selectors)
-    scales = np.ascontiguousarray(blocks[:, fmt.scale_offset :]).view("<f2").astype(np.float16)
-    return indices, selectors, scales[:, 0], scales[:, 1] if fmt.zero_point else np.zeros_like(scales[:, 0])
+    numbers = np.ascontiguousarray(blocks[:, fmt.scale_offset :]).view("<u2").astype(np.uint16)
+    start = (numbers[:, -1] & STATE_MASK).astype(np.uint8)
+    numbers[:, -1] &= ~STATE_MASK
+    scales = numbers.view(np.float16)
+    indices = (symbols << np.uint8(3)) + fmt.trellis.subsets(selectors, start)
+    z = scales[:, 1] if fmt.zero_point else np.zeros_like(scales[:, 0])
+    return Path(indices, selectors, start, scales[:, 0]), z
 
 
 def decode_blocks(blocks: ByteArray, fmt: Format = FORMAT) -> FloatArray:
@@ -128,10 +129,10 @@ def decode_blocks(blocks: ByteArray, fmt: Format = FORMAT) -> FloatArray:
     Returns:
         float32 (m, n).
     """
-    indices, _, d, z = unpack(blocks, fmt)
-    levels = fmt.level_values[indices] - z.astype(np.float32)
+    path, z = unpack(blocks, fmt)
+    levels = fmt.level_values[path.indices] - z.astype(np.float32)
     step = fmt.rotation * np.float32(1 / 32)
-    return np.ascontiguousarray((fwht_columns(levels) * (d.astype(np.float32) * step)).T)
+    return np.ascontiguousarray((fwht_columns(levels) * (path.d.astype(np.float32) * step)).T)
 
 
 def _encode_ternary(x: FloatArray, fmt: Format) -> ByteArray:
@@ -146,14 +147,14 @@ def _encode_ternary(x: FloatArray, fmt: Format) -> ByteArray:
     """
     assert fmt.ternary is not None
     alpha = PAPER_TERNARY_SCALE * scale.block_rms(x)
-    d = np.minimum(alpha * np.float32(32 / fmt.ternary.step), scale.F16_MAX).astype(np.float16)
+    d = scale.storable(alpha * np.float32(32 / fmt.ternary.step), fmt)
     threshold = alpha * np.float32(0.5)
     symbols = np.uint8(2) + (x > threshold).astype(np.uint8) - (x < -threshold).astype(np.uint8)
     z = np.full_like(d, fmt.ternary.zero_point)
     dead = d == 0
     symbols[:, dead] = 0
     z[dead] = 0
-    return pack(symbols << np.uint8(2), np.zeros_like(symbols), d, z, fmt)
+    return pack(Path(symbols << np.uint8(3), np.zeros_like(symbols), np.zeros(d.shape, np.uint8), d), z, fmt)
 
 
 def _chunks(count: int) -> Iterator[slice]:
@@ -174,8 +175,8 @@ def encode_blocks(
         if codec == "ternary":
             blocks[part] = _encode_ternary(x, fmt)
         else:
-            indices, selectors, d = scale.solve(x, effort, fmt)
-            blocks[part] = pack(indices, selectors, d, np.zeros_like(d), fmt)
+            path = scale.solve(x, effort, fmt)
+            blocks[part] = pack(path, np.zeros_like(path.d), fmt)
     return blocks
 
 

@@ -5,7 +5,7 @@ Importing this module makes ``GGUFWriter`` and ``GGUFReader`` of gguf-py know th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, TypeVar
@@ -54,7 +54,6 @@ class TrellisType:
         fallback: the type in its place where a row is not whole blocks.
         follows: the file type whose mix llama-quantize makes.
         in_mix: types of that mix, and what takes their place.
-        version: least ``itq3s.version`` of a file that holds it.
     """
 
     format: Format
@@ -63,7 +62,6 @@ class TrellisType:
     fallback: Type
     follows: LlamaFileType
     in_mix: Mapping[Type, Type]
-    version: int = 1
 
     @property
     def name(self) -> str:
@@ -83,25 +81,31 @@ class TrellisType:
 
 def _row(
     fmt: Format, number: int, follows: LlamaFileType, in_mix: Mapping[Type, Type] | None = None,
-    fallback: Type = Type.IQ4_NL, version: int = 1,
+    fallback: Type = Type.IQ4_NL,
 ) -> TrellisType:  # fmt: skip
     """A row, with its members in the enums of gguf-py."""
     qtype = add_member(gguf.GGMLQuantizationType, fmt.name, number)
     file_type = add_member(gguf.LlamaFileType, f"MOSTLY_{fmt.name}", number)
     gguf.GGML_QUANT_SIZES[qtype] = (fmt.block, fmt.block_bytes)
-    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {}, version=version)
+    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {})
 
 
 # Rows that are no multiple of 256 are in blocks of 64 where these divide them, by the mix of the longer type.
-_ITQ3_N: Final = _row(ITQ3_N_FORMAT, 503, LlamaFileType.MOSTLY_IQ3_S, version=2)
-_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 500, LlamaFileType.MOSTLY_IQ3_S, fallback=_ITQ3_N.type)
+_ITQ3_N: Final = _row(ITQ3_N_FORMAT, 513, LlamaFileType.MOSTLY_IQ3_S)
+_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 510, LlamaFileType.MOSTLY_IQ3_S, fallback=_ITQ3_N.type)
 # What the mix of IQ2_XXS has at more bits is in Q2_K, and of its larger relatives in IQ3_S.
-_ITQ2_N: Final = _row(ITQ2_N_FORMAT, 504, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_N.type}, version=2)
-_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 502, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type}, _ITQ2_N.type)
+_ITQ2_N: Final = _row(ITQ2_N_FORMAT, 514, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_N.type})
+_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 512, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type}, _ITQ2_N.type)
 
 #: The types, the first the one that is taken where none is named.
 FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ3_N, _ITQ2_N)}
 DEFAULT: Final = next(iter(FAMILY.values()))
+
+
+#: ``itq3s.version`` of files that hold tensors of these types.
+FILE_VERSION: Final = 3
+#: The same types in the code of versions 1 and 2, of four subsets, which nothing reads any more.
+FORMER: Final[Mapping[int, str]] = {500: "ITQ3_S", 502: "ITQ2_S", 503: "ITQ3_N", 504: "ITQ2_N"}
 
 
 def is_trellis(qtype: Type) -> bool:
@@ -119,15 +123,6 @@ def trellis_type(qtype: Type) -> TrellisType:
         names = ", ".join(row.name for row in FAMILY.values())
         raise ValueError(f"{qtype.name} is not trellis-coded; use one of {names}")
     return FAMILY[qtype]
-
-
-def file_version(types: Iterable[Type]) -> int:
-    """``itq3s.version`` of a file that holds tensors of these types; 0 where none is of the family."""
-    return max((FAMILY[qtype].version for qtype in types if qtype in FAMILY), default=0)
-
-
-#: The versions of files that are read.
-FILE_VERSIONS: Final = tuple(sorted({row.version for row in FAMILY.values()}))
 
 
 def rotation(qtype: Type) -> int:

@@ -1,11 +1,14 @@
 """The scale solver: find d, and with it the path, that gives a block the least squared error.
 
 For each start scale the trellis is searched once, then d is refitted by least squares to the levels found and rounded
-to float16; the start whose block has the least error wins. The arithmetic is float32 in one fixed order (sums fold
-the block in halves), so the C quantizer reproduces every byte.
+to what a block can store; the start whose block has the least error wins. The arithmetic is float32 in one fixed order
+(sums fold the block in halves), so the C quantizer reproduces every byte.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,26 @@ from .transform import FloatArray
 from .trellis import IndexArray, search
 
 F16_MAX = np.float32(65504)
+#: Bits of the start state, in the lowest of a block's last number.
+STATE_MASK = np.uint16(0x3F)
+# The largest scale whose lowest bits are zero.
+_F16_MAX_STATE = np.float32(63488)
+
+
+class Path(NamedTuple):
+    """What is stored of m blocks of n weights, one a column.
+
+    Attributes:
+        indices: uint8 (n, m), level indices ``8 * symbol + subset``, of which only the symbols are stored.
+        selectors: uint8 (n, m) of 0 and 1.
+        start: uint8 (m,), the states before the first weights.
+        d: float16 (m,), scales.
+    """
+
+    indices: IndexArray
+    selectors: IndexArray
+    start: IndexArray
+    d: npt.NDArray[np.float16]
 
 
 def fold_sum(x: FloatArray) -> FloatArray:
@@ -41,16 +64,30 @@ def block_magnitude(x: FloatArray, fmt: Format) -> FloatArray:
     return np.where(rms > 0, np.abs(x).max(axis=0), np.float32(0))
 
 
-def fit_scale(x: FloatArray, levels: FloatArray) -> npt.NDArray[np.float16]:
-    """The least-squares scale d = 32 <x, L> / <L, L> of each column, L the levels of its path.
+def storable(d: FloatArray, fmt: Format) -> npt.NDArray[np.float16]:
+    """The nearest scale that a block can store: float16, its lowest bits zero where the start state takes them.
 
-    float32 (n, m), twice -> float16 (m,), clamped to the largest finite one.
+    float32 (m,) -> float16 (m,), within 0 and the largest such number; NaN stays.
     """
-    d = np.float32(32) * (fold_sum(x * levels) / fold_sum(levels * levels))
-    return np.clip(d, -F16_MAX, F16_MAX).astype(np.float16)
+    half = np.clip(d, np.float32(0), F16_MAX if fmt.zero_point else _F16_MAX_STATE).astype(np.float16)
+    if fmt.zero_point:
+        return half
+    return ((half.view(np.uint16) + (STATE_MASK // np.uint16(2) + np.uint16(1))) & ~STATE_MASK).view(np.float16)
 
 
-def solve(x: FloatArray, effort: str, fmt: Format) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
+def start_factors(magnitude: FloatArray, magnitude_in_levels: np.float32, fmt: Format) -> FloatArray:
+    """What takes the weights of each block to level units at a start scale: float32 (m,), positive -> (m,).
+
+    Where few scales can be stored, the search is at one of them.
+    """
+    factor = np.divide(magnitude_in_levels, magnitude, dtype=np.float32)
+    if fmt.zero_point:
+        return factor
+    d = storable(np.float32(32) / factor, fmt).astype(np.float32)
+    return np.divide(np.float32(32), d, out=factor, where=d > 0)
+
+
+def solve(x: FloatArray, effort: str, fmt: Format) -> Path:
     """Search path and scale of every column.
 
     Args:
@@ -59,33 +96,47 @@ def solve(x: FloatArray, effort: str, fmt: Format) -> tuple[IndexArray, IndexArr
         fmt: levels, trellis and start scales.
 
     Returns:
-        uint8 (n, m) level indices, uint8 (n, m) selector bits, float16 (m,) scales. A block whose RMS is zero,
-        or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
+        The paths. A block whose RMS is zero, or whose scale rounds to zero, is zero throughout.
 
     Raises:
         ValueError: unknown effort.
     """
-    starts = fmt.start_levels(effort)
+
+    def searched(factor: FloatArray) -> tuple[Path, FloatArray]:
+        indices, selectors, start = search(x * factor, fmt.trellis, fmt.levels)
+        levels = fmt.level_values[indices]
+        d = storable(np.float32(32) * (fold_sum(x * levels) / fold_sum(levels * levels)), fmt)
+        residual = x - levels * (d.astype(np.float32) * np.float32(1 / 32))
+        return Path(indices, selectors, start, d), fold_sum(residual * residual)
+
+    return best_path(x, effort, fmt, searched)
+
+
+def best_path(
+    x: FloatArray, effort: str, fmt: Format, searched: Callable[[FloatArray], tuple[Path, FloatArray]]
+) -> Path:
+    """The path of each block that has the least error of those found at the start scales, the earlier on a tie.
+
+    Args:
+        x: float32 (n, m) rotated weights, one block a column.
+        effort: a key of ``fmt.starts``.
+        fmt: start scales, and what scales can be stored.
+        searched: what takes weights to level units, float32 (m,), to the paths found there and their errors (m,).
+
+    Raises:
+        ValueError: unknown effort.
+    """
     magnitude = block_magnitude(x, fmt)
     alive = magnitude > 0
     safe_magnitude = np.where(alive, magnitude, np.float32(1))
-    best_error = np.full(x.shape[1], np.inf, dtype=np.float32)
-    best_indices, best_selectors = np.empty(x.shape, dtype=np.uint8), np.empty(x.shape, dtype=np.uint8)
-    best_d = np.empty(x.shape[1], dtype=np.float16)
-    for magnitude_in_levels in starts:
-        scaled = np.multiply(x, magnitude_in_levels / safe_magnitude, dtype=np.float32)
-        indices, selectors = search(scaled, fmt.trellis, fmt.levels)
-        levels = fmt.level_values[indices]
-        d = fit_scale(x, levels)
-        residual = x - levels * (d.astype(np.float32) * np.float32(1 / 32))
-        error = fold_sum(residual * residual)
-        better = error < best_error
-        np.copyto(best_indices, indices, where=better)
-        np.copyto(best_selectors, selectors, where=better)
-        np.copyto(best_d, d, where=better)
-        np.copyto(best_error, error, where=better)
-    dead = ~alive | (best_d == 0)
-    best_indices[:, dead] = 0
-    best_selectors[:, dead] = 0
-    best_d[dead] = 0
-    return best_indices, best_selectors, best_d
+    first, *others = fmt.start_levels(effort)
+    best, least = searched(start_factors(safe_magnitude, first, fmt))
+    for magnitude_in_levels in others:
+        found, error = searched(start_factors(safe_magnitude, magnitude_in_levels, fmt))
+        better = error < least
+        for kept, new in zip((*best, least), (*found, error), strict=True):
+            np.copyto(kept, new, where=better)
+    dead = ~alive | (best.d == 0)
+    for kept in best:
+        kept[..., dead] = 0
+    return best

@@ -11,7 +11,7 @@ from ..base.journal import key_of, sources
 from ..checkpoint.rescaling import NORMS_FOLDED, PLAN_VERSION
 from ..checkpoint.source import Checkpoint
 from ..codec import native
-from ..codec.family import file_version
+from ..codec.family import FILE_VERSION, is_trellis
 from ..rounding.imatrix import ImportanceMatrix
 from . import statistics
 from .job import Job
@@ -30,8 +30,8 @@ def header(job: Job) -> bytes:
     if not options.plain and not options.request.vocab_only:  # else what upstream wrote stands
         writer.remove_key("general.file_type")
         writer.add_file_type(file_type(checkpoint, choices, options))
-    if version := file_version(choice.type for choice in choices):
-        writer.add_uint32("itq3s.version", version)
+    if any(is_trellis(choice.type) for choice in choices):
+        writer.add_uint32("itq3s.version", FILE_VERSION)
         writer.add_string("itq3s.codec", options.codec)
         writer.add_string("itq3s.effort", "default" if options.effort == "auto" else options.effort)
         calibrated = 1.0  # of what is quantized layer by layer, corrected then

@@ -40,7 +40,7 @@ Blocks = np.ndarray
 
 
 def _level_counts(fmt: Format) -> Callable[[Blocks], np.ndarray]:
-    return lambda blocks: np.bincount(unpack(blocks, fmt)[0].ravel(), minlength=fmt.levels.size)
+    return lambda blocks: np.bincount(unpack(blocks, fmt)[0].indices.ravel(), minlength=fmt.levels.size)
 
 
 def _trit_counts(qtype: Type) -> Callable[[Blocks], np.ndarray]:

@@ -36,9 +36,9 @@ from ..codec.blocks import TOO_LARGE, ByteArray, check_magnitude, pack
 from ..codec.family import DEFAULT, trellis_type
 from ..codec.formats import Format, check_effort
 from ..codec.native import NativeLibrary
-from ..codec.scale import F16_MAX, block_magnitude, fold_sum
+from ..codec.scale import Path, best_path, fold_sum, storable
 from ..codec.transform import FloatArray, fwht_columns
-from ..codec.trellis import UNREACHED, IndexArray
+from ..codec.trellis import IndexArray
 from .hessian import Factor
 
 #: Limits of the C implementation: columns that a survivor's own feedback spans, and how far back its state is known.
@@ -48,6 +48,8 @@ LOOKAHEAD: Final = 25
 #: The widest search that both allow, segment and lookahead: a twentieth less error than the default's.
 WIDEST: Final = {"segment": WINDOW - LOOKAHEAD, "lookahead": LOOKAHEAD}
 
+# Path metric of a dropped survivor: larger than any, and far below float32's end.
+_DROPPED: Final = np.float32(1e30)
 # What is said of a search whose numbers overflow.
 _GREW: Final = "the errors fed forward grew beyond float32; use more damping"
 
@@ -60,25 +62,25 @@ class _Tables:
         predecessor: int (2, states): the state before, by where the survivor comes from (k, or k + states / 2).
         subset: uint8 (2, states): the subset read on the way.
         bit: uint32 (states,): the selector bit that leads to a state.
-        grids: float32 (4, symbols): levels of each subset.
-        middles: float32 (4, symbols - 1): half-way between them.
+        values: float32 (subsets, symbols): levels of each subset.
+        middles: float32 (subsets, symbols - 1): half-way between them.
     """
 
     predecessor: npt.NDArray[np.int64]
     subset: IndexArray
     bit: npt.NDArray[np.uint32]
-    grids: FloatArray
+    values: FloatArray
     middles: FloatArray
 
 
 @lru_cache
 def _tables(fmt: Format) -> _Tables:
     states = np.arange(fmt.trellis.states)
-    subset = fmt.trellis.butterfly_subsets[states >> 1] ^ ((np.arange(2)[:, None] ^ (states & 1)) << 1)
-    grids = np.stack([fmt.level_values[subset::4] for subset in range(4)])
+    subset = fmt.trellis.butterfly_subsets[states >> 1] ^ (np.arange(2)[:, None] ^ (states & 1)) * fmt.trellis.flip
+    values = fmt.level_values.reshape(-1, fmt.trellis.subset_count).T
     return _Tables(
         np.stack([states >> 1, (states >> 1) + states.size // 2]), subset.astype(np.uint8),
-        (states & 1).astype(np.uint32), grids, (grids[:, :-1] + grids[:, 1:]) * np.float32(0.5),
+        (states & 1).astype(np.uint32), values, (values[:, :-1] + values[:, 1:]) * np.float32(0.5),
     )  # fmt: skip
 
 
@@ -109,7 +111,7 @@ class Search:
 
 def search(
     target: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format
-) -> tuple[IndexArray, IndexArray]:
+) -> tuple[IndexArray, IndexArray, IndexArray]:
     """Search the path of one block with a small ``sum_k weight[k] * (z[k] - target[k])^2``, all columns at once.
 
     Without feedback within the block this is the Viterbi search of :func:`gguf_itq3s.codec.trellis.search`, and exact.
@@ -120,7 +122,8 @@ def search(
         weight: float32 (b,).
 
     Returns:
-        uint8 (b, m) level indices ``4 * symbol + subset`` and uint8 (b, m) selector bits.
+        uint8 (b, m) level indices ``8 * symbol + subset``, uint8 (b, m) selector bits and uint8 (m,) states that the
+        paths start from.
     """
     n, m = target.shape
     tables, states = _tables(fmt), fmt.trellis.states
@@ -129,24 +132,27 @@ def search(
     coupled = bool(np.triu(feedback, 1).any())
     segment, lookahead = (options.segment, options.lookahead) if coupled else (n, 0)
 
-    metric = np.full((states, m), UNREACHED, dtype=np.float32)
-    metric[0] = 0
+    metric = np.zeros((states, m), dtype=np.float32)
     # what a survivor's uncommitted levels add to the columns from t on, as far as they reach
     pending = np.zeros((1, states, m), dtype=np.float32)
-    history = np.zeros((states, m), dtype=np.uint32)
+    history = np.repeat(np.arange(states, dtype=np.uint32)[:, None], m, axis=1)
     survivor = np.empty((n, states, m), dtype=np.bool_)
     index = np.empty((n, states, m), dtype=np.uint8)
     indices = np.empty((n, m), dtype=np.uint8)
     selectors = np.empty((n, m), dtype=np.uint8)
+    origin_state = np.empty(m, dtype=np.uint8)
     committed = 0
 
     def commit(start: int, stop: int, last: int, state: npt.NDArray[np.int64]) -> None:
-        """Trace back from ``state`` after column ``last`` and keep the columns from ``start`` to ``stop``."""
+        """Trace back from ``state`` after column ``last``; keep the columns from ``start`` to ``stop``, and the state
+        before the first."""
         for t in range(last, start - 1, -1):
             if t < stop:
                 indices[t] = index[t, state, columns]
                 selectors[t] = state & 1
             state = (state >> 1) + states // 2 * survivor[t, state, columns]
+        if start == 0:
+            origin_state[:] = state
 
     for t in range(n):
         wanted = target[t] - pending[0]
@@ -157,9 +163,9 @@ def search(
             symbol = np.zeros(y.shape, dtype=np.uint8)
             for middle in tables.middles.T:
                 symbol += y > middle[subset, None]
-            distance = y - tables.grids[subset[:, None], symbol]
+            distance = y - tables.values[subset[:, None], symbol]
             candidates.append(metric[tables.predecessor[origin]] + distance * distance * weight[t])
-            chosen.append(4 * symbol + subset[:, None])
+            chosen.append(fmt.trellis.subset_count * symbol + subset[:, None])
         high = candidates[1] < candidates[0]
         metric = np.where(high, candidates[1], candidates[0])
         survivor[t], index[t] = high, np.where(high, chosen[1], chosen[0])
@@ -181,12 +187,12 @@ def search(
             best = metric.argmin(axis=0)
             commit(committed, committed + segment, t, best)
             through = history >> np.uint32(lookahead) & np.uint32(states - 1)
-            metric = np.where(through == through[best, columns], metric, UNREACHED)
+            metric = np.where(through == through[best, columns], metric, _DROPPED)
             for j in range(committed, committed + segment):
                 target[t + 1 :] -= feedback[j, t + 1 :, None] * fmt.level_values[indices[j]]
             committed += segment
     commit(committed, n, n - 1, metric.argmin(axis=0))
-    return indices, selectors
+    return indices, selectors, origin_state
 
 
 def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
@@ -199,7 +205,7 @@ def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
 
 def solve(
     x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format
-) -> tuple[IndexArray, IndexArray, npt.NDArray[np.float16]]:
+) -> Path:
     """Path and scale of one block.
 
     Args:
@@ -209,37 +215,19 @@ def solve(
         weight: float32 (b,).
 
     Returns:
-        uint8 (b, m) level indices, uint8 (b, m) selector bits, float16 (m,) scales; a block whose RMS is zero,
-        or whose scale rounds to zero, has scale 0 and index and selector 0 throughout.
+        The paths; a block whose RMS is zero, or whose scale rounds to zero, is zero throughout.
     """
-    magnitude = block_magnitude(x, fmt)
-    alive = magnitude > 0
-    safe_magnitude = np.where(alive, magnitude, np.float32(1))
     column_weight = weight[:, None]
-    best: tuple[IndexArray, IndexArray, npt.NDArray[np.float16], FloatArray] | None = None
-    for magnitude_in_levels in fmt.start_levels(options.effort):
-        wanted = (y * (magnitude_in_levels / safe_magnitude)).astype(np.float32)
-        indices, selectors = search(wanted, feedback, weight, options, fmt)
+
+    def searched(factor: FloatArray) -> tuple[Path, FloatArray]:
+        indices, selectors, start = search(y * factor, feedback, weight, options, fmt)
         z = through_feedback(fmt.level_values[indices], feedback)
         weighted = column_weight * z
-        fit = np.float32(32) * (fold_sum(weighted * y) / fold_sum(weighted * z))
-        d = np.clip(fit, -F16_MAX, F16_MAX).astype(np.float16)
+        d = storable(np.float32(32) * (fold_sum(weighted * y) / fold_sum(weighted * z)), fmt)
         residual = y - z * (d.astype(np.float32) * np.float32(1 / 32))
-        error = fold_sum(residual * residual * column_weight)
-        if best is None:
-            best = indices, selectors, d, error
-            continue
-        better = error < best[3]
-        pairs: list[tuple[np.ndarray, np.ndarray]] = list(zip(best, (indices, selectors, d, error), strict=True))
-        for kept, new in pairs:
-            np.copyto(kept, new, where=better)
-    assert best is not None
-    indices, selectors, d, _ = best
-    dead = ~alive | (d == 0)
-    indices[:, dead] = 0
-    selectors[:, dead] = 0
-    d[dead] = 0
-    return indices, selectors, d
+        return Path(indices, selectors, start, d), fold_sum(residual * residual * column_weight)
+
+    return best_path(x, options.effort, fmt, searched)
 
 
 def quantize(
@@ -290,11 +278,11 @@ def _quantize_in_numpy(weights: FloatArray, factor: Factor, options: Search, fmt
             for j in range(start):
                 y -= factor.feedback[j, part, None] * error[j]
         with np.errstate(over="ignore", invalid="ignore"):
-            indices, selectors, d = solve(x, y, feedback, factor.weight[part], options, fmt)
-        if not np.isfinite(d).all():
+            path = solve(x, y, feedback, factor.weight[part], options, fmt)
+        if not np.isfinite(path.d).all():
             raise ValueError(_GREW)
-        error[part] = fmt.level_values[indices] * (d.astype(np.float32) * np.float32(1 / 32)) - x
-        blocks[number] = pack(indices, selectors, d, np.zeros_like(d), fmt)
+        error[part] = fmt.level_values[path.indices] * (path.d.astype(np.float32) * np.float32(1 / 32)) - x
+        blocks[number] = pack(path, np.zeros_like(path.d), fmt)
     return np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(rows, n // fmt.block * fmt.block_bytes)
 
 

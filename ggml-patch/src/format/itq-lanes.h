@@ -43,14 +43,20 @@ struct itq_code {
 
 #define ITQ3_S_STARTS                                                         \
     false, { 1, 3 }, {                                                        \
-        (float) (21.97 / 1.0), (float) (21.97 / 0.94), (float) (21.97 / 1.06) \
+        (float) (21.97 / 1.0), (float) (21.97 / 0.93), (float) (21.97 / 1.08) \
     }
-#define ITQ2_S_STARTS                                                         \
-    false, { 1, 3 }, {                                                        \
-        (float) (28.69 / 1.0), (float) (28.69 / 0.94), (float) (28.69 / 1.06) \
+#define ITQ2_S_STARTS                                  \
+    false, { 1, 2 }, {                                 \
+        (float) (28.69 / 0.97), (float) (28.69 / 1.05) \
     }
-#define ITQ3_N_STARTS ITQ3_S_STARTS
-#define ITQ2_N_STARTS ITQ2_S_STARTS
+#define ITQ3_N_STARTS                                                     \
+    true, { 1, 3 }, {                                                     \
+        (float) (59.0 / 0.95), (float) (59.0 / 1.0), (float) (59.0 / 0.9) \
+    }
+#define ITQ2_N_STARTS                                                       \
+    false, { 1, 3 }, {                                                      \
+        (float) (28.69 / 1.0), (float) (28.69 / 0.9), (float) (28.69 / 1.1) \
+    }
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \
     static const struct itq_code name##_code = { bits, length, has_z, NAME##_LEVELS, NAME##_STARTS };
