@@ -2,7 +2,7 @@
 2.25, for rows that are no multiple of 256) and ternary types.
 
 ``import gguf_itq3s`` makes gguf-py know the types: ``gguf.quants.quantize`` and ``dequantize``, ``GGUFWriter`` and
-``GGUFReader`` then handle tensor types 500, 502, 503 and 504.
+``GGUFReader`` then handle tensor types 510, 512, 513 and 514.
 """
 
 from . import upstream

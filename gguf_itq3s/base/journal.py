@@ -36,10 +36,12 @@ def key_of(*parts: object) -> str:
 
 @lru_cache
 def sources(*without: str) -> str:
-    """A hash of the package's own files, but for some rooms: what one state has begun another may end differently."""
+    """A hash of the package's own files, but for some files and rooms, by their paths in it: what one state has begun
+    another may end differently."""
     root = Path(__file__).parents[1]
-    files = sorted(path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in without)
-    return key_of(*(part for path in files for part in (path.relative_to(root).as_posix(), path.read_bytes())))
+    files = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
+    kept = [(name, path) for name, path in files.items() if not any(name.is_relative_to(other) for other in without)]
+    return key_of(*(part for name, path in kept for part in (name.as_posix(), path.read_bytes())))
 
 
 class Journal:

@@ -18,7 +18,7 @@ _REMEDY: Final = "write or download it again"
 _CONVERT_AGAIN: Final = "make it anew: convert the checkpoint with this program"
 _VERSION: Final = "itq3s.version"
 # What gguf-py says of a type that it does not know.
-_UNKNOWN_TYPE: Final = re.compile(r"([0-9]+) is not a valid GGMLQuantizationType")
+_UNKNOWN_TYPE: Final = re.compile(r"([0-9]+)\)? is not a valid GGMLQuantizationType")
 _PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 

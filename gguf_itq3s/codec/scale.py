@@ -83,7 +83,7 @@ def start_factors(magnitude: FloatArray, magnitude_in_levels: np.float32, fmt: F
     factor = np.divide(magnitude_in_levels, magnitude, dtype=np.float32)
     if fmt.zero_point:
         return factor
-    d = storable(np.float32(32) / factor, fmt).astype(np.float32)
+    d = storable(np.divide(np.float32(32), factor, dtype=np.float32), fmt).astype(np.float32)
     return np.divide(np.float32(32), d, out=factor, where=d > 0)
 
 
@@ -134,9 +134,12 @@ def best_path(
     for magnitude_in_levels in others:
         found, error = searched(start_factors(safe_magnitude, magnitude_in_levels, fmt))
         better = error < least
-        for kept, new in zip((*best, least), (*found, error), strict=True):
+        pairs: list[tuple[np.ndarray, np.ndarray]] = list(zip((*best, least), (*found, error), strict=True))
+        for kept, new in pairs:
             np.copyto(kept, new, where=better)
     dead = ~alive | (best.d == 0)
-    for kept in best:
-        kept[..., dead] = 0
+    best.indices[:, dead] = 0
+    best.selectors[:, dead] = 0
+    best.start[dead] = 0
+    best.d[dead] = 0
     return best

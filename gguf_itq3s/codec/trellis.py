@@ -99,7 +99,7 @@ class Trellis:
         return subset
 
 
-#: The code of the formats: of 29,760 whose selectors flip the highest bit of eight subsets alone, one of the best forty.
+#: The code of the formats: one of the best forty of the 29,760 whose selectors flip the highest bit of a subset alone.
 TRELLIS = Trellis(6, (0b1100001, 0b0111010, 0b0010100))
 
 

@@ -1,6 +1,6 @@
 """The commands ``gguf-itq3s dump``, ``set-metadata``, ``new-metadata`` and ``hash``.
 
-They are gguf-py's own programs with their own options; installed by themselves they stop at tensor type 500. Importing
+They are gguf-py's own programs with their own options; installed by themselves they stop at tensor type 510. Importing
 this package makes gguf-py know it, so a wrapper has nothing to do but to be the program that is started: nothing is
 changed for other users of gguf-py in the same environment.
 """

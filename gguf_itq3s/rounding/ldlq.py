@@ -203,9 +203,7 @@ def through_feedback(x: FloatArray, feedback: FloatArray) -> FloatArray:
     return result
 
 
-def solve(
-    x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format
-) -> Path:
+def solve(x: FloatArray, y: FloatArray, feedback: FloatArray, weight: FloatArray, options: Search, fmt: Format) -> Path:
     """Path and scale of one block.
 
     Args:

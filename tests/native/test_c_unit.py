@@ -136,8 +136,9 @@ def test_vec_dot_is_the_product_of_what_is_stored(row: TrellisType, kind: str, n
     rows = ggml.from_float(number, activations(name, 8, n))
     blocks = rows.reshape(-1).view(layout).reshape(8, -1)
     stored = (blocks["d"][..., None].astype(np.float64) * blocks["qs"]).reshape(8, n)
-    indices, _, d, z = unpack(weights.reshape(-1, row.format.block_bytes), row.format)
-    rotated = ((row.format.levels[indices] - z.astype(np.float64)) * (d.astype(np.float64) / 32)).T.reshape(64, n)
+    path, z = unpack(weights.reshape(-1, row.format.block_bytes), row.format)
+    values = (row.format.levels[path.indices] - z.astype(np.float64)) * (path.d.astype(np.float64) / 32)
+    rotated = values.T.reshape(64, n)
     exact = rotated @ stored.T
     scale = np.linalg.norm(rotated, axis=1)[:, None] * np.linalg.norm(stored, axis=1)
     assert np.abs(ggml.vec_dot(row.type, weights, rows, n) - exact).max() <= 1e-6 * scale.max()
@@ -186,7 +187,7 @@ def write_gguf(path: Path, tensors: list[tuple[str, int, int, int]], data: int) 
 
 def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
     # 512 weights are 200 bytes, padded to 224
-    path = write_gguf(tmp_path / "x.gguf", [("a", 500, 512, 0), ("b", 500, 256, 224)], 352)
+    path = write_gguf(tmp_path / "x.gguf", [("a", 510, 512, 0), ("b", 510, 256, 224)], 352)
     assert ggml.gguf_opens(path, data=True)
 
 
@@ -194,19 +195,19 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
     "tensors,data,message",
     [
         (
-            [("a", 500, 300, 0)],
+            [("a", 510, 300, 0)],
             128,
-            "'a' of type 500 (itq3_s) has 300 elements per row, not a multiple of block size (256)",
+            "'a' of type 510 (itq3_s) has 300 elements per row, not a multiple of block size (256)",
         ),
-        ([("a", 500, 512, 0), ("b", 500, 256, 128)], 352, "'b' has offset 128, expected 224"),
-        ([("a", 500, 512, 0)], 100, "failed to read"),
+        ([("a", 510, 512, 0), ("b", 510, 256, 128)], 352, "'b' has offset 128, expected 224"),
+        ([("a", 510, 512, 0)], 100, "failed to read"),
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
-        ([("a", 499, 256, 0)], 128, "'a' has invalid ggml type 499"),
-        ([("a", 506, 256, 0)], 128, "'a' has invalid ggml type 506"),
+        ([("a", 500, 256, 0)], 128, "'a' has invalid ggml type 500"),
+        ([("a", 516, 256, 0)], 128, "'a' has invalid ggml type 516"),
         ([("a", 9, 256, 0)], 512, "'a' has type q8_1, which is never in a file"),
         ([("a", 15, 256, 0)], 512, "'a' has type q8_K, which is never in a file"),
-        ([("a", 501, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),
-        ([("a", 505, 256, 0)], 512, "'a' has type q8_n_h, which is never in a file"),
+        ([("a", 511, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),
+        ([("a", 515, 256, 0)], 512, "'a' has type q8_n_h, which is never in a file"),
     ],
     ids=["row", "size", "truncated", "gap-start", "gap-end", "beyond", "q8_1", "q8_K", "q8_K_h", "q8_n_h"],
 )

@@ -67,7 +67,7 @@ def test_llama_quantize_writes_the_same_blocks(files: dict[str, Path], tmp_path:
     out = tmp_path / "quantized.gguf"
     llama.run("llama-quantize", "--pure", files["f16"], out, "ITQ3_S", "2")
     reader = gguf.GGUFReader(out)
-    assert reader.fields["general.file_type"].contents() == 500
+    assert reader.fields["general.file_type"].contents() == 510
     assert reader.fields["itq3s.version"].contents() == 1
     assert reader.fields["itq3s.codec"].contents() == "trellis"
     theirs = {t.name: t for t in reader.tensors}
@@ -167,14 +167,14 @@ def tensor_info(name: str, shape: tuple[int, int], kind: int) -> bytes:
 @pytest.mark.parametrize(
     "shape,kind,message",
     [
-        ((255, 256), 500, "not a multiple of block size"),
-        ((128, 512), 500, "not a multiple of block size"),
-        ((256, 512), 500, "offset"),
-        ((512, 128), 500, None),  # a whole file, of another model
-        ((256, 256), 499, "invalid ggml type 499"),
-        ((256, 256), 501, "never in a file"),
+        ((255, 256), 510, "not a multiple of block size"),
+        ((128, 512), 510, "not a multiple of block size"),
+        ((256, 512), 510, "offset"),
+        ((512, 128), 510, None),  # a whole file, of another model
+        ((256, 256), 500, "invalid ggml type 500"),
+        ((256, 256), 511, "never in a file"),
     ],
-    ids=["row length", "row of 128", "more rows", "longer rows", "type in a gap", "activation type"],
+    ids=["row length", "row of 128", "more rows", "longer rows", "the former code", "activation type"],
 )
 def test_the_loader_refuses_a_broken_file(
     files: dict[str, Path], tmp_path: Path, shape: tuple[int, int], kind: int, message: str | None
@@ -182,7 +182,7 @@ def test_the_loader_refuses_a_broken_file(
     name = "blk.0.attn_q.weight"
     assert {t.name: t.shape.tolist() for t in gguf.GGUFReader(files["pure"]).tensors}[name] == [256, 256]
     broken = patched(
-        files["pure"], tmp_path / "broken.gguf", tensor_info(name, (256, 256), 500), tensor_info(name, shape, kind)
+        files["pure"], tmp_path / "broken.gguf", tensor_info(name, (256, 256), 510), tensor_info(name, shape, kind)
     )
     done = llama.run("llama-completion", "-m", broken, "-p", "x", "-n", "1", "-no-cnv", check=False)
     assert done.returncode == 1

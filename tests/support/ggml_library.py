@@ -13,9 +13,9 @@ import numpy as np
 import llama
 from gguf_itq3s.codec.native import library_name, library_path
 
-ITQ3_S = 500
-Q8_K_H = 501
-Q8_N_H = 505
+ITQ3_S = 510
+Q8_K_H = 511
+Q8_N_H = 515
 Q3_K = 11
 Q8_K = 15
 

@@ -32,15 +32,15 @@ def no_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def searched_once() -> Iterator[None]:
     """Blocks that were searched in one test are not searched again: the small models are the same in hundreds."""
     own = scale.solve
-    known: dict[object, tuple[np.ndarray, ...]] = {}
+    known: dict[object, scale.Path] = {}
 
-    def solve(x: np.ndarray, effort: str, fmt: Format) -> tuple[np.ndarray, ...]:
+    def solve(x: np.ndarray, effort: str, fmt: Format) -> scale.Path:
         if x.size > 1 << 18:
             return own(x, effort, fmt)
         key = hashlib.sha256(x.tobytes()).digest(), x.shape, effort, fmt
         if key not in known:
             known[key] = own(x, effort, fmt)
-        return tuple(part.copy() for part in known[key])
+        return scale.Path(*(part.copy() for part in known[key]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale, "solve", solve)

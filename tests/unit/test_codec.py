@@ -23,8 +23,8 @@ of_codecs = pytest.mark.parametrize(
 )
 #: Of symbol bits and weights of a block: relative squared error of the efforts at most.
 LIMITS = {
-    (2, 256): {"fast": 0.0228, "default": 0.0223}, (1, 256): {"fast": 0.083, "default": 0.0815},
-    (2, 64): {"fast": 0.0228, "default": 0.0213}, (1, 64): {"fast": 0.083, "default": 0.082},
+    (2, 256): {"fast": 0.0194, "default": 0.0188}, (1, 256): {"fast": 0.0738, "default": 0.073},
+    (2, 64): {"fast": 0.0168, "default": 0.0162}, (1, 64): {"fast": 0.0674, "default": 0.0654},
 }  # fmt: skip
 
 
@@ -34,18 +34,17 @@ def relative_squared_error(x: np.ndarray, y: np.ndarray) -> float:
 
 def scales(blocks: np.ndarray, fmt: Format) -> np.ndarray:
     """float32 (m,) scales of rows."""
-    parts = blocks.reshape(-1, fmt.block_bytes)[:, fmt.scale_offset : fmt.scale_offset + 2]
-    return parts.copy().view("<f2")[:, 0].astype(np.float32)
+    return unpack(blocks.reshape(-1, fmt.block_bytes), fmt)[0].d.astype(np.float32)
 
 
 @of_formats
 def test_shared_vectors_decode(fmt: Format) -> None:
     vectors = np.load(DATA / f"{fmt.name.lower()}_decode.npz")
     weights = decode_blocks(vectors["blocks"], fmt)
-    assert vectors["blocks"].shape == (64, fmt.block_bytes)
+    assert vectors["blocks"].shape == (64 if fmt.block == 256 else 128, fmt.block_bytes)
     np.testing.assert_allclose(weights, vectors["weights"], rtol=1e-6, atol=1e-7 * np.abs(weights).max())
-    indices, _, d, z = unpack(vectors["blocks"], fmt)
-    rotated = (fmt.levels[indices].astype(np.float64) - z) * (d.astype(np.float64) / 32)
+    path, z = unpack(vectors["blocks"], fmt)
+    rotated = (fmt.levels[path.indices].astype(np.float64) - z) * (path.d.astype(np.float64) / 32)
     np.testing.assert_allclose(rotated.T, vectors["rotated"], rtol=1e-12)
 
 
@@ -54,7 +53,7 @@ def test_shared_vectors_decode(fmt: Format) -> None:
 @given(code=st.data())
 def test_any_code_bytes_survive_packing(code: st.DataObject, fmt: Format) -> None:
     parts = code.draw(st.binary(min_size=fmt.scale_offset, max_size=fmt.scale_offset))
-    block = np.frombuffer(parts + b"\x00\x3c\x00\x40", dtype=np.uint8)[: fmt.block_bytes].reshape(1, -1)
+    block = np.frombuffer(parts + b"\x15\x3c\x2a\x40", dtype=np.uint8)[: fmt.block_bytes].reshape(1, -1)
     np.testing.assert_array_equal(pack(*unpack(block, fmt), fmt), block)
 
 
@@ -71,7 +70,7 @@ def test_literal_ternary_decodes_to_three_values() -> None:
     blocks = quantize(x, ITQ3_S_FORMAT, codec="ternary").reshape(-1, 100)
     assert not blocks[:, 64:96].any()
     rotated = fwht(decode_blocks(blocks))
-    alpha = scales(blocks, ITQ3_S_FORMAT).astype(np.float64)[:, None] * 22 / 32
+    alpha = scales(blocks, ITQ3_S_FORMAT).astype(np.float64)[:, None] * 17 / 32
     nearest = np.round(rotated / alpha)
     assert set(np.unique(nearest)) == {-1, 0, 1}
     np.testing.assert_allclose(rotated, nearest * alpha, atol=2e-6 * float(alpha.max()))
@@ -96,7 +95,7 @@ def test_blocks_that_round_to_zero_are_zero_bytes(fmt: Format, codec_name: str) 
 
 @of_formats
 def test_a_scale_beyond_float16_is_clamped(fmt: Format) -> None:
-    assert np.abs(scales(quantize(all_rows()["huge"], fmt), fmt)).max() == 65504
+    assert np.abs(scales(quantize(all_rows()["huge"], fmt), fmt)).max() == (65504 if fmt.zero_point else 63488)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])

@@ -68,7 +68,7 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
             # The weights are bfloat16 of magnitude 0.1: exact in float16 but for a few subnormal ones.
             weights = stored[tensor_name].data.astype(np.float32)
             error = np.square(dequantize(tensor.data, fmt=fmt) - weights).sum() / np.square(weights).sum()
-            assert error < 0.0235, tensor_name
+            assert error < 0.0199, tensor_name
             np.testing.assert_array_equal(tensor.data, quantize(weights, fmt, effort=effort), err_msg=tensor_name)
             coded += 1
         elif tensor.tensor_type == stored[tensor_name].tensor_type:
@@ -78,10 +78,9 @@ def test_itq3_s_file(name: str, checkpoint: Make, f16: Make, tmp_path: Path) -> 
     assert {key: value for key, value in ours.items() if key not in OWN_KEYS} == {
         key: value for key, value in theirs.items() if key not in OWN_KEYS
     }
-    assert ours["general.file_type"] == 500
+    assert ours["general.file_type"] == 510
     assert ours["general.quantization_version"] == gguf.GGML_QUANT_VERSION
-    version = 2 if any(tensor.tensor_type == ITQ3_N for tensor in made.values()) else 1
-    assert (ours["itq3s.version"], ours["itq3s.codec"], ours["itq3s.effort"]) == (version, "trellis", effort)
+    assert (ours["itq3s.version"], ours["itq3s.codec"], ours["itq3s.effort"]) == (3, "trellis", effort)
     assert ours["itq3s.calibrated"] is False
     field = gguf.GGUFReader(out).fields["itq3s.version"]
     assert field.types == [gguf.GGUFValueType.UINT32]
@@ -116,14 +115,12 @@ def test_without_the_library_other_types_become_q8_0(
     assert message.count("warning") == 0
     said = "2 matrices whose rows are no multiple of 256 are in ITQ3_N: 3.25 bits a weight where IQ4_NL has 4.5; "
     assert f"{said}25.00 KiB saved\n" in message
-    assert metadata(tmp_path / "out.gguf")["itq3s.version"] == 2
     convert(ConvertOptions.of(checkpoint("llama-odd"), tmp_path / "old.gguf", effort="fast", fallback="iq4_nl"))
     assert types(tmp_path / "old.gguf")["blk.0.ffn_down.weight"] == Type.Q8_0
     message = capsys.readouterr().err
     assert message.count("note: without the built library: IQ4_NL -> Q8_0, Q6_K -> Q8_0") == 1
     assert message.count("warning") == 1
     assert "blk.1.ffn_down.weight: 320 columns, ITQ3_S -> Q8_0" in message
-    assert metadata(tmp_path / "old.gguf")["itq3s.version"] == 1
 
 
 @pytest.mark.parametrize("name", some(["llama", "mixtral"], lambda name: name == "llama", pytest.mark.slow))

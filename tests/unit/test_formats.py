@@ -43,8 +43,10 @@ def test_c_has_the_same_levels_and_start_scales(row: TrellisType) -> None:
     # A type has those of another by its name.
     same = re.search(rf"^#define {row.name}_LEVELS (\w+)_LEVELS$", header, re.MULTILINE)
     of_levels = same[1] if same else row.name
-    levels = re.search(rf"^#define {of_levels}_LEVELS {{ (.*) }}$", header, re.MULTILINE)
-    assert levels and list(map(int, levels[1].split(", "))) == row.format.levels.tolist()
+    levels = re.search(rf"^#define {of_levels}_LEVELS\b[\s\\]*{{(.*?)}}", header, re.MULTILINE | re.DOTALL)
+    assert levels
+    values = re.sub(r"/\*.*?\*/", "", levels[1])
+    assert list(map(int, re.findall(r"-?\d+", values))) == row.format.levels.tolist()
     # What they go by, how many each effort tries, and what that is in level units at each.
     starts = rf"^#define {row.name}_STARTS[\\\s]+(\w+), {{ (.*?) }}, {{(.*?)}}"
     defined = re.search(starts, lanes, re.MULTILINE | re.DOTALL)

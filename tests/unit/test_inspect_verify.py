@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_inspect_facts(file: Path) -> None:
     assert sum(tensor["levels"].values()) == pytest.approx(1)
     assert list(tensor["levels"]) == [str(v) for v in LEVELS]
     data = next(t for t in gguf.GGUFReader(file).tensors if t.name == tensor["name"]).data
-    _, _, d, _ = blocks.unpack(np.asarray(data).reshape(-1, 100))
+    d = blocks.unpack(np.asarray(data).reshape(-1, 100))[0].d
     assert tensor["scales"] == [float(d.min()), float(d.max())]
 
 
@@ -192,11 +193,11 @@ def test_a_missing_tensor_and_another_shape_are_errors(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("version", "row", "said"),
     [
-        (3, ITQ3_S, "has itq3s.version 3, this program reads 1 and 2"),
-        (0, ITQ3_S, "has itq3s.version 0, this program reads 1 and 2"),
-        ("1", ITQ3_S, "has itq3s.version '1', this program reads 1 and 2"),
-        (1, ITQ3_N, "has itq3s.version 1, which has no ITQ3_N"),
-        (1, ITQ3_S, ""), (2, ITQ3_S, ""), (2, ITQ3_N, ""), (None, ITQ3_N, ""),
+        (4, ITQ3_S, "has itq3s.version 4, this program reads 3; take a newer one"),
+        (0, ITQ3_S, "has itq3s.version 0, this program reads 3"),
+        ("3", ITQ3_S, "has itq3s.version '3', this program reads 3"),
+        (1, ITQ3_S, "has itq3s.version 1, whose code is no longer read; make it anew: convert the checkpoint"),
+        (3, ITQ3_N, ""), (None, ITQ3_N, ""),
     ],
 )  # fmt: skip
 def test_a_version_that_does_not_fit_is_refused(
@@ -212,3 +213,15 @@ def test_a_version_that_does_not_fit_is_refused(
                 read(path)
     else:
         assert contents.inspect_file(path)["tensors"][0]["type"] == row.name
+
+
+def test_a_file_in_the_former_code_is_named(tmp_path: Path) -> None:
+    made = {"t": (blocks.quantize(np.zeros((2, 256)), FAMILY[ITQ3_N].format), ITQ3_N)}
+    path = write_gguf(tmp_path / "x.gguf", LLAMA, made)
+    new, old = (struct.pack("<IQQI", 2, 256, 2, number) for number in (ITQ3_N, 503))
+    assert path.read_bytes().count(new) == 1
+    path.write_bytes(path.read_bytes().replace(new, old))
+    said = r"is in the former code of ITQ3_N \(itq3s.version 1 or 2\), which is no longer read; make it anew: convert"
+    for read in (contents.inspect_file, lambda path: verify.compare(path, path)):
+        with pytest.raises(UserError, match=said):
+            read(path)

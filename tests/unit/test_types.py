@@ -11,7 +11,7 @@ import pytest
 
 import gguf_itq3s
 from gguf_itq3s.codec import blocks
-from gguf_itq3s.codec.family import DEFAULT, FAMILY, FILE_VERSIONS, TrellisType, add_member, file_version
+from gguf_itq3s.codec.family import DEFAULT, FAMILY, FILE_VERSION, FORMER, TrellisType, add_member
 
 of_types = pytest.mark.parametrize("row", FAMILY.values(), ids=lambda row: row.name)
 
@@ -23,12 +23,13 @@ def test_the_table() -> None:
         for row in FAMILY.values()
     }
     assert facts == {
-        "ITQ3_S": (500, 500, "ITQ3_S - 3.125 bpw", 256, 100),
-        "ITQ2_S": (502, 502, "ITQ2_S - 2.0625 bpw", 256, 66),
-        "ITQ3_N": (503, 503, "ITQ3_N - 3.25 bpw", 64, 26),
-        "ITQ2_N": (504, 504, "ITQ2_N - 2.25 bpw", 64, 18),
+        "ITQ3_S": (510, 510, "ITQ3_S - 3.125 bpw", 256, 100),
+        "ITQ2_S": (512, 512, "ITQ2_S - 2.0625 bpw", 256, 66),
+        "ITQ3_N": (513, 513, "ITQ3_N - 3.25 bpw", 64, 26),
+        "ITQ2_N": (514, 514, "ITQ2_N - 2.25 bpw", 64, 18),
     }
-    assert DEFAULT.name == "ITQ3_S"
+    assert DEFAULT.name == "ITQ3_S" and FILE_VERSION == 3
+    assert not set(FORMER) & {row.type.value for row in FAMILY.values()}
 
 
 @of_types
@@ -59,12 +60,6 @@ def test_writer_and_reader(row: TrellisType, tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         gguf.quants.dequantize(tensor.data, tensor.tensor_type), blocks.dequantize(data, fmt=row.format)
     )
-
-
-def test_the_version_of_a_file_is_the_least_that_has_all_its_types() -> None:
-    long, short, other = gguf_itq3s.ITQ3_S, gguf_itq3s.ITQ2_N, gguf.GGMLQuantizationType.Q6_K
-    assert [file_version(types) for types in ([], [other], [other, long], [long, short, other])] == [0, 0, 1, 2]
-    assert FILE_VERSIONS == (1, 2)
 
 
 def test_a_taken_number_is_an_error() -> None:
