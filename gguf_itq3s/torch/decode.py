@@ -17,10 +17,14 @@ import torch
 
 from ..codec.family import FAMILY
 from ..codec.formats import Format
+from ..codec.scale import STATE_MASK
 from ..codec.ternary import TQ1_0, TQ2_0
 from ..codec.transform import BLOCK
 
 QType: TypeAlias = gguf.GGMLQuantizationType
+
+#: What is kept of a number that has the start state in its lowest bits.
+_WITHOUT_STATE: Final = ~int(STATE_MASK)
 
 
 @functools.lru_cache(maxsize=32)
@@ -53,35 +57,55 @@ def _spread_bits(planes: torch.Tensor) -> torch.Tensor:
 
 def _symbol_words(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Symbols, eight at a time in the bytes of 64-bit words: uint8 (..., bytes) -> int64 (..., block / 8)."""
-    symbols = blocks[..., : fmt.symbol_bytes]
     if fmt.symbol_bits == 1:
-        return _spread_bits(symbols.contiguous())
+        return _spread_bits(blocks[..., : fmt.symbol_bytes].contiguous())
     # A copy in any case: one block alone is contiguous where it stands, between others, and there no words begin.
-    planes = symbols.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    return torch.stack([planes >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
+    planes = blocks[..., : fmt.block // 4].clone(memory_format=torch.contiguous_format).view(torch.int64)
+    words = torch.stack([planes >> shift & 0x0303030303030303 for shift in range(0, 8, 2)], dim=-2).flatten(-2)
+    if fmt.symbol_bits == 3:
+        words |= _spread_bits(blocks[..., fmt.block // 4 : fmt.symbol_bytes].contiguous()) << 2
+    return words
+
+
+@functools.lru_cache(maxsize=32)
+def _reversed(device: torch.device) -> torch.Tensor:
+    """Bytes with their bits in reverse: uint8 (256,), made once a device."""
+    with torch.inference_mode(False):
+        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        return (bits << torch.arange(7, -1, -1)).sum(-1).to(device, torch.uint8)
+
+
+def _selectors_before(blocks: torch.Tensor) -> torch.Tensor:
+    """The start states as the byte of selectors before the first: uint8 (..., bytes) -> (..., 1).
+
+    Bit ``7 - i`` is bit i of the state; what is below them reaches no weight.
+    """
+    last = blocks[..., -2].int()
+    return _reversed(blocks.device).index_select(0, last.view(-1)).view(*last.shape, 1)
 
 
 def _trellis_indices(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Level indices ``4 * symbol + subset``: uint8 (..., bytes) -> (..., block), eight at a time in 64-bit words."""
+    """Level indices ``8 * symbol + subset``: uint8 (..., bytes) -> (..., block), eight at a time in 64-bit words."""
     words = _symbol_words(blocks, fmt)
     selectors = blocks[..., fmt.symbol_bytes : fmt.scale_offset]
-    before = torch.nn.functional.pad(selectors, (1, 0))[..., :-1]
-    for check in (fmt.trellis.check1, fmt.trellis.check0):
+    before = torch.cat([_selectors_before(blocks), selectors[..., :-1]], dim=-1)
+    for check in fmt.trellis.checks:
         words <<= 1
         words |= _spread_bits(_parity_plane(selectors, before, check))
     return words.view(torch.uint8)
 
 
-def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+def _half(blocks: torch.Tensor, offset: int, mask: int = -1) -> torch.Tensor:
     """The float16 at a byte offset of every block, little endian: uint8 (..., bytes) -> float32 (..., 1)."""
-    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
+    bits = blocks[..., offset : offset + 2].contiguous().view(torch.int16)
+    return (bits & mask).view(torch.float16).float()
 
 
 def _trellis_values(blocks: torch.Tensor, fmt: Format) -> torch.Tensor:
     indices = _trellis_indices(blocks, fmt).int()
     values = level_table(fmt, blocks.device).index_select(0, indices.view(-1)).view(indices.shape)
     del indices
-    return values.sub_(_half(blocks, fmt.scale_offset + 2)) if fmt.zero_point else values
+    return values.sub_(_half(blocks, fmt.scale_offset + 2, _WITHOUT_STATE)) if fmt.zero_point else values
 
 
 def _tq2_0_values(blocks: torch.Tensor) -> torch.Tensor:
@@ -125,7 +149,8 @@ class Layout:
 
     def scales(self, blocks: torch.Tensor) -> torch.Tensor:
         """What the values are multiplied with: uint8 (..., bytes) -> float32 (..., 1)."""
-        return _half(blocks, self.scale_offset).mul_(self.unit)
+        mask = -1 if self.fmt is None or self.fmt.zero_point else _WITHOUT_STATE
+        return _half(blocks, self.scale_offset, mask).mul_(self.unit)
 
     def fits(self, columns: int) -> bool:
         """Whether a row of so many weights is whole blocks."""

@@ -23,6 +23,7 @@ import triton.language as tl
 from triton import knobs
 
 from ..codec.family import FAMILY
+from ..codec.scale import STATE_MASK
 from ..codec.trellis import Trellis
 from .decode import Layout, layout
 
@@ -32,9 +33,9 @@ PART: Final = tl.constexpr(64)
 
 # The trellis of the family.
 _TRELLIS: Final[Trellis] = next(iter(FAMILY.values())).format.trellis
-_CHECK1: Final = tl.constexpr(_TRELLIS.check1)
-_CHECK0: Final = tl.constexpr(_TRELLIS.check0)
-_TAPS: Final = tl.constexpr(_TRELLIS.memory + 1)
+_CHECK2, _CHECK1, _CHECK0 = map(tl.constexpr, _TRELLIS.checks)
+_MEMORY: Final = tl.constexpr(_TRELLIS.memory)
+_WITHOUT_STATE: Final = tl.constexpr(0xFFFF & ~int(STATE_MASK))
 
 #: Rows up to which the columns are split, and how many programs are wanted for each multiprocessor then.
 SPLIT_ROWS: Final = 16
@@ -65,7 +66,7 @@ def _rotate_kernel(
 def _parity(now, before, CHECK: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
     """A parity check of WIDTH selector bits, in the low bits; bit i of CHECK taps the bit i places before."""
     plane = now ^ now
-    for tap in tl.static_range(_TAPS):
+    for tap in tl.static_range(_MEMORY + 1):
         if (CHECK >> tap) & 1:
             if tap == 0:
                 plane ^= now
@@ -85,6 +86,15 @@ def _word(units, mask, WIDTH: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
+def _selectors_before(last, WIDTH: tl.constexpr):  # noqa: N803
+    """The start state in a block's last number, of 16 bits, as the WIDTH selectors before the first."""
+    before = last ^ last
+    for i in tl.static_range(_MEMORY):
+        before |= ((last >> i) & 1) << (WIDTH - 1 - i)
+    return before
+
+
+@triton.jit
 def _nibble_in_bytes(plane, shift):
     """Four neighbouring bits to the lowest bits of four bytes: copies 7 places apart."""
     return (((plane >> shift) & 15) * 0x00204081) & 0x01010101
@@ -93,7 +103,8 @@ def _nibble_in_bytes(plane, shift):
 @triton.jit
 def _trellis_indices(
     units, mask, part,
-    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Level indices of a part of blocks, one block a row: four at a time, in the bytes of a word.
 
@@ -103,10 +114,13 @@ def _trellis_indices(
     first = LENGTH * BITS // WIDTH  # where the selectors begin
     place = part * (PART // WIDTH) + i // (WIDTH // 4)
     now = _word(units + first + place, mask, WIDTH)
+    last = _word(units + SIZE - 1, mask, WIDTH) >> (WIDTH - 16)
     before = _word(units + first + place - 1, mask & (place > 0), WIDTH)
+    before = tl.where(place > 0, before, _selectors_before(last, WIDTH))
     shift = (4 * (i % (WIDTH // 4))).to(tl.uint32)
-    high = _nibble_in_bytes(_parity(now, before, _CHECK1, WIDTH), shift)
-    low = _nibble_in_bytes(_parity(now, before, _CHECK0, WIDTH), shift)
+    c2 = _nibble_in_bytes(_parity(now, before, _CHECK2, WIDTH), shift)
+    c1 = _nibble_in_bytes(_parity(now, before, _CHECK1, WIDTH), shift)
+    c0 = _nibble_in_bytes(_parity(now, before, _CHECK0, WIDTH), shift)
     if BITS == 1:
         symbols = _nibble_in_bytes(_word(units + place, mask, WIDTH), shift)
     else:
@@ -117,9 +131,11 @@ def _trellis_indices(
         else:
             symbols = _word(units + 2 * fours, mask, WIDTH) | (_word(units + 2 * fours + 1, mask, WIDTH) << 16)
         symbols = (symbols >> (2 * plane).to(tl.uint32)) & 0x03030303
-    packed = (symbols << 2) | (high << 1) | low
+        if BITS == 3:
+            symbols |= _nibble_in_bytes(_word(units + LENGTH // 4 * 8 // WIDTH + place, mask, WIDTH), shift) << 2
+    packed = (symbols << 3) | (c2 << 2) | (c1 << 1) | c0
     byte = (8 * tl.arange(0, 4)).to(tl.uint32)
-    return tl.reshape((packed[:, :, None] >> byte[None, None, :]) & 15, (ROWS, PART)).to(tl.int32)
+    return tl.reshape((packed[:, :, None] >> byte[None, None, :]) & 255, (ROWS, PART)).to(tl.int32)
 
 
 @triton.jit
@@ -148,12 +164,12 @@ def _tq1_0_indices(codes, mask, part):
 @triton.jit
 def _indices(
     packed, mask, part,
-    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, DIGITS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,  # noqa: N803
+    DIGITS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Indices into the level table: int32 (ROWS, PART)."""
     if BITS > 0:
-        return _trellis_indices(packed, mask, part, BITS, LENGTH, WIDTH, ROWS)
+        return _trellis_indices(packed, mask, part, BITS, LENGTH, WIDTH, SIZE, ROWS)
     elif DIGITS == 4:  # noqa: RET505
         return _tq2_0_indices(packed, mask, part)
     else:
@@ -170,14 +186,16 @@ def _float16(bits):
 def _scales(
     packed, mask, WIDTH: tl.constexpr, OFFSET: tl.constexpr, HAS_Z: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Scale, times the unit of the values, and zero-point of every block: float32 (rows, 1) each."""
+    """Scale, times the unit of the values, and zero-point of every block: float32 (rows, 1) each.
+
+    What has the start state, of trellis types the last of them, is read without it.
+    """
     place = packed + OFFSET // (WIDTH // 8)
     if WIDTH == 32:
         word = _word(place, mask, WIDTH)
-        scale, second = _float16(word), word >> 16
+        scale, second = _float16(word), (word >> 16) & _WITHOUT_STATE
     elif WIDTH == 16:
-        scale = _float16(_word(place, mask, WIDTH))
-        second = _word(place + 1, mask, WIDTH) if HAS_Z else 0
+        scale, second = _float16(_word(place, mask, WIDTH) & _WITHOUT_STATE), 0
     else:
         low = tl.load(place, mask=mask, other=0).to(tl.uint32)
         high = tl.load(place + 1, mask=mask, other=0).to(tl.uint32)
@@ -214,7 +232,7 @@ def _product_kernel(
         sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for part in range(LENGTH // PART):
             a = tl.load(inputs + block * LENGTH + part * PART, mask=row_mask, other=0.0)
-            b = tl.load(levels + _indices(place, output_mask, part, BITS, LENGTH, WIDTH, DIGITS, BLOCK_N))
+            b = tl.load(levels + _indices(place, output_mask, part, BITS, LENGTH, WIDTH, SIZE, DIGITS, BLOCK_N))
             products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
             if HAS_Z:
                 sums += tl.sum(a.to(tl.float32), axis=1)
@@ -262,7 +280,7 @@ def _transposed_kernel(
         a = tl.load(inputs, mask=row_mask & (outputs < n)[None, :], other=0.0).to(tl.float32) * tl.trans(scale)
         if HAS_Z:
             offsets += tl.sum(a * tl.trans(zero), axis=1)
-        b = tl.load(levels + _indices(place, mask, part, BITS, LENGTH, WIDTH, DIGITS, BLOCK_N))
+        b = tl.load(levels + _indices(place, mask, part, BITS, LENGTH, WIDTH, SIZE, DIGITS, BLOCK_N))
         total = tl.dot(a.to(x.dtype.element_ty), b, total, input_precision="ieee")
     if HAS_Z:
         total -= offsets[:, None]

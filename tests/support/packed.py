@@ -8,6 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from gguf_itq3s.codec.family import FAMILY
+from gguf_itq3s.codec.scale import STATE_MASK
 from gguf_itq3s.codec.ternary import TQ1_0, TQ2_0, Ternary
 
 TYPES = (*FAMILY, TQ1_0, TQ2_0)
@@ -19,14 +20,16 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed_rows(qtype: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Valid random blocks: every byte pattern of codes, scales that are numbers, zero-points where there are."""
+    """Valid random blocks: every code and start state, scales that are numbers, zero-points where there are."""
     rng = np.random.default_rng(seed)
     count = rows * columns // gguf.GGML_QUANT_SIZES[qtype][0]
     if (row := FAMILY.get(qtype)) is not None:
         fmt = row.format
         data = rng.integers(0, 256, (count, fmt.block_bytes), dtype=np.uint8)
         scales = np.stack([rng.uniform(0.01, 2, count), rng.choice([0, 0, 2, -1.5], count)], axis=1)
-        data[:, fmt.scale_offset :] = scales[:, : 1 + fmt.zero_point].astype("<f2").view(np.uint8)
+        numbers = scales[:, : 1 + fmt.zero_point].astype("<f2").view("<u2")
+        numbers[:, -1] = numbers[:, -1] & ~STATE_MASK | rng.integers(0, STATE_MASK + 1, count, dtype=np.uint16)
+        data[:, fmt.scale_offset :] = numbers.view(np.uint8)
     else:
         trits, scales = rng.integers(-1, 2, (count, 256)), rng.uniform(0.01, 2, (count, 1)).astype(np.float32)
         data = Ternary(trits.astype(np.int8), scales, "block").encode(qtype)
