@@ -32,12 +32,20 @@ from gguf_itq3s.base.errors import positive, report_errors
 from gguf_itq3s.codec.formats import ITQ3_S_FORMAT
 from gguf_itq3s.codec.ternary import optimal_scales
 from gguf_itq3s.codec.transform import BLOCK, FloatArray, fwht_columns
-from gguf_itq3s.codec.trellis import UNGERBOECK, search
+from gguf_itq3s.codec.trellis import Trellis, search
 from scripts.papers.reference import Reference, remembered, test_text
 from scripts.train.twins import make_twins
 
 #: Scale of the ternary code in units of sigma. The paper names three; the optimum of a Gaussian is the fourth.
 TERNARY_SCALES: Final = {"0.798": 0.798, "0.532": 0.532, "0.967": 0.967, "1.224": 1.224}
+
+#: Codes of four subsets by number of states (Ungerboeck 1982, table I; checks in octal), and levels that suit them.
+UNGERBOECK: Final = {
+    4: Trellis(2, (0o5, 0o2)), 8: Trellis(3, (0o13, 0o04)), 64: Trellis(6, (0o103, 0o024)),
+    256: Trellis(8, (0o515, 0o362)),
+}  # fmt: skip
+_FOUR_SUBSETS: Final = np.array([-63, -44, -33, -24, -20, -12, -7, -2, 2, 7, 12, 20, 24, 33, 44, 63], dtype=np.int8)
+_FOUR_RMS: Final = 25.5
 
 _F16_TINY = np.float32(2.0**-24)
 _CHUNK = 1024
@@ -50,7 +58,8 @@ class Variant:
     Attributes:
         rotation: FWHT length, a power of two, or 1 for none. Beyond a row, consecutive rows are joined.
         code: ``ternary``, ``lloyd-max`` (8 levels) or ``trellis``.
-        states: states of the trellis (a key of ``UNGERBOECK``); 0 for the other codes.
+        states: states of the trellis, 64 where it has eight subsets; a key of :data:`UNGERBOECK` where it has four.
+        subsets: of the trellis, 8 (ITQ3_S) or 4.
         scale: ``ternary``: a key of :data:`TERNARY_SCALES`, or ``searched`` (the least error of each block).
             Others: ``sigma`` (in proportion to the RMS), ``refitted`` (then least squares), ``searched`` (3 starts).
         zero_point: whether the block has a zero-point besides its scale.
@@ -60,6 +69,7 @@ class Variant:
     rotation: int = BLOCK
     code: str = "trellis"
     states: int = 64
+    subsets: int = 8
     scale: str = "searched"
     zero_point: bool = False
     sub_blocks: int = 1
@@ -117,9 +127,12 @@ def _code(y: FloatArray, variant: Variant) -> FloatArray:
     """Nearest levels of weights in units of sigma; levels in units of sigma too."""
     if variant.code == "lloyd-max":
         return _scalar_code(y, np.array(lloyd_max_levels(8), dtype=np.float32))
-    unit = np.float32(25.5)
-    indices, _ = search(y * unit, UNGERBOECK[variant.states], ITQ3_S_FORMAT.levels)
-    return ITQ3_S_FORMAT.level_values[indices] / unit
+    code, levels, rms = ITQ3_S_FORMAT.trellis, ITQ3_S_FORMAT.levels, ITQ3_S_FORMAT.rms_in_levels
+    if variant.subsets == 4:
+        code, levels, rms = UNGERBOECK[variant.states], _FOUR_SUBSETS, _FOUR_RMS
+    unit = np.float32(rms)
+    indices, *_ = search(y * unit, code, levels)
+    return levels[indices] / unit
 
 
 def _optimal_ternary_scale(x: FloatArray, groups: int) -> FloatArray:
@@ -220,28 +233,29 @@ TABLES: Final[dict[str, tuple[tuple[str, Variant], ...]]] = {
         ("none" if n == 1 else str(n), Variant(rotation=n)) for n in (1, 32, 64, 128, 256, 512)
     ),
     "FWHT block, literal ternary code": tuple(
-        ("none" if n == 1 else str(n), Variant(n, "ternary", 0, "0.798")) for n in (1, 32, 64, 128, 256, 512)
+        ("none" if n == 1 else str(n), Variant(n, "ternary", scale="0.798")) for n in (1, 32, 64, 128, 256, 512)
     ),
     "Code": (
-        ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
-        ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
-        *((f"trellis, {n} states", Variant(states=n)) for n in (4, 8, 64, 256)),
+        ("literal ternary", Variant(code="ternary", scale="0.798")),
+        ("8 Lloyd-Max levels", Variant(code="lloyd-max")),
+        *((f"trellis of four subsets, {n} states", Variant(states=n, subsets=4)) for n in UNGERBOECK),
+        ("trellis of eight subsets, 64 states", Variant()),
     ),
     "Scale": (
-        *((f"ternary, {s} sigma", Variant(code="ternary", states=0, scale=s)) for s in ("0.532", "0.798", "0.967")),
-        ("ternary, 1.224 sigma (optimum of a Gaussian)", Variant(code="ternary", states=0, scale="1.224")),
-        ("ternary, searched for each block", Variant(code="ternary", states=0)),
+        *((f"ternary, {s} sigma", Variant(code="ternary", scale=s)) for s in ("0.532", "0.798", "0.967")),
+        ("ternary, 1.224 sigma (optimum of a Gaussian)", Variant(code="ternary", scale="1.224")),
+        ("ternary, searched for each block", Variant(code="ternary")),
         ("trellis, in proportion to sigma", Variant(scale="sigma")),
         ("trellis, refitted", Variant(scale="refitted")),
         ("trellis, searched", Variant()),
     ),
     "Zero-point and sub-block scales": (
-        ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
-        ("literal ternary, zero-point", Variant(code="ternary", states=0, scale="0.798", zero_point=True)),
-        ("literal ternary, 8 sub-blocks", Variant(code="ternary", states=0, scale="0.798", sub_blocks=8)),
-        ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
-        ("8 Lloyd-Max levels, zero-point", Variant(code="lloyd-max", states=0, zero_point=True)),
-        ("8 Lloyd-Max levels, 8 sub-blocks", Variant(code="lloyd-max", states=0, sub_blocks=8)),
+        ("literal ternary", Variant(code="ternary", scale="0.798")),
+        ("literal ternary, zero-point", Variant(code="ternary", scale="0.798", zero_point=True)),
+        ("literal ternary, 8 sub-blocks", Variant(code="ternary", scale="0.798", sub_blocks=8)),
+        ("8 Lloyd-Max levels", Variant(code="lloyd-max")),
+        ("8 Lloyd-Max levels, zero-point", Variant(code="lloyd-max", zero_point=True)),
+        ("8 Lloyd-Max levels, 8 sub-blocks", Variant(code="lloyd-max", sub_blocks=8)),
         ("trellis", Variant()),
         ("trellis, zero-point", Variant(zero_point=True)),
         ("trellis, 8 sub-blocks", Variant(sub_blocks=8)),
@@ -249,8 +263,8 @@ TABLES: Final[dict[str, tuple[tuple[str, Variant], ...]]] = {
 }
 #: The same codes with the RMSNorm gains multiplied into the matrices first.
 FOLDED: Final = (
-    ("literal ternary", Variant(code="ternary", states=0, scale="0.798")),
-    ("8 Lloyd-Max levels", Variant(code="lloyd-max", states=0)),
+    ("literal ternary", Variant(code="ternary", scale="0.798")),
+    ("8 Lloyd-Max levels", Variant(code="lloyd-max")),
     ("trellis, no rotation", Variant(rotation=1)),
     ("trellis", Variant()),
 )

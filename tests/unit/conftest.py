@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def searched_once() -> Iterator[None]:
         key = hashlib.sha256(x.tobytes()).digest(), x.shape, effort, fmt
         if key not in known:
             known[key] = own(x, effort, fmt)
-        return scale.Path(*(part.copy() for part in known[key]))
+        return deepcopy(known[key])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale, "solve", solve)

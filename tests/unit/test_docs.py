@@ -15,8 +15,8 @@ def test_the_format_description() -> None:
     """Levels and offsets of every type, in the order of the table."""
     page = (ROOT / "docs" / "format.md").read_text()
     tables = {tuple(row.format.levels): row.format.levels for row in FAMILY.values()}.values()
-    subsets = [(subset, levels[subset::4].tolist()) for levels in tables for subset in range(4)]
-    found = re.findall(r"^\| ([0-3]) \| (-[0-9 -]+) \|$", page, re.MULTILINE)
+    subsets = [(subset, levels[subset::8].tolist()) for levels in tables for subset in range(8)]
+    found = re.findall(r"^\| ([0-7]) \| (-[0-9 -]+) \|$", page, re.MULTILINE)
     assert [(int(subset), [int(n) for n in levels.split()]) for subset, levels in found] == subsets
     offsets = [
         (offset, field)
