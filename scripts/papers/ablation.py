@@ -132,7 +132,7 @@ def _code(y: FloatArray, variant: Variant) -> FloatArray:
         code, levels, rms = UNGERBOECK[variant.states], _FOUR_SUBSETS, _FOUR_RMS
     unit = np.float32(rms)
     indices, *_ = search(y * unit, code, levels)
-    return levels[indices] / unit
+    return levels.astype(np.float32)[indices] / unit
 
 
 def _optimal_ternary_scale(x: FloatArray, groups: int) -> FloatArray:

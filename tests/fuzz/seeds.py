@@ -14,7 +14,7 @@ import gguf_itq3s  # noqa: E402, F401  (before anything imports gguf)
 # isort: split
 import gguf  # noqa: E402
 
-from gguf_itq3s.codec.family import FAMILY  # noqa: E402
+from gguf_itq3s.codec.family import FAMILY, FILE_VERSION  # noqa: E402
 from gguf_itq3s.codec.types import ITQ3_N, ITQ3_S  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "corpus" / "header"
@@ -61,7 +61,7 @@ def model(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     if trellis:
-        writer.add_uint32("itq3s.version", trellis.version)
+        writer.add_uint32("itq3s.version", FILE_VERSION)
         writer.add_string("itq3s.codec", "trellis")
         writer.add_string("itq3s.effort", "default")
         writer.add_bool("itq3s.calibrated", False)
