@@ -272,7 +272,6 @@ typedef void gemm_t(int64_t nb, const void * panel, const struct itq_columns * y
 typedef void gemv_t(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y,
                     float * out);
 typedef void vec_dot_t(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
-typedef void decode_t(const uint8_t * qs, const uint8_t * sel, int8_t * levels);
 
 #ifdef ITQ_HAS_GEMV
 #    define GEMV_OF(name) itq_gemv_##name
@@ -292,7 +291,6 @@ struct type {
     gemm_t *     gemm_generic;
     gemv_t *     gemv;
     vec_dot_t *  vec_dot;  // portable
-    decode_t *   decode;
     size_t       sel;
     size_t       d;
     int          has_z;
@@ -307,15 +305,14 @@ struct type {
       KERNELS(name),                                                    \
       GEMV_OF(name),                                                    \
       ITQ_VEC_DOT(name, length),                                        \
-      name##_decode_levels,                                             \
       offsetof(block_##name, sel),                                      \
       offsetof(block_##name, d),                                        \
       has_z },
 
 static const struct type types[] = {
     ITQ_TYPES(TRELLIS_TYPE){ "tq2_0", sizeof(block_tq2_0), QK_K, 0, KERNELS(tq2_0), GEMV_OF(tq2_0),
-                             ggml_vec_dot_tq2_0_q8_K_generic, NULL, 0, 0, 0 },
-    { "tq1_0", sizeof(block_tq1_0), QK_K, 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, NULL, 0, 0, 0 },
+                             ggml_vec_dot_tq2_0_q8_K_generic, 0, 0, 0 },
+    { "tq1_0", sizeof(block_tq1_0), QK_K, 0, KERNELS(tq1_0), NULL, ggml_vec_dot_tq1_0_q8_K_generic, 0, 0, 0 },
 };
 
 #define EACH_TYPE(t)    for (const struct type * t = types; t < types + sizeof(types) / sizeof(*types); ++t)
@@ -326,22 +323,18 @@ static const struct type types[] = {
 static ggml_half scale_of(const struct type * t, const char * block) {
     ggml_half d;
     memcpy(&d, block + t->d, sizeof(d));
-    return d;
+    return t->has_z ? d : itq_without_state(&d);
 }
 
 static ggml_half zero_point_of(const struct type * t, const char * block) {
-    ggml_half z = 0;
-    if (t->has_z) {
-        memcpy(&z, block + t->d + sizeof(z), sizeof(z));
-    }
-    return z;
+    return t->has_z ? itq_without_state(block + t->d + sizeof(ggml_half)) : 0;
 }
 
+// With any start state.
 static void set_scales(const struct type * t, char * block, ggml_half d, ggml_half z) {
-    memcpy(block + t->d, &d, sizeof(d));
-    if (t->has_z) {
-        memcpy(block + t->d + sizeof(d), &z, sizeof(z));
-    }
+    ggml_half numbers[2] = { d, z };
+    numbers[t->has_z]    = (ggml_half) (itq_without_state(&numbers[t->has_z]) | (random_u32() & ITQ_STATE_MASK));
+    memcpy(block + t->d, numbers, (1 + (size_t) t->has_z) * sizeof(d));
 }
 
 static void trellis_case(const struct type * t, char * blocks, int nb, int kind) {
@@ -363,7 +356,7 @@ static void trellis_case(const struct type * t, char * blocks, int nb, int kind)
                 memset(x, 0xFF, t->sel);
                 memset(sel, 0xFF, n);
                 break;
-            case 4:  // the highest level everywhere: c1 = c0 = 1 after the first weights
+            case 4:  // c0 = 1 after the first weights
                 memset(x, 0xFF, t->sel);
                 memset(sel, 0x33, n);
                 break;
@@ -385,7 +378,7 @@ static void trellis_case(const struct type * t, char * blocks, int nb, int kind)
                 break;
             case 10:  // the literal ternary code
                 memset(sel, 0, n);
-                z = half(2.0f);
+                z = half(1.0f);
                 break;
             case 11:
                 d = 0;
@@ -400,7 +393,7 @@ static void trellis_case(const struct type * t, char * blocks, int nb, int kind)
 
 static const char * const case_names[TRELLIS_CASES] = {
     "random",    "selectors 1", "symbols 1",  "selectors 1, symbols 1",
-    "level 63",  "level -63",   "d negative", "d subnormal",
+    "selectors 33, symbols 1",  "selectors 0, symbols 0",   "d negative", "d subnormal",
     "d maximal", "z not zero",  "ternary",    "d zero, z -0"
 };
 

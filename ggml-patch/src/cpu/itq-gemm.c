@@ -155,17 +155,18 @@ void itq_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_si
 
 // Levels of row r of a block in the order of the activations.
 ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, uint32_t (*sel)[ROWS], uint32_t (*qs)[ROWS],
-                              int r, int8_t * levels) {
+                              int state, int r, int8_t * levels) {
     const int words = length / 32;
     uint32_t  s[QK_ITQ / 32 + 6];  // the selectors of t = -6 .. words - 1
     for (int t = 0; t < words; ++t) {
         s[6 + t] = sel[t][r];
     }
     for (int t = 5; t >= 0; --t) {
-        s[t] = s[words + t] << 1;
+        s[t] = s[words + t] << 1 | (state >> (5 - t) & 1);
     }
     for (int t = 0; t < words; ++t) {
-        const uint32_t c1 = s[6 + t] ^ s[5 + t] ^ s[t];
+        const uint32_t c2 = s[6 + t] ^ s[1 + t] ^ s[t];
+        const uint32_t c1 = s[5 + t] ^ s[3 + t] ^ s[2 + t] ^ s[1 + t];
         const uint32_t c0 = s[4 + t] ^ s[2 + t];
         for (int g = 0; g < 8; ++g) {
             for (int j = 0; j < 4; ++j) {
@@ -175,7 +176,7 @@ ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, uint32
                 const uint32_t symbol =
                     qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) & ((1u << bits) - 1);
 
-                levels[4 * p + j] = table[4 * symbol + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];
+                levels[4 * p + j] = table[8 * symbol + 4 * (c2 >> bit & 1) + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];
             }
         }
     }
@@ -218,7 +219,12 @@ ITQ_INLINE int32_t dot_block(int length, const int8_t * levels, const int8_t * q
     return sum;
 }
 
-#define ZERO_POINT_1(scales, r) GGML_CPU_FP16_TO_FP32((scales)->z[r])
+// Start state, scale and zero-point of row r of a block.
+#define LAST_1(scales, r)       (&(scales)->z[r])
+#define LAST_0(scales, r)       (&(scales)->d[r])
+#define SCALE_1(scales, r)      GGML_CPU_FP16_TO_FP32((scales)->d[r])
+#define SCALE_0(scales, r)      GGML_CPU_FP16_TO_FP32(itq_without_state(&(scales)->d[r]))
+#define ZERO_POINT_1(scales, r) GGML_CPU_FP16_TO_FP32(itq_without_state(&(scales)->z[r]))
 #define ZERO_POINT_0(scales, r) 0.0f
 
 #define DEFINE_GEMM(NAME, name, bits, n_levels, length, has_z, number)                                   \
@@ -231,9 +237,10 @@ ITQ_INLINE int32_t dot_block(int length, const int8_t * levels, const int8_t * q
             itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                            \
             const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                           \
             for (int r = 0; r < ROWS; ++r) {                                                             \
-                int8_t levels[length];                                                                   \
-                levels_of_row(bits, length, table, codes->sel, codes->qs, r, levels);                    \
-                const float d = GGML_CPU_FP16_TO_FP32(scales->d[r]) * 0.03125f;                          \
+                int8_t    levels[length];                                                                \
+                const int state = itq_start_state(LAST_##has_z(scales, r));                              \
+                levels_of_row(bits, length, table, codes->sel, codes->qs, state, r, levels);             \
+                const float d = SCALE_##has_z(scales, r) * 0.03125f;                                     \
                 const float m = d * ZERO_POINT_##has_z(scales, r);                                       \
                 for (int c = 0; c < nc; ++c) {                                                           \
                     const int64_t at  = b * nc + c;                                                      \

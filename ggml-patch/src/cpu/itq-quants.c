@@ -119,7 +119,7 @@ static float dot_block(const int8_t * levels, float d, float z, const block_q8_K
     return d * 0.03125f * y->d * ((float) sum - z * (float) total);
 }
 
-#define ZERO_POINT_1(block) GGML_CPU_FP16_TO_FP32((block)->z)
+#define ZERO_POINT_1(block) GGML_CPU_FP16_TO_FP32(itq_without_state(&(block)->z))
 #define ZERO_POINT_0(block) 0.0f
 
 #define DEFINE_VEC_DOT(NAME, name, bits, n_levels, length, has_z, number)                                       \
@@ -137,8 +137,8 @@ static float dot_block(const int8_t * levels, float d, float z, const block_q8_K
         float                              sumf = 0.0f;                                                         \
         for (int i = 0; i < n / QK_K; ++i) {                                                                    \
             int8_t levels[QK_K];                                                                                \
-            name##_decode_levels(x[i].qs, x[i].sel, levels);                                                    \
-            sumf += dot_block(levels, GGML_CPU_FP16_TO_FP32(x[i].d), ZERO_POINT_##has_z(&x[i]), &y[i]);         \
+            name##_decode_levels(&x[i], levels);                                                    \
+            sumf += dot_block(levels, GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])), ZERO_POINT_##has_z(&x[i]), &y[i]);         \
         }                                                                                                       \
         *s = sumf;                                                                                              \
     }
@@ -159,12 +159,12 @@ ITQ_TYPES_256(DEFINE_VEC_DOT)
         float                              sumf = 0.0f;                                                         \
         for (int i = 0; i < n / 64; ++i) {                                                                      \
             int8_t levels[64];                                                                                  \
-            name##_decode_levels(x[i].qs, x[i].sel, levels);                                                    \
+            name##_decode_levels(&x[i], levels);                                                    \
             int32_t sum = 0;                                                                                    \
             for (int j = 0; j < 64; ++j) {                                                                      \
                 sum += levels[j] * y[i].qs[j];                                                                  \
             }                                                                                                   \
-            sumf += GGML_CPU_FP16_TO_FP32(x[i].d) * 0.03125f * (float) sum * y[i].d;                            \
+            sumf += GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])) * 0.03125f * (float) sum * y[i].d;                            \
         }                                                                                                       \
         *s = sumf;                                                                                              \
     }
