@@ -103,19 +103,20 @@ def test_integer_dot_products_stand_behind_the_extensions(compile_shader: Compil
     assert text.index("C : require") < text.index("int itq_sdot") < text.index("#include")
 
 
-def test_levels_of_the_shaders_are_the_registrys() -> None:
-    """A table for each number of bits of a symbol; every type has its blocks."""
+def test_shaders_have_the_registrys_types() -> None:
+    """What sets a type apart, and a table of levels for each number of bits of a symbol."""
     text = (SHADERS / "itq_types.glsl").read_text()
-    assert set(re.findall(r"#define A_TYPE block_(\w+)", text)) == {row.identifier for row in FAMILY.values()}
-    found = re.findall(r"SYMBOL_BITS (\d)\n#define ITQ_LEVELS (\d+)\n.*? itq_upper_levels\[2\] = \{ (.*?) \}", text)
-    tables = {int(bits): (int(count), words) for bits, count, words in found}
+    types, rest = text.split("#if defined(ITQ_SYMBOL_BITS)")
+    found = re.findall(
+        r"defined\(DATA_A_(\w+)\)\n#define ITQ_SYMBOL_BITS (\d)\n#define QUANT_K (\d+)\n(#define ITQ_HAS_ZERO_POINT)?",
+        types,
+    )
+    assert {name: (int(bits), int(block), bool(z)) for name, bits, block, z in found} == {
+        row.name: (row.format.symbol_bits, row.format.block, row.format.zero_point) for row in FAMILY.values()
+    }
+    tables = [np.fromstring(table, np.int8, sep=",") for table in re.findall(r"= int\[\]\(([-\d,\s]+)\)", rest)]
     for row in FAMILY.values():
-        count, words = tables[row.format.symbol_bits]
-        upper = np.array([int(word.rstrip("u"), 16) for word in words.split(", ")], "<u4").view(np.int8)
-        levels = row.format.levels
-        assert len(levels) == count <= 16
-        np.testing.assert_array_equal(upper[: len(levels) // 2], levels[len(levels) // 2 :])
-        np.testing.assert_array_equal(levels, -levels[::-1])
+        assert sum(np.array_equal(table, row.format.levels) for table in tables) == 1
 
 
 def test_registration_is_small() -> None:

@@ -373,6 +373,14 @@ static void rows(ggml_backend_t backend, ggml_type type) {
     compare_rows(a, which, row);
 }
 
+// The last number of a block, whose start state stays.
+static void set_number(uint8_t * last, ggml_fp16_t number) {
+    ggml_fp16_t before;
+    memcpy(&before, last, sizeof(before));
+    number |= before & 0x3f;
+    memcpy(last, &number, sizeof(number));
+}
+
 // Blocks with a zero-point, as the literal ternary code has them, beside blocks without, and blocks of zeros.
 static void zero_points(ggml_backend_t backend, int64_t n) {
     weights           a    = make_weights(GGML_TYPE_ITQ3_S, 768, 35);
@@ -380,7 +388,7 @@ static void zero_points(ggml_backend_t backend, int64_t n) {
     const ggml_fp16_t two  = ggml_fp32_to_fp16(2.0f);
     for (size_t i = 0; i < a.blocks.size() / size; ++i) {
         if (i % 3 == 1) {
-            memcpy(&a.blocks[i * size + size - sizeof(two)], &two, sizeof(two));
+            set_number(&a.blocks[i * size + size - sizeof(two)], two);
         } else if (i % 7 == 2) {
             memset(&a.blocks[i * size], 0, size);
         }
@@ -420,9 +428,9 @@ static void large(ggml_backend_t backend, ggml_type type, int64_t n) {
     for (size_t i = 0; i < a.blocks.size() / size; ++i) {
         if (type == GGML_TYPE_ITQ3_S) {
             memcpy(&a.blocks[i * size + 96], &scale, 2);
-            memset(&a.blocks[i * size + 98], 0, 2);
+            set_number(&a.blocks[i * size + 98], 0);
         } else {
-            memcpy(&a.blocks[i * size + size - 2], &scale, 2);
+            set_number(&a.blocks[i * size + size - 2], scale);
         }
     }
     graph         g(backend);

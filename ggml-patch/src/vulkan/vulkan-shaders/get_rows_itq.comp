@@ -15,6 +15,7 @@ layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
 void main() {
     const uint lane  = gl_LocalInvocationID.x;
     const uint lanes = QUANT_K / 4;  // of a block
+    init_iq_shmem(gl_WorkGroupSize);
     for (uint first = 256 * gl_WorkGroupID.x; first < p.ne00; first += 256 * gl_NumWorkGroups.x) {
         // the last workgroup may have fewer blocks than it could
         const uint block   = first / QUANT_K + lane / lanes;
@@ -30,12 +31,8 @@ void main() {
                 vec4  x = vec4(0.0);
                 float d = 0.0;
                 if (present) {
-                    const uint index = ITQ_INDEX4(data_a[ib], lane % lanes);
-                    [[unroll]] for (uint i = 0; i < 4; ++i) {
-                        x[i] = float(itq_level(bitfieldExtract(index, int(8 * i), 8)));
-                    }
-                    x -= ITQ_ZERO_POINT(data_a[ib]);
-                    d = float(data_a[ib].d) * ITQ_ROTATED_BACK;
+                    x = itq_levels4(ITQ_INDEX4(data_a[ib], lane % lanes)) - ITQ_ZERO_POINT(data_a[ib]);
+                    d = ITQ_SCALE(data_a[ib]) * ITQ_ROTATED_BACK;
                 }
                 x = itq_fwht(x, lane) * d;
                 if (present) {

@@ -6,7 +6,7 @@ layout(buffer_reference, std430, buffer_reference_align = 2) buffer decodeBufITQ
 };
 
 float itq_cm2_weight(const in decodeBufITQ bl, const in float level) {
-    return float(bl.block.d) * ITQ_WEIGHT_SCALE * (level - ITQ_ZERO_POINT(bl.block));
+    return ITQ_SCALE(bl.block) * ITQ_WEIGHT_SCALE * (level - ITQ_ZERO_POINT(bl.block));
 }
 
 float16_t dequantFuncITQ(const in decodeBufITQ bl, const in uint blockCoords[2], const in uint coordInBlock[2])

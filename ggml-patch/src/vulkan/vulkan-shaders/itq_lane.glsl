@@ -1,11 +1,20 @@
 // What an invocation of a mat-vec product decodes of a block of a trellis type: two chunks. Blocks of 256 are shared out
 // among four: number 2*j + h takes the chunks 4*h + j and 4*h + j + 2; those are in one half j of the symbols of ITQ3_S.
 // Products of many columns read a chunk's selectors as it does.
+//
+// The weights of a chunk come in eight words of four: number w has 2*w, 2*w + 1, 2*w + 16 and 2*w + 17. The activations of
+// products of integers are in that order (itq_quantize_q8_1.comp).
 
 #define ITQ_LANES (QUANT_K / 64)
 
+// Word k of an array of halves of words.
+#define ITQ_PAIR(ARRAY, k) (uint((ARRAY)[2 * (k)]) | (uint((ARRAY)[2 * (k) + 1]) << 16))
+
 struct itq_lane_block {
-    uint symbols[4];  // of two bits, of both chunks
+#if ITQ_SYMBOL_BITS > 1
+    uint symbols[8];  // a word of both chunks each, for the first from bit `from` of every byte on
+    uint from;
+#endif
     float d;
     float z;
 };
@@ -18,69 +27,105 @@ uint itq_lane_chunk(const uint lane, const uint g) {
 #endif
 }
 
-// The selectors of chunk k, and those before it as far as they reach into it: its last bits.
+// The selectors of chunk k, and in the highest bits those before it. Those of an invocation's second chunk are no state.
 #if defined(A_TYPE_PACKED32)
 uint itq_selectors(const uint ib, const uint k) {
     return data_a_packed32[ib].sel[k];
 }
 
-uint itq_selectors_before(const uint ib, const uint k) {
-    return k == 0 ? 0 : data_a_packed32[ib].sel[max(k, 1) - 1];
+uint itq_selectors_before(const uint ib, const uint k, const uint g) {
+    const uint before = data_a_packed32[ib].sel[max(k, 1) - 1];
+    return g == 0 && k == 0 ? bitfieldReverse(data_a_packed32[ib].dz >> 16) : before;
 }
 #else
-// Word k of an array of halves of words.
-#define ITQ_PAIR(ARRAY, k) (uint((ARRAY)[2 * (k)]) | (uint((ARRAY)[2 * (k) + 1]) << 16))
-
 uint itq_selectors(const uint ib, const uint k) {
     return ITQ_PAIR(data_a_packed16[ib].sel, k);
 }
 
-uint itq_selectors_before(const uint ib, const uint k) {
-    return k == 0 ? 0 : uint(data_a_packed16[ib].sel[2 * max(k, 1) - 1]) << 16;
+uint itq_selectors_before(const uint ib, const uint k, const uint g) {
+    const uint before = uint(data_a_packed16[ib].sel[2 * max(k, 1) - 1]) << 16;
+    return g == 0 && k == 0 ? ITQ_STATE(data_a_packed16[ib]) : before;
 }
 #endif
 
 itq_lane_block itq_open(const uint ib, const uint lane) {
     itq_lane_block block;
-#if defined(DATA_A_ITQ3_S)
-    const uint from = 4 * (lane % 2);
-    [[unroll]] for (uint m = 0; m < 4; ++m) {
-        block.symbols[m] = ((data_a_packed32[ib].qs[8 * (lane / 2) + 2 * m] >> from) & 0x0F0F0F0Fu) |
-                           ((data_a_packed32[ib].qs[8 * (lane / 2) + 2 * m + 1] << (4 - from)) & 0xF0F0F0F0u);
+#if ITQ_SYMBOL_BITS > 1 && QUANT_K == 256
+    // the first half of a chunk and the second, side by side
+    [[unroll]] for (uint n = 0; n < 4; ++n) {
+        const uint a = data_a_packed32[ib].qs[8 * (lane / 2) + n];
+        const uint b = data_a_packed32[ib].qs[8 * (lane / 2) + n + 4];
+        block.symbols[2 * n]     = bitfieldInsert(a, b, 16, 16);
+        block.symbols[2 * n + 1] = bitfieldInsert(b, a >> 16, 0, 16);
     }
-    itq_transpose(block.symbols);
-    const vec2 dz = unpackHalf2x16(data_a_packed32[ib].dz);
+    block.from = 4 * (lane % 2);
+#elif ITQ_SYMBOL_BITS > 1
+    // the second half of a chunk is in the next plane of the same bytes
+    [[unroll]] for (uint w = 0; w < 8; ++w) {
+        const uint q     = uint(data_a_packed16[ib].qs[w]);
+        block.symbols[w] = q | (q << 14);
+    }
+    block.from = 0;
+#endif
+#if defined(A_TYPE_PACKED32)
+    const vec2 dz = unpackHalf2x16(data_a_packed32[ib].dz & 0xFFC0FFFFu);
     block.d       = dz.x;
     block.z       = dz.y;
 #else
-#if defined(DATA_A_ITQ3_N)
-    // A byte has the symbols of four planes. Nibbles of two words come together, then the planes that are one apart part,
-    // so that nibbles have a symbol of either chunk.
-    [[unroll]] for (uint m = 0; m < 2; ++m) {
-        uint a = ITQ_PAIR(data_a_packed16[ib].qs, 2 * m);
-        uint b = ITQ_PAIR(data_a_packed16[ib].qs, 2 * m + 1);
-        itq_swap(a, b, 4, 0x0F0F0F0Fu);
-        itq_swap(a, b, 2, 0x33333333u);
-        block.symbols[m]     = a;
-        block.symbols[m + 2] = b;
-    }
-    itq_transpose(block.symbols);
-#endif
-    block.d = float(data_a_packed16[ib].d);
+    block.d = ITQ_SCALE(data_a_packed16[ib]);
     block.z = 0.0;
 #endif
     return block;
 }
 
-// Indices of chunk k, number g of the invocation: see itq_indices.
-void itq_lane_indices(const itq_lane_block block, const uint ib, const uint k, const uint g, out uint index[4]) {
-    uint symbols[4];
-#if ITQ_SYMBOL_BITS == 2
-    [[unroll]] for (uint i = 0; i < 4; ++i) {
-        symbols[i] = (g == 0 ? block.symbols[i] << 2 : block.symbols[i]) & 0xCCCCCCCCu;
-    }
-#else
-    itq_symbols(ITQ_PAIR(data_a_packed16[ib].qs, k), symbols);
-#endif
-    itq_indices(symbols, itq_selectors(ib, k), itq_selectors_before(ib, k), index);
+// Fields of a and b change places: those of a that are not in `low` and those of b that are, `by` bits apart.
+void itq_swap(inout uint a, inout uint b, const uint by, const uint low) {
+    const uint changed = ((a >> by) ^ b) & low;
+    a ^= changed << by;
+    b ^= changed;
 }
+
+// What says which levels the words of a chunk have, number g of the invocation.
+struct itq_lane_words {
+#if ITQ_SYMBOL_BITS == 1
+    uint word[4];  // those of the words w and, from bit 8 on, w + 4
+#else
+    uint word[8];
+    uint from;
+#endif
+};
+
+itq_lane_words itq_lane_chunk_words(const itq_lane_block block, const uint ib, const uint k, const uint g) {
+    // planes of bits to bytes with a field from each
+    uint fields[4];
+    itq_subsets(itq_selectors(ib, k), itq_selectors_before(ib, k, g), fields[3], fields[2], fields[1]);
+#if ITQ_SYMBOL_BITS == 1
+    fields[0] = ITQ_PAIR(data_a_packed16[ib].qs, k);
+    itq_swap(fields[0], fields[1], 2, 0x33333333u);
+#else
+    fields[0] = (fields[1] & 0x33333333u) << 2;
+    fields[1] &= 0xCCCCCCCCu;
+#endif
+    itq_swap(fields[2], fields[3], 2, 0x33333333u);
+    itq_swap(fields[0], fields[2], 4, 0x0F0F0F0Fu);
+    itq_swap(fields[1], fields[3], 4, 0x0F0F0F0Fu);
+
+    itq_lane_words words;
+#if ITQ_SYMBOL_BITS == 1
+    words.word = fields;
+#else
+    words.from = block.from + (QUANT_K == 256 ? 2 : 4) * g;
+    [[unroll]] for (uint w = 0; w < 8; ++w) {
+        const uint subsets = w < 4 ? fields[w] << words.from : fields[w - 4] >> (8 - words.from);
+        words.word[w]      = (block.symbols[w] & (0x03030303u << words.from)) | subsets;
+    }
+#endif
+    return words;
+}
+
+// Levels of word w.
+#if ITQ_SYMBOL_BITS == 1
+#define ITQ_LANE_LEVELS(words, w) itq_levels_at((words).word[(w) % 4], 8 * ((w) / 4))
+#else
+#define ITQ_LANE_LEVELS(words, w) itq_levels_at((words).word[w], (words).from)
+#endif

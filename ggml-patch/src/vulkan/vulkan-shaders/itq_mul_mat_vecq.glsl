@@ -22,10 +22,9 @@ uint word_of(const uint lane, const uint g, const uint w) {
 void decode(const uint ib, const uint lane, out int32_t weights[GROUPS][WORDS], out float d, out float z) {
     const itq_lane_block block = itq_open(ib, lane);
     [[unroll]] for (uint g = 0; g < GROUPS; ++g) {
-        uint index[4];
-        itq_lane_indices(block, ib, chunk_of(lane, g), g, index);
+        const itq_lane_words words = itq_lane_chunk_words(block, ib, chunk_of(lane, g), g);
         [[unroll]] for (uint w = 0; w < WORDS; ++w) {
-            weights[g][w] = itq_level_bytes(index[w / 2], w % 2);
+            weights[g][w] = ITQ_LANE_LEVELS(words, w);
         }
     }
     d = block.d * ITQ_INTEGER_SCALE;

@@ -5,7 +5,7 @@
     const uint ib     = idx / (QUANT_K / 8);
     const uint q      = 2 * (idx % (QUANT_K / 8));
 
-    const float scale = float(data_a[ib].d) * ITQ_WEIGHT_SCALE;
+    const float scale = ITQ_SCALE(data_a[ib]) * ITQ_WEIGHT_SCALE;
     const float zero  = scale * ITQ_ZERO_POINT(data_a[ib]);
     const vec4  v0    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q)) - zero;
     const vec4  v1    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q + 1)) - zero;

@@ -1,7 +1,6 @@
 // Tiles of the trellis types and of TQ1_0 and TQ2_0 for mul_mmq.comp: mul_mmq_funcs.glsl includes this file.
 //
-// Four invocations load the eight words of a chunk; number iqs of a trellis type takes the words 2*iqs and 2*iqs + 1, of a
-// ternary one the words iqs and iqs + 4.
+// Four invocations load the eight words of a chunk, number iqs the words iqs and iqs + 4.
 
 #if defined(DATA_A_ITQ)
 #include "itq_lane.glsl"
@@ -10,27 +9,30 @@ void block_a_to_shmem(const uint buf_ib, const uint ib, const uint iqs) {
     const uint ib_k = ib / (QUANT_K / 32);
     const uint k    = ib % (QUANT_K / 32);
 
-    uint symbols = 0;
-#if ITQ_SYMBOL_BITS == 2
-    // words 8*k + m of the planes, of which a chunk has half of one or two
-    [[unroll]] for (uint m = 0; m < 8; ++m) {
-        const uint q    = data_a[ib_k].qs[4 * (8 * k % ITQ_PLANE + m % ITQ_PLANE) + iqs];
-        const uint from = 2 * (8 * k / ITQ_PLANE + m / ITQ_PLANE);
-        symbols |= ((q >> from) & 3) << (4 * m + 2);
-    }
-#else
-    const uint q = ITQ_PAIR(data_a_packed16[ib_k].qs, k);
-    symbols      = (iqs < 2 ? q << (2 - iqs) : q >> (iqs - 2)) & 0x44444444u;
+    // what says which levels the words have (itq_types.glsl): of the word iqs + 4 in the odd bytes
+    uint c2, c1, c0;
+    itq_subsets(itq_selectors(ib_k, k), itq_selectors_before(ib_k, k, 0), c2, c1, c0);
+    const int from = int(2 * iqs);
+    uint fields = (((c0 >> from) & 0x03030303u) << 2) | (((c1 >> from) & 0x03030303u) << 4) |
+                  (((c2 >> from) & 0x03030303u) << 6);
+#if ITQ_SYMBOL_BITS == 1
+    fields |= (ITQ_PAIR(data_a_packed16[ib_k].qs, k) >> from) & 0x03030303u;
 #endif
-    uint c1, c0;
-    itq_grids(itq_selectors(ib_k, k), itq_selectors_before(ib_k, k), c1, c0);
-    // bits iqs of nibbles to their bits 1 and 0
-    const uint index = symbols | (((c1 >> iqs) & 0x11111111u) << 1) | ((c0 >> iqs) & 0x11111111u);
-
-    buf_a[buf_ib].qs[2 * iqs]     = itq_level_bytes(index, 0);
-    buf_a[buf_ib].qs[2 * iqs + 1] = itq_level_bytes(index, 1);
+    [[unroll]] for (uint x = 0; x < 2; ++x) {
+        const uint w = iqs + 4 * x;
+        uint word    = fields >> (8 * x);
+#if ITQ_SYMBOL_BITS > 1
+        // halves of words 16*k + w of the planes, and eight further on
+        const uint plane = QUANT_K / 8;
+        const uint lower = 16 * k + w;
+        const uint upper = lower + 8;
+        word |= ((uint(data_a_packed16[ib_k].qs[lower % plane]) >> (2 * (lower / plane))) |
+                 (uint(data_a_packed16[ib_k].qs[upper % plane]) >> (2 * (upper / plane)) << 16)) & 0x03030303u;
+#endif
+        buf_a[buf_ib].qs[w] = itq_levels_at(word, 0);
+    }
     if (iqs == 0) {
-        buf_a[buf_ib].dz = FLOAT_TYPEV2(data_a[ib_k].d, ITQ_ZERO_POINT(data_a[ib_k]));
+        buf_a[buf_ib].dz = FLOAT_TYPEV2(ITQ_SCALE(data_a[ib_k]), ITQ_ZERO_POINT(data_a[ib_k]));
     }
 }
 #elif defined(DATA_A_TQ2_0)

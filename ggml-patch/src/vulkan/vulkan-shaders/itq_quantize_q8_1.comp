@@ -4,7 +4,7 @@
 // the integer products of the trellis types read. Any strides in; rows without a gap out, so that one of blocks of 64 may
 // begin in the middle of a block_q8_1_x4. A workgroup takes 256 values of one row after another.
 //
-// The 32 values of a chunk are in the order of the nibbles of itq_indices (itq_types.glsl): byte 8*i + m is value 4*m + i.
+// The 32 values of a chunk are in the order of the words of itq_lane.glsl: word w has 2*w, 2*w + 1, 2*w + 16 and 2*w + 17.
 // The second half of ds, a sum, is written as upstream does it; the products of the trellis types do not read it.
 
 #extension GL_EXT_control_flow_attributes : require
@@ -24,16 +24,15 @@ void main() {
         for (uint row = gl_WorkGroupID.y; row < p.ne1 * p.ne2 * p.ne3; row += gl_NumWorkGroups.y) {
             vec4 x = itq_fwht(itq_activations4(group, row, lane), lane) * ITQ_FWHT_NORMALISED;
             barrier();
-            // values of this lane: 4*m + i for four m, the half h of chunk k
+            // values of this lane: word w of chunk k
             [[unroll]] for (uint n = 0; n < 4; ++n) {
                 itq_exchange[itq_fwht_first(lane) + ITQ_FWHT_LENGTH / 4 * n] = x[n];
             }
             barrier();
             const uint k = lane / 8;
-            const uint i = lane % 8 / 2;
-            const uint h = lane % 2;
+            const uint w = lane % 8;
             [[unroll]] for (uint n = 0; n < 4; ++n) {
-                x[n] = itq_exchange[32 * k + 4 * (4 * h + n) + i];
+                x[n] = itq_exchange[32 * k + 2 * w + 16 * (n / 2) + n % 2];
             }
             barrier();
 
@@ -54,8 +53,8 @@ void main() {
 
             if (256 * group + 32 * k < p.ne0) {
                 const uint to = row * (p.ne0 / 32) + 8 * group + k;
-                data_d[to / 4].qs[8 * (to % 4) + 2 * i + h] = pack32(i8vec4(x));
-                if (lane % 8 == 0) {
+                data_d[to / 4].qs[8 * (to % 4) + w] = pack32(i8vec4(x));
+                if (w == 0) {
                     float sum = 0.0;
                     [[unroll]] for (uint n = 0; n < 8; ++n) {
                         sum += itq_exchange[lane + n];

@@ -1,77 +1,78 @@
 // Blocks of the trellis types, their levels, and the indices of levels (docs/format.md, section "Decoding"). types.glsl
-// includes this file; DATA_A_ITQ3_S, DATA_A_ITQ2_S, DATA_A_ITQ3_N or DATA_A_ITQ2_N says of which type the weights are.
+// includes this file; DATA_A_ITQ3_S, DATA_A_ITQ2_S, DATA_A_ITQ3_N or DATA_A_ITQ2_N says of which type the weights are:
+// what sets one apart stands here, and all that follows takes it from here.
 //
 // A chunk is 32 consecutive weights of a block, k = 0..7 or, of blocks of 64, 0..1. An index of a level is
-// 4*symbol + 2*c1 + c0.
+// 8*symbol + 4*c2 + 2*c1 + c0.
 
-struct block_itq3_s
-{
-    uint8_t qs[64];
-    uint8_t sel[32];
-    float16_t d;
-    float16_t z;
-};
-
-struct block_itq3_s_packed32
-{
-    uint32_t qs[16];
-    uint32_t sel[8];
-    uint32_t dz;
-};
-
-struct block_itq2_s
-{
-    uint8_t qs[32];
-    uint8_t sel[32];
-    float16_t d;
-};
-
-struct block_itq2_s_packed16
-{
-    uint16_t qs[16];
-    uint16_t sel[16];
-    float16_t d;
-};
-
-// Those of blocks of 64 where they are wanted alone: the sources of all other shaders are then what they were.
-#if defined(DATA_A_ITQ3_N)
-struct block_itq3_n
-{
-    uint8_t qs[16];
-    uint8_t sel[8];
-    float16_t d;
-};
-
-struct block_itq3_n_packed16
-{
-    uint16_t qs[8];
-    uint16_t sel[4];
-    float16_t d;
-};
+#if defined(DATA_A_ITQ3_S)
+#define ITQ_SYMBOL_BITS 2
+#define QUANT_K 256
+#define ITQ_HAS_ZERO_POINT
+#elif defined(DATA_A_ITQ2_S)
+#define ITQ_SYMBOL_BITS 1
+#define QUANT_K 256
+#elif defined(DATA_A_ITQ3_N)
+#define ITQ_SYMBOL_BITS 2
+#define QUANT_K 64
 #elif defined(DATA_A_ITQ2_N)
-struct block_itq2_n
-{
-    uint8_t qs[8];
-    uint8_t sel[8];
-    float16_t d;
-};
-
-struct block_itq2_n_packed16
-{
-    uint16_t qs[4];
-    uint16_t sel[4];
-    float16_t d;
-};
+#define ITQ_SYMBOL_BITS 1
+#define QUANT_K 64
 #endif
 
-#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ2_S) || defined(DATA_A_ITQ3_N) || defined(DATA_A_ITQ2_N)
+#if defined(ITQ_SYMBOL_BITS)
 
 #define DATA_A_ITQ
 #define QUANT_R 1
-#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ2_S)
-#define QUANT_K 256
+#define ITQ_SYMBOL_BYTES (QUANT_K * ITQ_SYMBOL_BITS / 8)
+#define ITQ_LEVELS (8 << ITQ_SYMBOL_BITS)
+
+// d and z are numbers of 16 bits; the six lowest bits of the last one are the start state.
+struct block_itq
+{
+    uint8_t qs[ITQ_SYMBOL_BYTES];
+    uint8_t sel[QUANT_K / 8];
+    uint16_t d;
+#if defined(ITQ_HAS_ZERO_POINT)
+    uint16_t z;
+#endif
+};
+
+struct block_itq_packed16
+{
+    uint16_t qs[ITQ_SYMBOL_BYTES / 2];
+    uint16_t sel[QUANT_K / 16];
+    uint16_t d;
+#if defined(ITQ_HAS_ZERO_POINT)
+    uint16_t z;
+#endif
+};
+
+#define A_TYPE block_itq
+#define A_TYPE_PACKED16 block_itq_packed16
+
+#if defined(ITQ_HAS_ZERO_POINT)  // which makes whole words of it
+struct block_itq_packed32
+{
+    uint32_t qs[ITQ_SYMBOL_BYTES / 4];
+    uint32_t sel[QUANT_K / 32];
+    uint32_t dz;
+};
+
+#define A_TYPE_PACKED32 block_itq_packed32
+#endif
+
+// Scale, zero-point and start state of a block. The state is in the order of the selectors before the first: bit 31-i is
+// its bit i, and bits below the sixth are not of it.
+#define ITQ_WITHOUT_STATE(number) unpackHalf2x16(uint(number) & 0xFFC0u).x
+#if defined(ITQ_HAS_ZERO_POINT)
+#define ITQ_SCALE(BLOCK) unpackHalf2x16(uint((BLOCK).d)).x
+#define ITQ_ZERO_POINT(BLOCK) ITQ_WITHOUT_STATE((BLOCK).z)
+#define ITQ_STATE(BLOCK) bitfieldReverse(uint((BLOCK).z))
 #else
-#define QUANT_K 64
+#define ITQ_SCALE(BLOCK) ITQ_WITHOUT_STATE((BLOCK).d)
+#define ITQ_ZERO_POINT(BLOCK) 0.0
+#define ITQ_STATE(BLOCK) bitfieldReverse(uint((BLOCK).d))
 #endif
 
 // Rotated activations are a sixteenth of what the formula says, so that a near-constant block of numbers that F16 holds
@@ -82,37 +83,14 @@ struct block_itq2_n_packed16
 // A true weight is d/32 times the normalised transform of levels.
 #define ITQ_ROTATED_BACK (ITQ_INTEGER_SCALE * ITQ_FWHT_NORMALISED)
 
-#if defined(DATA_A_ITQ3_S)
-#define A_TYPE block_itq3_s
-#define A_TYPE_PACKED32 block_itq3_s_packed32
-#elif defined(DATA_A_ITQ2_S)
-#define A_TYPE block_itq2_s
-#define A_TYPE_PACKED16 block_itq2_s_packed16
-#elif defined(DATA_A_ITQ3_N)
-#define A_TYPE block_itq3_n
-#define A_TYPE_PACKED16 block_itq3_n_packed16
+#if ITQ_SYMBOL_BITS == 2
+const int itq_levels_const[ITQ_LEVELS] = int[](
+    -59, -45, -37, -32, -27, -25, -21, -18, -16, -14, -11, -9, -7, -5, -3, -1,
+    1, 3, 5, 7, 9, 11, 14, 16, 18, 21, 25, 27, 32, 37, 45, 59
+);
 #else
-#define A_TYPE block_itq2_n
-#define A_TYPE_PACKED16 block_itq2_n_packed16
+const int itq_levels_const[ITQ_LEVELS] = int[](-61, -41, -32, -25, -18, -13, -7, -3, 3, 7, 13, 18, 25, 32, 41, 61);
 #endif
-
-// The upper half of the levels, four a word, lowest in the lowest byte; the lower half is their negative.
-#if defined(DATA_A_ITQ3_S) || defined(DATA_A_ITQ3_N)
-#define ITQ_SYMBOL_BITS 2
-#define ITQ_LEVELS 16
-const uint itq_upper_levels[2] = { 0x140C0702u, 0x3F2C2118u };  // 2 7 12 20, 24 33 44 63
-#else
-#define ITQ_SYMBOL_BITS 1
-#define ITQ_LEVELS 8
-const uint itq_upper_levels[2] = { 0x3F241406u, 0u };  // 6 20 36 63
-#endif
-
-int itq_level(const uint index) {
-    const uint upper = index >= ITQ_LEVELS / 2 ? index - ITQ_LEVELS / 2 : ITQ_LEVELS / 2 - 1 - index;
-    const uint word  = upper < 4 ? itq_upper_levels[0] : itq_upper_levels[1];
-    const int  level = int((word >> (8 * (upper & 3))) & 0xFF);
-    return index >= ITQ_LEVELS / 2 ? level : -level;
-}
 
 // Bits 0 to 3 of x to bits 0, 8, 16 and 24.
 uint itq_spread4(const uint x) {
@@ -122,108 +100,94 @@ uint itq_spread4(const uint x) {
 // Indices of four consecutive weights, a byte each: their symbols, a byte each, and the bits of the selectors from the
 // sixth before the first weight on.
 uint itq_index4(const uint symbols, const uint window) {
-    const uint c1 = (window >> 6) ^ (window >> 5) ^ window;
+    const uint c2 = (window >> 6) ^ (window >> 1) ^ window;
+    const uint c1 = (window >> 5) ^ (window >> 3) ^ (window >> 2) ^ (window >> 1);
     const uint c0 = (window >> 4) ^ (window >> 2);
-    return (symbols << 2) | (itq_spread4(c1) << 1) | itq_spread4(c0);
+    return (symbols << 3) | (itq_spread4(c2) << 2) | (itq_spread4(c1) << 1) | itq_spread4(c0);
 }
 
 // The same of weights 4*q to 4*q + 3 of a block from its arrays of bytes. A plane of symbols of two bits is a quarter of
 // the block.
-#if ITQ_SYMBOL_BITS == 2
+#define ITQ_BITS4(BYTES, q) itq_spread4(uint(BYTES[(q) / 2]) >> (4 * ((q) & 1)))
+#if ITQ_SYMBOL_BITS == 1
+#define ITQ_SYMBOLS4(BLOCK, q) ITQ_BITS4((BLOCK).qs, q)
+#else
 #define ITQ_PLANE (QUANT_K / 16)
 #define ITQ_SYMBOLS4(BLOCK, q) \
     ((pack32(u8vec4((BLOCK).qs[4 * ((q) % ITQ_PLANE)], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 1], \
                     (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 2], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 3])) \
       >> (2 * ((q) / ITQ_PLANE))) & 0x03030303u)
-#else
-#define ITQ_SYMBOLS4(BLOCK, q) itq_spread4(uint((BLOCK).qs[(q) / 2]) >> (4 * ((q) & 1)))
 #endif
 #define ITQ_WINDOW4(BLOCK, q) \
-    (((uint((BLOCK).sel[(q) / 2]) << 8) | ((q) < 2 ? 0u : uint((BLOCK).sel[max((q) / 2, 1) - 1]))) >> (2 + 4 * ((q) & 1)))
+    (((uint((BLOCK).sel[(q) / 2]) << 8) | \
+      ((q) < 2 ? ITQ_STATE(BLOCK) >> 24 : uint((BLOCK).sel[max((q) / 2, 1) - 1]))) >> (2 + 4 * ((q) & 1)))
 #define ITQ_INDEX4(BLOCK, q) itq_index4(ITQ_SYMBOLS4(BLOCK, q), ITQ_WINDOW4(BLOCK, q))
 
-#if defined(DATA_A_ITQ3_S)
-#define ITQ_HAS_ZERO_POINT
-#define ITQ_ZERO_POINT(BLOCK) float((BLOCK).z)
-#else
-#define ITQ_ZERO_POINT(BLOCK) 0.0
-#endif
-
-// The selectors of a chunk, and of the one before it (0 before the first), to the grids of its weights: bit b of c1 and
-// of c0 belongs to weight b.
-void itq_grids(const uint sel, const uint before, out uint c1, out uint c0) {
-    c1 = sel ^ ((sel << 1) | (before >> 31)) ^ ((sel << 6) | (before >> 26));
-    c0 = ((sel << 2) | (before >> 30)) ^ ((sel << 4) | (before >> 28));
+// The selectors of a chunk, and those before it in the highest bits, to the subsets of its weights: bit b of c2, c1 and c0
+// belongs to weight b.
+void itq_subsets(const uint sel, const uint before, out uint c2, out uint c1, out uint c0) {
+    const uint s4 = (sel << 4) | (before >> 28);
+    const uint s5 = (sel << 5) | (before >> 27);
+    c2 = sel ^ s5 ^ ((sel << 6) | (before >> 26));
+    c1 = ((sel << 1) | (before >> 31)) ^ ((sel << 3) | (before >> 29)) ^ s4 ^ s5;
+    c0 = ((sel << 2) | (before >> 30)) ^ s4;
 }
-
-// Indices of the levels of a chunk, eight a word: nibble m of index[i] belongs to weight 4*m + i.
-//
-// symbols[i] has the symbols where the indices have them: bits 2 and 3 (ITQ2_S: bit 2) of nibble m. The others are 0.
-void itq_indices(const uint symbols[4], const uint sel, const uint before, out uint index[4]) {
-    uint c1, c0;
-    itq_grids(sel, before, c1, c0);
-    const uint even = ((c1 << 1) & 0xAAAAAAAAu) | (c0 & 0x55555555u);
-    const uint odd  = (c1 & 0xAAAAAAAAu) | ((c0 >> 1) & 0x55555555u);
-    index[0] = symbols[0] | (even & 0x33333333u);
-    index[1] = symbols[1] | (odd & 0x33333333u);
-    index[2] = symbols[2] | ((even >> 2) & 0x33333333u);
-    index[3] = symbols[3] | ((odd >> 2) & 0x33333333u);
-}
-
-#if ITQ_SYMBOL_BITS == 2
-// Fields of a and b change places: those of a that are not in `low` and those of b that are, `by` bits apart.
-void itq_swap(inout uint a, inout uint b, const uint by, const uint low) {
-    const uint lower = (a & low) | ((b << by) & ~low);
-    b                = ((a >> by) & low) | (b & ~low);
-    a                = lower;
-}
-
-// Symbols of 64 weights, four words of four bytes of two nibbles, to words of nibbles: byte i of all words makes word i.
-void itq_transpose(inout uint x[4]) {
-    itq_swap(x[0], x[1], 8, 0x00FF00FFu);
-    itq_swap(x[2], x[3], 8, 0x00FF00FFu);
-    [[unroll]] for (uint i = 0; i < 2; ++i) {
-        const uint lower = x[i];
-        x[i]     = bitfieldInsert(lower, x[i + 2], 16, 16);
-        x[i + 2] = bitfieldInsert(x[i + 2], lower >> 16, 0, 16);
-    }
-}
-#else
-// Symbols of a chunk, a bit each, to the third bits of nibbles: nibble m of symbols[i] belongs to weight 4*m + i.
-void itq_symbols(const uint q, out uint symbols[4]) {
-    symbols[0] = (q << 2) & 0x44444444u;
-    symbols[1] = (q << 1) & 0x44444444u;
-    symbols[2] = q & 0x44444444u;
-    symbols[3] = (q >> 1) & 0x44444444u;
-}
-#endif
 
 #define NEEDS_INIT_IQ_SHMEM
 
-#if defined(KVALUES_IQ4NL_I8)  // products of integers
-// Levels of two indices as signed bytes in the lower half: entry 16*b + a is those of a and b.
-shared uint itq_pairs[256];
+#if defined(KVALUES_IQ4NL_I8) || defined(ITQ_PAIRS)  // products of integers, and of few columns
+// Levels of two neighbouring weights by what says which: in the lower half signed bytes or, in floating point, two F16.
+//
+// Their number has the bits of both side by side, as fields of two bits: from the lowest on those of one-bit symbols (of
+// longer ones the symbol of the first), of c0, of c1, of c2, and of longer symbols that of the second.
+#define ITQ_PAIR_BITS (2 * ITQ_SYMBOL_BITS + 6)
+shared uint itq_pairs[1 << ITQ_PAIR_BITS];
+
+uint itq_pair(const int a, const int b) {
+#if defined(ITQ_PAIRS)
+    return packHalf2x16(vec2(a, b));
+#else
+    return bitfieldInsert(uint(a) & 0xFF, uint(b), 8, 8);
+#endif
+}
+
+// A number's bits of the first weight's subset.
+uint itq_pair_subset(const uint subset) {
+    return ((subset & 1) | ((subset & 2) << 1) | ((subset & 4) << 2)) << 2;
+}
 
 void init_iq_shmem(uvec3 wgsize) {
-    for (uint i = gl_LocalInvocationIndex.x; i < itq_pairs.length(); i += wgsize.x) {
-        const uint mask = ITQ_LEVELS - 1;
-        itq_pairs[i]    = (uint(itq_level(i & mask)) & 0xFF) | ((uint(itq_level((i >> 4) & mask)) & 0xFF) << 8);
+    for (uint i = gl_LocalInvocationIndex.x; i < ITQ_LEVELS << ITQ_SYMBOL_BITS; i += wgsize.x) {
+        const uint a    = i % ITQ_LEVELS;
+        const uint b    = i / ITQ_LEVELS;  // symbol of the second
+        const uint from = (a / 8) | itq_pair_subset(a % 8) | (ITQ_SYMBOL_BITS == 1 ? b << 1 : b << 8);
+        [[unroll]] for (uint c = 0; c < 8; ++c) {
+            itq_pairs[from | (itq_pair_subset(c) << 1)] = itq_pair(itq_levels_const[a], itq_levels_const[8 * b + c]);
+        }
     }
     barrier();
 }
 
-// Levels of the four indices in a half of a word, the lower or the upper one, as four signed bytes.
-int32_t itq_level_bytes(const uint index, const uint upper) {
-    const uint a = upper == 0 ? index & 0xFF : bitfieldExtract(index, 16, 8);
-    const uint b = upper == 0 ? bitfieldExtract(index, 8, 8) : index >> 24;
-    return int32_t(bitfieldInsert(itq_pairs[a], itq_pairs[b], 16, 16));
+// What two numbers, from these bits of both halves of a word on, stand for: the levels of four weights.
+#define ITQ_PAIR_AT(word, from, upper) itq_pairs[bitfieldExtract(word, int((from) + 16 * (upper)), ITQ_PAIR_BITS)]
+#if defined(ITQ_PAIRS)
+vec4 itq_levels_at(const uint word, const uint from) {
+    return vec4(unpackHalf2x16(ITQ_PAIR_AT(word, from, 0)), unpackHalf2x16(ITQ_PAIR_AT(word, from, 1)));
 }
 #else
+int32_t itq_levels_at(const uint word, const uint from) {
+    return int32_t(bitfieldInsert(ITQ_PAIR_AT(word, from, 0), ITQ_PAIR_AT(word, from, 1), 16, 16));
+}
+#endif
+#else
+#if !defined(FLOAT_TYPE)  // weights that are rotated back
+#define FLOAT_TYPE float
+#endif
 shared FLOAT_TYPE itq_levels[ITQ_LEVELS];
 
 void init_iq_shmem(uvec3 wgsize) {
     for (uint i = gl_LocalInvocationIndex.x; i < itq_levels.length(); i += wgsize.x) {
-        itq_levels[i] = FLOAT_TYPE(itq_level(i));
+        itq_levels[i] = FLOAT_TYPE(itq_levels_const[i]);
     }
     barrier();
 }

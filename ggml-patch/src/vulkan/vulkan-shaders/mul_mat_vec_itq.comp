@@ -6,6 +6,7 @@
 #extension GL_EXT_shader_explicit_arithmetic_types_int8 : require
 #extension GL_EXT_shader_explicit_arithmetic_types_int32 : require
 
+#define ITQ_PAIRS
 #include "mul_mat_vec_base.glsl"
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
@@ -14,9 +15,12 @@ FLOAT_TYPE temp[NUM_COLS][NUM_ROWS];
 
 #include "itq_lane.glsl"
 
-// Four activations of column j, from the fourfold y on.
-vec4 activations(const uint j, const uint b_offset, const uint y) {
-    return vec4(data_b_v4[(j * p.batch_stride_b + b_offset) / 4 + y]);
+// The activations of column j that belong to word w of a chunk, whose own begin at the fourfold y.
+vec4 activations(const uint j, const uint b_offset, const uint y, const uint w) {
+    const uint at    = (j * p.batch_stride_b + b_offset) / 4 + y + w / 2;
+    const vec4 lower = vec4(data_b_v4[at]);
+    const vec4 upper = vec4(data_b_v4[at + 4]);
+    return w % 2 == 0 ? vec4(lower.xy, upper.xy) : vec4(lower.zw, upper.zw);
 }
 
 void calc_block(const uint a_offset, const uint b_offset, const uint lane, const uint i, const uint num_blocks_per_row,
@@ -32,15 +36,11 @@ void calc_block(const uint a_offset, const uint b_offset, const uint lane, const
         [[unroll]] for (uint g = 0; g < 2; ++g) {
             const uint k = itq_lane_chunk(lane, g);
             const uint y = QUANT_K / 4 * i + 8 * k;
-            uint index[4];
-            itq_lane_indices(block, ib, k, g, index);
-            [[unroll]] for (uint m = 0; m < 8; ++m) {
-                vec4 level;
-                [[unroll]] for (uint c = 0; c < 4; ++c) {
-                    level[c] = float(itq_levels[bitfieldExtract(index[c], int(4 * m), 4)]);
-                }
+            const itq_lane_words words = itq_lane_chunk_words(block, ib, k, g);
+            [[unroll]] for (uint w = 0; w < 8; ++w) {
+                const vec4 level = ITQ_LANE_LEVELS(words, w);
                 [[unroll]] for (uint j = 0; j < NUM_COLS; ++j) {
-                    const vec4 b = activations(j, b_offset, y + m);
+                    const vec4 b = activations(j, b_offset, y, w);
                     sum[j] = fma(FLOAT_TYPE(b.x), FLOAT_TYPE(level.x),
                              fma(FLOAT_TYPE(b.y), FLOAT_TYPE(level.y),
                              fma(FLOAT_TYPE(b.z), FLOAT_TYPE(level.z),
@@ -50,8 +50,8 @@ void calc_block(const uint a_offset, const uint b_offset, const uint lane, const
             if (block.z != 0.0) {
                 [[unroll]] for (uint j = 0; j < NUM_COLS; ++j) {
                     vec4 b = vec4(0);
-                    [[unroll]] for (uint m = 0; m < 8; ++m) {
-                        b += activations(j, b_offset, y + m);
+                    [[unroll]] for (uint w = 0; w < 8; ++w) {
+                        b += activations(j, b_offset, y, w);
                     }
                     sum[j] = fma(FLOAT_TYPE(-block.z), FLOAT_TYPE((b.x + b.y) + (b.z + b.w)), sum[j]);
                 }
