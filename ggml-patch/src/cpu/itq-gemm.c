@@ -18,7 +18,7 @@ static uint32_t load_word(const uint8_t * bytes) {
 // repacking
 //
 
-// Where a panel has the symbol of weight k of a block: word and lowest bit.
+// Where a panel has bits of the symbol of weight k of a block, the lower two or the only one: word and lowest bit.
 ITQ_INLINE int symbol_word(int bits, int length, int k) {
     const int words = length / 32;
     return bits == 1 ? k % words : 2 * (k % words) + k / words % 2;
@@ -26,7 +26,28 @@ ITQ_INLINE int symbol_word(int bits, int length, int k) {
 
 ITQ_INLINE int symbol_bit(int bits, int length, int k) {
     const int g = k / (length / 32) % 8;
-    return 8 * (k / (length / 4)) + (bits == 1 ? ITQ2_S_SYMBOL_BIT(g) : 2 * ((g / 2) ^ 1));
+    return 8 * (k / (length / 4)) + (bits == 1 ? g ^ 3 : 2 * ((g / 2) ^ 1));
+}
+
+// The third bit.
+ITQ_INLINE int third_word(int length, int k) {
+    return length / 16 + k % (length / 32);
+}
+
+ITQ_INLINE int third_bit(int length, int k) {
+    return 8 * (k / (length / 4)) + (k / (length / 32) % 8 ^ 1);
+}
+
+ITQ_INLINE void put_symbol(int bits, int length, uint32_t (*qs)[ROWS], int r, int k, uint32_t symbol) {
+    qs[symbol_word(bits, length, k)][r] |= (symbol & 3) << symbol_bit(bits, length, k);
+    if (bits == 3) {
+        qs[third_word(length, k)][r] |= symbol >> 2 << third_bit(length, k);
+    }
+}
+
+ITQ_INLINE uint32_t get_symbol(int bits, int length, const uint32_t (*qs)[ROWS], int r, int k) {
+    const uint32_t low = qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) & (bits == 1 ? 1 : 3);
+    return bits < 3 ? low : low | (qs[third_word(length, k)][r] >> third_bit(length, k) & 1) << 2;
 }
 
 // And its selector: bit of the word k % (length / 32).
@@ -50,7 +71,7 @@ ITQ_INLINE int selector_bit(int length, int k) {
                     const uint32_t selector = x[b].sel[k / 8] >> k % 8 & 1;                                      \
                     const uint32_t symbol   = (uint32_t) itq_symbol(bits, length, x[b].qs, k);                   \
                     codes->sel[k % ((length) / 32)][r] |= selector << selector_bit(length, k);                   \
-                    codes->qs[symbol_word(bits, length, k)][r] |= symbol << symbol_bit(bits, length, k);         \
+                    put_symbol(bits, length, codes->qs, r, k, symbol);                                           \
                 }                                                                                                \
                 scales->d[r] = x[b].d;                                                                           \
                 COPY_ZERO_POINT_##has_z(scales->z[r], x[b].z);                                                   \
@@ -67,9 +88,7 @@ ITQ_INLINE int selector_bit(int length, int k) {
                 memset(&x[b], 0, sizeof(x[b]));                                                                  \
                 for (int k = 0; k < (length); ++k) {                                                             \
                     const uint32_t selector = codes->sel[k % ((length) / 32)][r] >> selector_bit(length, k) & 1; \
-                    const uint32_t symbol =                                                                      \
-                        codes->qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) &              \
-                        ((1 << (bits)) - 1);                                                                     \
+                    const uint32_t symbol   = get_symbol(bits, length, codes->qs, r, k);                         \
                     x[b].sel[k / 8] |= (uint8_t) (selector << k % 8);                                            \
                     x[b].qs[itq_symbol_byte(bits, length, k)] |=                                                 \
                         (uint8_t) (symbol << itq_symbol_shift(bits, length, k));                                 \
@@ -154,8 +173,8 @@ void itq_unpack_tq1_0(const void * panel, int64_t nb, void * rows, size_t row_si
 //
 
 // Levels of row r of a block in the order of the activations.
-ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, uint32_t (*sel)[ROWS], uint32_t (*qs)[ROWS],
-                              int state, int r, int8_t * levels) {
+ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, const uint32_t (*sel)[ROWS],
+                              const uint32_t (*qs)[ROWS], int state, int r, int8_t * levels) {
     const int words = length / 32;
     uint32_t  s[QK_ITQ / 32 + 6];  // the selectors of t = -6 .. words - 1
     for (int t = 0; t < words; ++t) {
@@ -173,8 +192,7 @@ ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, uint32
                 const int      p   = words * g + t;
                 const int      k   = length / 4 * j + p;
                 const int      bit = 8 * j + g;
-                const uint32_t symbol =
-                    qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) & ((1u << bits) - 1);
+                const uint32_t symbol = get_symbol(bits, length, qs, r, k);
 
                 levels[4 * p + j] = table[8 * symbol + 4 * (c2 >> bit & 1) + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];
             }
@@ -234,7 +252,7 @@ ITQ_INLINE int32_t dot_block(int length, const int8_t * levels, const int8_t * q
         memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
                                                                                                          \
         for (int64_t b = 0; b < nb; ++b) {                                                               \
-            itq_codes_##name *        codes  = itq_codes_of_##name(panel, b);                            \
+            const itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                            \
             const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                           \
             for (int r = 0; r < ROWS; ++r) {                                                             \
                 int8_t    levels[length];                                                                \

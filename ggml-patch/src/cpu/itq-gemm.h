@@ -22,18 +22,32 @@
 
 // Codes of a block of a trellis type of n weights, in n/32 = T words of selectors. Byte j of a word belongs to the weights
 // n/4*j .. n/4*(j + 1) - 1, of which place p = T*g + t says which: bit 8*j + g of sel[t] is the selector of weight
-// n/4*j + T*g + t, so that the selector before is the same bit of sel[t - 1], or of sel[T - 1] a bit lower. Symbols lie so
-// that a byte of them and the grids of a few places are taken together by one mask:
+// n/4*j + T*g + t, so that the selector before is the same bit of sel[t - 1], or of sel[T - 1] a bit lower. Start states stay in
+// the scales. Symbols lie so that masks merge them with the subsets to nibbles, two in a byte, without a shift:
 // - two bits: the symbol of p = 2*T*a + T*h + t is in bits 2*(a ^ 1) of qs[2*t + h];
-// - one bit: that of p = T*g + t is bit ITQ2_S_SYMBOL_BIT(g) of qs[t]: g ^ 2, or, where a byte can be looked up by six of
-//   its bits, 4 5 0 1 6 7 2 3 for g = 0 .. 7.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
-    defined(__AVX512VBMI__)
-#    define ITQ_SIX_BIT_INDICES
-#    define ITQ2_S_SYMBOL_BIT(g) ((4 - (g) / 2 % 2 * 4) + (g) / 4 * 2 + (g) % 2)
-#else
-#    define ITQ2_S_SYMBOL_BIT(g) ((g) ^ 2)
-#endif
+// - a third bit: that of p = T*g + t is bit g ^ 1 of the bytes of qs[2*T + t];
+// - one bit: that of p = T*g + t is bit g ^ 3 of the bytes of qs[t].
+//
+// Of the weights g = 0 .. 7 of a step t, nibbles i = 0 .. 3 are those of g = i in the lower half and of g = i + 4 in the upper
+// half of a byte. From bit 0 on they have
+// - of one symbol bit c0 c1 c2 q, c0 c1 q c2, c2 q c0 c1, q c2 c0 c1 for i = 0 .. 3;
+// - of more c0 c1 q0 q1 for i < 2, q0 q1 c0 c1 else; c2, and the third bit q2 of a symbol, are what an index has besides.
+#define ITQ_INDEX_1(nibble, i, c2, q2)                                                    \
+    (8 * ((nibble) >> ((i) == 0 ? 3 : (i) == 1 ? 2 : (i) == 2 ? 1 : 0) & 1) +             \
+     4 * ((nibble) >> ((i) == 0 ? 2 : (i) == 1 ? 3 : (i) == 2 ? 0 : 1) & 1) +             \
+     ((nibble) >> ((i) < 2 ? 0 : 2) & 3))
+#define ITQ_INDEX_2(nibble, i, c2, q2) \
+    (8 * ((nibble) >> ((i) < 2 ? 2 : 0) & 3) + 4 * (c2) + ((nibble) >> ((i) < 2 ? 0 : 2) & 3))
+#define ITQ_INDEX_3(nibble, i, c2, q2) (ITQ_INDEX_2(nibble, i, c2, q2) + 32 * (q2))
+
+// Levels plus 64 by nibble i, where the rest of the index, 2*q2 + c2, is given.
+ITQ_INLINE void itq_level_table(int bits, const int8_t * levels, int i, int rest, uint8_t table[16]) {
+    for (int nibble = 0; nibble < 16; ++nibble) {
+        const int index = bits == 1 ? ITQ_INDEX_1(nibble, i, 0, 0) : ITQ_INDEX_3(nibble, i, rest & 1, rest >> 1);
+        table[nibble]   = (uint8_t) (levels[index] + 64);
+    }
+}
+
 typedef struct {
     uint32_t sel[8][ITQ_PANEL_ROWS];
     uint32_t qs[16][ITQ_PANEL_ROWS];

@@ -44,17 +44,12 @@ ITQ_INLINE void split_symbols_2(const uint8_t qs[16], uint32_t words[4]) {
     }
 }
 
-// Symbols of one bit: bit g of every byte goes to ITQ2_S_SYMBOL_BIT(g).
-ITQ_INLINE void split_symbols_1(const uint8_t qs[8], uint32_t words[2]) {
+// Symbols of one bit: bit g of every byte goes to g ^ 3.
+static inline void split_symbols_1(const uint8_t qs[8], uint32_t words[2]) {
     split_plane(qs, words);
     for (int t = 0; t < 2; ++t) {
-        uint32_t x = 0;
-        for (int g = 0; g < 8; g += 2) {
-            const int      up   = ITQ2_S_SYMBOL_BIT(g) - g;
-            const uint32_t pair = words[t] & 0x03030303u << g;
-            x |= up > 0 ? pair << up : pair >> -up;
-        }
-        words[t] = x;
+        const uint32_t x = swap_bits_of_word(words[t], 2, 0x33333333);
+        words[t]         = swap_bits_of_word(x, 1, 0x55555555);
     }
 }
 

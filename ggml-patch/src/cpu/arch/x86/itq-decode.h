@@ -4,7 +4,7 @@
 
 #include "ggml-itq.h"
 
-#if defined(ITQ_EIGHT_SUBSETS) && defined(__AVX2__)
+#if defined(__AVX2__)
 
 #    include <immintrin.h>
 #    include <stddef.h>

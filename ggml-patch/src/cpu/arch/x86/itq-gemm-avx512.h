@@ -85,8 +85,17 @@ ITQ_INLINE __m512i dot_of_chains(const __m512i * acc, int n, int32_t total) {
     return sum_chains(acc, n);
 }
 
+ITQ_INLINE __m256i load_bits(const ggml_half * h) {
+    return _mm256_loadu_si256((const __m256i *) h);
+}
+
 ITQ_INLINE __m512 load_halves(const ggml_half * h) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) h));
+    return _mm512_cvtph_ps(load_bits(h));
+}
+
+// The same of numbers that have a start state in them.
+ITQ_INLINE __m512 load_halves_of_states(const ggml_half * h) {
+    return _mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(ITQ_STATE_MASK), load_bits(h)));
 }
 
 // What a block is scaled by: (dot * d - total of the activations * dmin) * d of the activations.
@@ -98,12 +107,13 @@ struct block_scales {
 
 ITQ_INLINE struct block_scales scales_itq3_s(const itq_scales_itq3_s * x) {
     const __m512 d = _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f));
-    const __m512 z = load_halves(x->z);
+    const __m512 z = load_halves_of_states(x->z);
     return (struct block_scales) { d, _mm512_mul_ps(d, z), _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ) };
 }
 
 ITQ_INLINE struct block_scales scales_itq2_s(const itq_scales_itq2_s * x) {
-    return (struct block_scales) { _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f)), _mm512_setzero_ps(), 0 };
+    const __m512 d = _mm512_mul_ps(load_halves_of_states(x->d), _mm512_set1_ps(0.03125f));
+    return (struct block_scales) { d, _mm512_setzero_ps(), 0 };
 }
 
 #define scales_itq3_n scales_itq2_s
@@ -237,7 +247,7 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
     }
 }
 
-// A product of a few columns: LEVELS(codes, F) decodes a block and does F(codes, place, turn), BIAS is what these codes are
+// A product of a few columns: LEVELS(b, F) decodes block b of `panel` and does F(codes, place, turn), BIAS is what these codes are
 // above the levels, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
 #define GEMM_FEW(type, way, block_length, scales_of, LEVELS, BIAS, dot_of)                                          \
     ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq_columns * y, const int nc, \
@@ -252,7 +262,7 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
         const int32_t * sum1 = y->sums;                                                                             \
         for (int64_t b = 0; b < nb; ++b, q += length * nc, d1 += nc, sum1 += nc) {                                  \
             SUMS(length, nc, BIAS, sum1)                                                                            \
-            LEVELS(itq_codes_of_##type(panel, b), ADD_PRODUCTS)                                                     \
+            LEVELS(b, ADD_PRODUCTS)                                                                                 \
             const struct block_scales x = scales_of(itq_scales_of_##type(panel, b));                                \
             UNROLL(16) for (int c = 0; c < nc; ++c) {                                                               \
                 sums[c] = add_block(sums[c], dot_of(acc[c], chains(length, nc), sum1[c]), &x, sum1[c], d1[c]);      \
@@ -273,7 +283,7 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
         memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
         for (int64_t b = 0; b < nb; ++b) {                                                               \
             _Alignas(64) uint8_t kept[64 * 64];                                                          \
-            LEVELS(itq_codes_of_##type(panel, b), STORE_CODES)                                           \
+            LEVELS(b, STORE_CODES)                                                                       \
             const struct block_scales x = scales_of(itq_scales_of_##type(panel, b));                     \
             for (int c = 0; c < nc; c += TILE) {                                                         \
                 const int64_t at = b * nc + c;                                                           \
@@ -295,7 +305,7 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
             blocks.n = nb - first < KEPT_64 ? (int) (nb - first) : KEPT_64;                              \
             for (int b = 0; b < blocks.n; ++b) {                                                         \
                 uint8_t * kept = blocks.codes[b];                                                        \
-                LEVELS(itq_codes_of_##type(panel, first + b), STORE_CODES)                               \
+                LEVELS(first + b, STORE_CODES)                                                           \
                 blocks.scales[b] = scales_of(itq_scales_of_##type(panel, first + b));                    \
             }                                                                                            \
             /* tiles of about the same width */                                                          \
@@ -310,152 +320,197 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
 // trellis types: codes to indices, two in a byte, and indices to levels
 //
 
-// Bytes of `table` at the low four bits of `index`, whatever the others are.
-ITQ_INLINE __m512i look_up(__m512i table, __m512i index) {
-#if defined(__AVX512VBMI__)
-    return _mm512_permutexvar_epi8(index, table);
-#else
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(index, _mm512_set1_epi8(0x0F)));
-#endif
-}
-
-// Levels plus 64 of each type, by the lower and the upper two bits of an index. `h` says which of the fields of a byte
-// of grids have been taken, the even or the odd bits of the selectors: of a pair of 1-bit symbols it picks one.
-ITQ_INLINE __m512i table_itq3_s(int lower_is_grid, int h) {
-    static const int8_t levels[16] = ITQ3_S_LEVELS;
-    (void) h;
-    const __m512i table =
-        _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *) levels), _mm_set1_epi8(64)));
-    return lower_is_grid ? table
-                         : _mm512_shuffle_epi8(table, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2,
-                                                                                           6, 10, 14, 3, 7, 11, 15)));
-}
-
-#define table_itq3_n table_itq3_s
-
-#if !defined(ITQ_SIX_BIT_INDICES)
-#    define table_itq2_n table_itq2_s
-ITQ_INLINE __m512i table_itq2_s(int lower_is_grid, int h) {
-    static const int8_t levels[8] = ITQ2_S_LEVELS;
-    // 4*symbol + grid at the index symbols*4 + grid, and at grid*4 + symbols, of symbol 0 or 1 of the two
-    const __m128i       at = lower_is_grid ? (h == 0 ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7)
-                                                     : _mm_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7))
-                                           : (h == 0 ? _mm_setr_epi8(0, 4, 0, 4, 1, 5, 1, 5, 2, 6, 2, 6, 3, 7, 3, 7)
-                                                     : _mm_setr_epi8(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7));
-    const __m128i       table = _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64));
-    return _mm512_broadcast_i32x4(_mm_shuffle_epi8(table, at));
-}
-#endif
-
 // Bits of `b` where bytes of `mask` have a bit, else of `a`. GCC has the result in the register of the first operand: if that
 // is the last use of `a`, nothing is copied, where with the mask as the first every merge copies it.
 ITQ_INLINE __m512i merge(__m512i a, __m512i b, int mask) {
     return _mm512_ternarylogic_epi64(a, b, _mm512_set1_epi8((char) mask), 0xD8);
 }
 
-// The checks of the selectors of t, a bit of each for every weight, in a block of 32 * words.
-ITQ_INLINE void checks_of_selectors(const int words, const uint32_t * sel, __m512i c1[8], __m512i c0[8]) {
-    __m512i s[14];  // selectors of t = -6 .. words - 1
+// Selectors of t = -6 .. words - 1, in a block of 32 * words, and those before t = 0 from the start states, in the numbers
+// at `last`.
+struct selectors {
+    __m512i at[14];
+};
+
+ITQ_INLINE void load_selectors(const int words, const uint32_t * sel, const ggml_half * last, struct selectors * s) {
+    const __m512i states = _mm512_cvtepu16_epi32(load_bits(last));
     UNROLL(8) for (int t = 0; t < words; ++t) {
-        s[6 + t] = _mm512_load_si512(sel + ROWS * t);
+        s->at[6 + t] = _mm512_load_si512(sel + ROWS * t);
     }
-    UNROLL(6) for (int t = 5; t >= 0; --t) {
-        s[t] = _mm512_add_epi32(s[words + t], s[words + t]);
-    }
-    UNROLL(8) for (int t = 0; t < words; ++t) {
-        c1[t] = _mm512_ternarylogic_epi64(s[6 + t], s[5 + t], s[t], 0x96);
-        c0[t] = _mm512_xor_si512(s[4 + t], s[2 + t]);
+    UNROLL(6) for (int i = 0; i < 6; ++i) {
+        const __m512i bits  = _mm512_srli_epi32(states, (unsigned) i);
+        const __m512i twice = _mm512_add_epi32(s->at[5 - i + words], s->at[5 - i + words]);
+        s->at[5 - i]        = _mm512_ternarylogic_epi32(twice, bits, _mm512_set1_epi32(1), 0xF8);  // twice | bits & 1
     }
 }
 
-// 2*c1 + c0 of the even bits, then of the odd bits of the selectors of t, two bits each.
-ITQ_INLINE void grids_of_selectors(const int words, const uint32_t * sel, __m512i grids[16]) {
-    __m512i c1[8], c0[8];
-    checks_of_selectors(words, sel, c1, c0);
-    UNROLL(8) for (int t = 0; t < words; ++t) {
-        grids[2 * t]     = merge(_mm512_add_epi8(c1[t], c1[t]), c0[t], 0x55);
-        grids[2 * t + 1] = merge(c1[t], _mm512_srli_epi16(c0[t], 1), 0x55);
+// The codes of a step. Register i of the nibbles has weight i of a byte in the lower and weight i + 4 in the upper nibbles
+// (itq-gemm.h); `rest` has c2 and the third bits of symbols.
+struct step {
+    __m512i nibbles[4];
+    __m512i rest[2];
+};
+
+// c0 has that of the step before, and gets that of this one.
+ITQ_INLINE struct step load_step(const int bits, const int words, const struct selectors * selectors, const int t,
+                                 const uint32_t * qs, __m512i * c0_before) {
+    const __m512i * s    = selectors->at + 6 + t;
+    const __m512i   c2   = _mm512_ternarylogic_epi64(s[0], s[-5], s[-6], 0x96);
+    const __m512i   c1   = _mm512_ternarylogic_epi64(s[-1], s[-4], *c0_before, 0x96);
+    const __m512i   c0   = _mm512_xor_si512(s[-2], s[-4]);
+    const __m512i   even = merge(_mm512_add_epi8(c1, c1), c0, 0x55);
+    const __m512i   odd  = merge(c1, _mm512_srli_epi16(c0, 1), 0x55);
+    *c0_before           = c0;
+
+    struct step x;
+    x.rest[0] = c2;
+    if (bits == 1) {
+        const __m512i q       = _mm512_load_si512(qs + ROWS * t);
+        const __m512i swapped = merge(_mm512_slli_epi16(c2, 2), _mm512_srli_epi16(c2, 2), 0x33);
+        const __m512i of_even = merge(q, swapped, 0x55);
+        const __m512i of_odd  = merge(q, swapped, 0xAA);
+        x.nibbles[0]          = merge(even, of_even, 0xCC);
+        x.nibbles[1]          = merge(odd, of_odd, 0xCC);
+        x.nibbles[2]          = merge(even, of_even, 0x33);
+        x.nibbles[3]          = merge(odd, of_odd, 0x33);
+        return x;
     }
+    const __m512i of_even = _mm512_load_si512(qs + ROWS * (2 * t));
+    const __m512i of_odd  = _mm512_load_si512(qs + ROWS * (2 * t + 1));
+    x.nibbles[0]          = merge(of_even, even, 0x33);
+    x.nibbles[1]          = merge(of_odd, odd, 0x33);
+    x.nibbles[2]          = merge(even, of_even, 0x33);
+    x.nibbles[3]          = merge(odd, of_odd, 0x33);
+    if (bits == 3) {
+        x.rest[1] = _mm512_load_si512(qs + ROWS * (2 * words + t));
+    }
+    return x;
 }
 
-// Word of the symbols that meet grids[i].
-#define SYMBOLS_ITQ3_S(i) (i)
-#define SYMBOLS_ITQ2_S(i) ((i) / 2)
+// Levels plus 64, by register i of the nibbles.
+#if defined(__AVX512VBMI__)
 
-// Of a block of 32 * words weights.
-#define LEVELS_OF_TRELLIS(type, words, SYMBOLS, x, F)                               \
-    __m512i grids[16];                                                              \
-    grids_of_selectors(words, (x)->sel[0], grids);                                  \
-    UNROLL(16) for (int i = 0; i < 2 * (words); ++i) {                              \
-        const __m512i symbols = _mm512_load_si512((x)->qs[SYMBOLS(i)]);             \
-        const __m512i even    = merge(symbols, grids[i], 0x33);                     \
-        const __m512i odd     = merge(grids[i], symbols, 0x33);                     \
-        const __m512i table_e = table_##type(1, i % 2);                             \
-        const __m512i table_o = table_##type(0, i % 2);                             \
-        const int     p       = (words) * (i % 2) + i / 2;                          \
-        ITQ_PREFETCH_PART(x, i, 2 * (words));                                       \
-        F(look_up(table_e, even), p, 4 * i)                                         \
-        F(look_up(table_o, odd), 2 * (words) + p, 4 * i + 1)                        \
-        F(look_up(table_e, _mm512_srli_epi16(even, 4)), 4 * (words) + p, 4 * i + 2) \
-        F(look_up(table_o, _mm512_srli_epi16(odd, 4)), 6 * (words) + p, 4 * i + 3)  \
+struct level_tables {
+    __m512i lower[4];
+    __m512i upper[4];
+};
+
+// Six bits of a byte are looked up. c2 is bit 4 + i % 2 of an index in a lower nibble; an upper one begins at bit 2, and c2 is
+// bit i % 2. The third symbol bit has the other one of these places.
+#    define BIT(x, at)           ((x) >> (at) & 1)
+#    define AT_LOWER(x, bits, i) ITQ_INDEX_##bits((x) & 15, i, BIT(x, 4 + (i) % 2), BIT(x, 5 - (i) % 2))
+#    define AT_UPPER(x, bits, i) ITQ_INDEX_##bits((x) >> 2, i, BIT(x, (i) % 2), BIT(x, 1 - (i) % 2))
+#    define TABLE_4(AT, x, bits, i)  AT((x), bits, i), AT((x) + 1, bits, i), AT((x) + 2, bits, i), AT((x) + 3, bits, i)
+#    define TABLE_16(AT, x, bits, i) \
+        TABLE_4(AT, x, bits, i), TABLE_4(AT, (x) + 4, bits, i), TABLE_4(AT, (x) + 8, bits, i), TABLE_4(AT, (x) + 12, bits, i)
+#    define TABLE(AT, bits, i) \
+        { TABLE_16(AT, 0, bits, i), TABLE_16(AT, 16, bits, i), TABLE_16(AT, 32, bits, i), TABLE_16(AT, 48, bits, i) }
+#    define TABLES(AT, bits) { TABLE(AT, bits, 0), TABLE(AT, bits, 1), TABLE(AT, bits, 2), TABLE(AT, bits, 3) }
+
+// Where an index finds its level.
+static const uint8_t index_of_lower[3][4][64] = { TABLES(AT_LOWER, 1), TABLES(AT_LOWER, 2), TABLES(AT_LOWER, 3) };
+static const uint8_t index_of_upper[3][4][64] = { TABLES(AT_UPPER, 1), TABLES(AT_UPPER, 2), TABLES(AT_UPPER, 3) };
+
+ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
+    const __m512i all =
+        _mm512_add_epi8(_mm512_maskz_loadu_epi8(~0ull >> (64 - (8 << bits)), levels), _mm512_set1_epi8(64));
+    struct level_tables tables;
+    UNROLL(4) for (int i = 0; i < 4; ++i) {
+        tables.lower[i] = _mm512_permutexvar_epi8(_mm512_loadu_si512(index_of_lower[bits - 1][i]), all);
+        tables.upper[i] = _mm512_permutexvar_epi8(_mm512_loadu_si512(index_of_upper[bits - 1][i]), all);
     }
-#define LEVELS_ITQ3_S(x, F) LEVELS_OF_TRELLIS(itq3_s, 8, SYMBOLS_ITQ3_S, x, F)
-#define LEVELS_ITQ3_N(x, F) LEVELS_OF_TRELLIS(itq3_n, 2, SYMBOLS_ITQ3_S, x, F)
+    return tables;
+}
 
-#if !defined(ITQ_SIX_BIT_INDICES)
-#    define LEVELS_ITQ2_S(x, F) LEVELS_OF_TRELLIS(itq2_s, 8, SYMBOLS_ITQ2_S, x, F)
-#    define LEVELS_ITQ2_N(x, F) LEVELS_OF_TRELLIS(itq2_n, 2, SYMBOLS_ITQ2_S, x, F)
+// Of one bit the nibbles are all of an index. Third bits are stored with neighbours exchanged.
+ITQ_INLINE __m512i rest_of(const int bits, const struct step * x, const int i) {
+    return bits == 3 ? merge(x->rest[0], x->rest[1], i % 2 == 0 ? 0xAA : 0x55) : x->rest[0];
+}
+
+ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+    __m512i index = x->nibbles[i];
+    if (bits > 1) {
+        index = merge(index, _mm512_slli_epi16(rest_of(bits, x, i), i < 2 ? 4 : 2), 0x30);
+    }
+    return _mm512_permutexvar_epi8(index, tables->lower[i]);
+}
+
+ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+    __m512i index = x->nibbles[i];
+    if (bits == 1) {
+        return _mm512_permutexvar_epi8(_mm512_srli_epi16(index, 4), tables->lower[i]);
+    }
+    index = merge(index, _mm512_srli_epi16(rest_of(bits, x, i), i < 2 ? 2 : 4), 0x0C);
+    return _mm512_permutexvar_epi8(_mm512_srli_epi16(index, 2), tables->upper[i]);
+}
+
 #else
-// Levels plus 64 of ITQ2_S by six bits of a byte: symbols, c1 and c0 of two weights, bits g and g + 1 of a byte, in an order
-// that depends on g / 2. A byte is merged for two weights, and half of these need no shift.
-ITQ_INLINE void tables_itq2_s(__m512i tables[8]) {
-#    define BIT(i, at)          ((i) >> (at) & 1)
-#    define INDEX(i, q, c1, c0) (4 * BIT(i, q) + 2 * BIT(i, c1) + BIT(i, c0))
-#    define INDICES4(i, q, c1, c0) \
-        INDEX(i, q, c1, c0), INDEX(i + 1, q, c1, c0), INDEX(i + 2, q, c1, c0), INDEX(i + 3, q, c1, c0)
-#    define INDICES16(i, q, c1, c0) \
-        INDICES4(i, q, c1, c0), INDICES4(i + 4, q, c1, c0), INDICES4(i + 8, q, c1, c0), INDICES4(i + 12, q, c1, c0)
-#    define INDICES(q, c1, c0) \
-        { INDICES16(0, q, c1, c0), INDICES16(16, q, c1, c0), INDICES16(32, q, c1, c0), INDICES16(48, q, c1, c0) }
-    // where an index has symbol, c1 and c0, for each g
-    static const uint8_t indices[8][64] = { INDICES(4, 2, 0), INDICES(5, 3, 1), INDICES(0, 4, 2), INDICES(1, 5, 3),
-                                            INDICES(4, 0, 2), INDICES(5, 1, 3), INDICES(0, 2, 4), INDICES(1, 3, 5) };
-    static const int8_t  levels[8]      = ITQ2_S_LEVELS;
-    const __m128i        table          = _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64));
-    UNROLL(8) for (int g = 0; g < 8; ++g) {
-        tables[g] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_loadu_si512(indices[g]));
+
+struct level_tables {
+    __m512i by_rest[4][4];  // [2*q2 + c2][i]
+};
+
+ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
+    struct level_tables tables;
+    for (int rest = 0; rest < 1 << (bits - 1); ++rest) {
+        for (int i = 0; i < 4; ++i) {
+            uint8_t table[16];
+            itq_level_table(bits, levels, i, rest, table);
+            tables.by_rest[rest][i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) table));
+        }
     }
-#    undef INDICES
-#    undef INDICES16
-#    undef INDICES4
-#    undef INDEX
-#    undef BIT
+    return tables;
 }
 
-#    define LEVELS_BY_SIX_BITS(words, x, F)                                                             \
-        __m512i c1[8], c0[8], tables[8];                                                                \
-        checks_of_selectors(words, (x)->sel[0], c1, c0);                                                \
-        tables_itq2_s(tables);                                                                          \
-        UNROLL(8) for (int t = 0; t < (words); ++t) {                                                   \
-            const __m512i symbols = _mm512_load_si512((x)->qs[t]);                                      \
-            const __m512i up = _mm512_slli_epi16(c1[t], 2), down = _mm512_srli_epi16(c1[t], 2);         \
-            const __m512i outer    = merge(symbols, c0[t], 0xC3);                                       \
-            const __m512i inner    = merge(c0[t], symbols, 0xC3);                                       \
-            const __m512i pairs[4] = { merge(outer, up, 0x0C), merge(up, inner, 0xCF),                  \
-                                       _mm512_srli_epi16(merge(inner, down, 0x0C), 2),                  \
-                                       _mm512_srli_epi16(merge(outer, down, 0x30), 2) };                \
-            UNROLL(4) for (int a = 0; a < 4; ++a) {                                                     \
-                const int p = 2 * (words) * a + t;                                                      \
-                if (a % 2 == 0) {                                                                       \
-                    ITQ_PREFETCH_PART(x, 2 * t + a / 2, 2 * (words));                                   \
-                }                                                                                       \
-                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a]), p, 8 * t + 2 * a)                   \
-                F(_mm512_permutexvar_epi8(pairs[a], tables[2 * a + 1]), p + (words), 8 * t + 2 * a + 1) \
-            }                                                                                           \
+// By nibbles and the rest of weight g of the bytes.
+ITQ_INLINE __m512i look_up(const int bits, const struct level_tables * tables, const struct step * x, const int i,
+                           __m512i nibbles, const int g) {
+    const __m512i index  = _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0F));
+    __m512i       levels = _mm512_shuffle_epi8(tables->by_rest[0][i], index);
+    if (bits > 1) {
+        const __mmask64 c2 = _mm512_test_epi8_mask(x->rest[0], _mm512_set1_epi8((char) (1 << g)));
+        levels             = _mm512_mask_shuffle_epi8(levels, c2, tables->by_rest[1][i], index);
+        if (bits == 3) {
+            const __mmask64 q2 = _mm512_test_epi8_mask(x->rest[1], _mm512_set1_epi8((char) (1 << (g ^ 1))));
+            levels             = _mm512_mask_shuffle_epi8(levels, q2 & ~c2, tables->by_rest[2][i], index);
+            levels             = _mm512_mask_shuffle_epi8(levels, q2 & c2, tables->by_rest[3][i], index);
         }
-#    define LEVELS_ITQ2_S(x, F) LEVELS_BY_SIX_BITS(8, x, F)
-#    define LEVELS_ITQ2_N(x, F) LEVELS_BY_SIX_BITS(2, x, F)
+    }
+    return levels;
+}
+
+ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+    return look_up(bits, tables, x, i, x->nibbles[i], i);
+}
+
+ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+    return look_up(bits, tables, x, i, _mm512_srli_epi16(x->nibbles[i], 4), i + 4);
+}
+
 #endif
+
+// Block b of a panel, of 32 * words weights; `last` is where the start states are.
+#define LEVELS_OF_TRELLIS(NAME, name, bits, words, last, b, F)                                           \
+    static const int8_t        level_values_[8 << (bits)] = NAME##_LEVELS;                               \
+    const struct level_tables  tables_                    = load_level_tables(bits, level_values_);      \
+    const itq_codes_##name *   codes_                     = itq_codes_of_##name(panel, b);               \
+    struct selectors           selectors_;                                                               \
+    load_selectors(words, codes_->sel[0], itq_scales_of_##name(panel, b)->last, &selectors_);            \
+    __m512i c0_ = _mm512_xor_si512(selectors_.at[3], selectors_.at[1]);                                  \
+    UNROLL(8) for (int t = 0; t < (words); ++t) {                                                        \
+        const struct step step_ = load_step(bits, words, &selectors_, t, codes_->qs[0], &c0_);           \
+        UNROLL(4) for (int i = 0; i < 4; ++i) {                                                          \
+            if (i % 2 == 0) {                                                                            \
+                ITQ_PREFETCH_PART(codes_, 2 * t + i / 2, 2 * (words));                                   \
+            }                                                                                            \
+            F(lower_levels(bits, &tables_, &step_, i), (words) * i + t, 8 * t + 2 * i)                   \
+            F(upper_levels(bits, &tables_, &step_, i), (words) * (i + 4) + t, 8 * t + 2 * i + 1)         \
+        }                                                                                                \
+    }
+#define LEVELS_ITQ3_S(b, F) LEVELS_OF_TRELLIS(ITQ3_S, itq3_s, 2, 8, z, b, F)
+#define LEVELS_ITQ2_S(b, F) LEVELS_OF_TRELLIS(ITQ2_S, itq2_s, 1, 8, d, b, F)
+#define LEVELS_ITQ3_N(b, F) LEVELS_OF_TRELLIS(ITQ3_N, itq3_n, 2, 2, d, b, F)
+#define LEVELS_ITQ2_N(b, F) LEVELS_OF_TRELLIS(ITQ2_N, itq2_n, 1, 2, d, b, F)
 
 #define GEMM_OF_TYPE(NAME, name, ...)    GEMM(name, scales_##name, LEVELS_##NAME, 64)
 #define GEMM_OF_TYPE_64(NAME, name, ...) GEMM_64(name, scales_##name, LEVELS_##NAME, 64)
@@ -475,10 +530,11 @@ ITQ_TYPES_64(GEMM_OF_TYPE_64)
 
 #define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
 
-#define LEVELS_TQ2_0(x, F)                                                                               \
+#define LEVELS_TQ2_0(b, F)                                                                               \
+    const itq_codes_tq2_0 * codes_ = itq_codes_of_tq2_0(panel, b);                                       \
     UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
-        const __m512i word = _mm512_load_si512((x)->qs[w]);                                              \
-        ITQ_PREFETCH_PART(x, w, 16);                                                                     \
+        const __m512i word = _mm512_load_si512(codes_->qs[w]);                                              \
+        ITQ_PREFETCH_PART(codes_, w, 16);                                                                     \
         UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
             const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
             F(field, PLACE_TQ2_0(w, f), f)                                                               \
@@ -488,10 +544,11 @@ GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
 
 #if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
-#    define FIELDS_TQ2_0(x, F)                                                                       \
+#    define FIELDS_TQ2_0(b, F)                                                                       \
+        const itq_codes_tq2_0 * codes_ = itq_codes_of_tq2_0(panel, b);                               \
         UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
-            const __m512i word = _mm512_load_si512((x)->qs[w]);                                      \
-            ITQ_PREFETCH_PART(x, w, 16);                                                             \
+            const __m512i word = _mm512_load_si512(codes_->qs[w]);                                      \
+            ITQ_PREFETCH_PART(codes_, w, 16);                                                             \
             UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
                 const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
                 F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
@@ -521,15 +578,16 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
     return _mm512_and_si512(_mm512_srli_epi16(mean, 6), _mm512_set1_epi8(3));
 }
 
-#define TRITS_TQ1_0(x, DO, F)                            \
+#define TRITS_TQ1_0(b, DO, F)                            \
+    const itq_codes_tq1_0 * codes_ = itq_codes_of_tq1_0(panel, b); \
     UNROLL(12) for (int w = 0; w < 12; ++w) {            \
-        __m512i bytes = _mm512_load_si512((x)->qs[w]);   \
-        ITQ_PREFETCH_PART(x, w, 12);                     \
+        __m512i bytes = _mm512_load_si512(codes_->qs[w]);   \
+        ITQ_PREFETCH_PART(codes_, w, 12);                     \
         UNROLL(5) for (int l = 0; l < 5; ++l) {          \
             DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
         }                                                \
     }                                                    \
-    __m512i bytes = _mm512_load_si512((x)->qh);          \
+    __m512i bytes = _mm512_load_si512(codes_->qh);          \
     UNROLL(4) for (int l = 0; l < 4; ++l) {              \
         DO(F, 60 + l, l)                                 \
     }
@@ -539,7 +597,7 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
         F(trits, p, turn)                         \
         bytes = next_trits(bytes);                \
     }
-#define LEVELS_TQ1_0(x, F) TRITS_TQ1_0(x, ONE_TRIT, F)
+#define LEVELS_TQ1_0(b, F) TRITS_TQ1_0(b, ONE_TRIT, F)
 GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
 
 #if WHOLE_BYTES
@@ -549,7 +607,7 @@ GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
         bytes = next_trits(bytes); \
         F(bytes, p, 2 * (turn) + 1)
 
-#    define BYTES_TQ1_0(x, F) TRITS_TQ1_0(x, TWO_BYTES, F)
+#    define BYTES_TQ1_0(b, F) TRITS_TQ1_0(b, TWO_BYTES, F)
 
 ITQ_INLINE __m512i dot_of_bytes(const __m512i * acc, int n, int32_t total) {
     __m512i dot = _mm512_setzero_si512();
@@ -757,10 +815,9 @@ static void itq_repack_itq2_s_avx512(const void * rows, size_t row_size, int n_r
         }
         transpose_16x16(q);
         UNROLL(8) for (int t = 0; t < 8; ++t) {
-            // bit g goes to ITQ2_S_SYMBOL_BIT(g)
-            const __m512i even_pairs = merge(_mm512_slli_epi16(q[t], 4), _mm512_srli_epi16(q[t], 2), 0x03);
-            const __m512i odd_pairs  = merge(_mm512_slli_epi16(q[t], 2), _mm512_srli_epi16(q[t], 4), 0x0C);
-            _mm512_store_si512(codes->qs[t], merge(even_pairs, odd_pairs, 0xCC));
+            // bit g goes to g ^ 3
+            const __m512i pairs = merge(_mm512_slli_epi16(q[t], 2), _mm512_srli_epi16(q[t], 2), 0x33);
+            _mm512_store_si512(codes->qs[t], merge(_mm512_slli_epi16(pairs, 1), _mm512_srli_epi16(pairs, 1), 0x55));
             _mm512_store_si512(codes->sel[t], q[8 + t]);
         }
     }

@@ -5,7 +5,7 @@
 #include "ggml-cpu-impl.h"
 #include "simd-mappings.h"
 
-#if defined(ITQ_EIGHT_SUBSETS) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #    include "itq-gemm-avx512.h"
 #    define NATIVE(name) name##_avx512
 #elif defined(ITQ_EIGHT_SUBSETS) && defined(__AVX2__)
