@@ -175,7 +175,7 @@ ITQ_DECLARE_PANELS(tq1_0)
 
 // out[r]: the product of row r of n_rows, row_size bytes apart as a file has them, and the one column of y, the bytes of
 // which are in the order of Q8_K_H, Q8_N_H or Q8_K. It has the bits that a panel's product has. TQ1_0 has none.
-#if defined(ITQ_EIGHT_SUBSETS) && (defined(__AVX2__) || (defined(__ARM_NEON) && defined(__aarch64__)))
+#if defined(__AVX2__) || (defined(__ARM_NEON) && defined(__aarch64__))
 #    define ITQ_HAS_GEMV
 #    define ITQ_DECLARE_GEMV(name)                                                                                     \
         void itq_gemv_##name(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y, \

@@ -4,6 +4,9 @@
 
 #include "ggml-itq.h"
 
+#include "ggml-cpu-impl.h"
+#include "simd-mappings.h"
+
 #if defined(__AVX2__)
 
 #    include <immintrin.h>
@@ -13,12 +16,6 @@
 #    if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #        define ITQ_AVX512
 #    endif
-
-// The levels plus 64, unsigned operands of maddubs and dpbusd.
-static inline __m128i itq3_s_unsigned_levels(void) {
-    static const int8_t table[16] = ITQ3_S_LEVELS;
-    return _mm_add_epi8(_mm_loadu_si128((const __m128i *) table), _mm_set1_epi8(64));
-}
 
 static inline __m256i itq_load_2x128(const void * a, const void * b) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) a)),
@@ -35,90 +32,70 @@ static inline __m256i itq_load_2x128(const void * a, const void * b) {
             a = _mm256_xor_si256(a, _mm256_slli_epi16(swap_, shift));                                       \
         } while (0)
 
+static inline __m256 itq_halves_to_floats(__m128i halves) {
+#    if defined(__F16C__)
+    return _mm256_cvtph_ps(halves);
+#    else
+    ggml_half h[8];
+    float     f[8];
+    memcpy(h, &halves, sizeof(h));
+    for (int i = 0; i < 8; ++i) {
+        f[i] = GGML_CPU_FP16_TO_FP32(h[i]);
+    }
+    return _mm256_loadu_ps(f);
+#    endif
+}
+
 #    if defined(ITQ_AVX512)
 
-// Levels plus 64 of weights 64*word .. 64*word + 63 of a block by 4 times their symbols: the grids are planes of bits, which
-// are masks.
-static inline __m512i itq_levels_64(__m512i symbols, const uint8_t * sel, int word, __m128i table) {
-    uint64_t c1, c0;
-    itq_grids(sel, word, &c1, &c0);
-    const __m512i with_c1 = _mm512_mask_add_epi8(symbols, c1, symbols, _mm512_set1_epi8(2));
-    const __m512i index   = _mm512_mask_add_epi8(with_c1, c0, with_c1, _mm512_set1_epi8(1));
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
-}
+// Levels plus 64 of weights 64*word .. 64*word + 63 of a block of `length`. The subsets and what symbols have in the order of
+// the selectors are planes of bits, which are masks.
+ITQ_INLINE __m512i itq_levels_64(const int bits, const int length, const int8_t * levels, const uint8_t * qs,
+                                 const uint8_t * sel, int state, const int word) {
+    uint64_t c2, c1, c0, plane;
+    itq_subsets(sel, word, state, &c2, &c1, &c0);
 
-// The same with symbols of one bit, which are a plane too.
-static inline __m512i itq2_levels_64(const uint8_t * qs, const uint8_t * sel, int word) {
-    static const int8_t levels[8] = ITQ2_S_LEVELS;
-    uint64_t            q;
-    memcpy(&q, qs + 8 * word, sizeof(q));
-    return itq_levels_64(_mm512_maskz_mov_epi8(q, _mm512_set1_epi8(4)), sel, word,
-                         _mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64)));
-}
-
-#    endif
-
-#    if defined(ITQ_AVX512) && defined(__AVX512VBMI__)
-
-// A byte per weight with the seven selectors that its grid depends on, the trellis state, comes from one multishift; a
-// table of 128 entries turns it into 2*c1 + c0.
-
-struct itq3_s_tables {
-    __m512i state_lo;  // 2*c1 + c0 of s[t-6 .. t], s[t] in bit 6
-    __m512i state_hi;
-    __m512i levels;
-    // Weights 8j .. 8j+7 of a word of 64 depend on its bytes j-1 and j: these go to the low 16 bits of lane j, out of
-    // the 16 bytes that begin one word earlier. The first word has zeros before it.
-    __m512i bytes;
-    __m512i bytes_first;
-    __m512i windows;  // s[t-6] of weight 8j + i is bit 2 + i of lane j
-};
-
-static inline struct itq3_s_tables itq3_s_load_tables(void) {
-#        define G1(w) (2 * (((w) >> 6 ^ (w) >> 5 ^ (w)) & 1) + (((w) >> 4 ^ (w) >> 2) & 1))
-#        define G8(w) G1(w), G1((w) + 1), G1((w) + 2), G1((w) + 3), G1((w) + 4), G1((w) + 5), G1((w) + 6), G1((w) + 7)
-#        define G64(w) \
-            G8(w), G8((w) + 8), G8((w) + 16), G8((w) + 24), G8((w) + 32), G8((w) + 40), G8((w) + 48), G8((w) + 56)
-    static const uint8_t grid_of_state[128] = { G64(0), G64(64) };
-#        undef G1
-#        undef G8
-#        undef G64
-
-    struct itq3_s_tables t;
-    t.state_lo    = _mm512_loadu_si512(grid_of_state);
-    t.state_hi    = _mm512_loadu_si512(grid_of_state + 64);
-    t.levels      = _mm512_broadcast_i32x4(itq3_s_unsigned_levels());
-    t.bytes       = _mm512_setr_epi64(0x0807, 0x0908, 0x0A09, 0x0B0A, 0x0C0B, 0x0D0C, 0x0E0D, 0x0F0E);
-    t.bytes_first = _mm512_or_si512(t.bytes, _mm512_setr_epi64(0x80, 0, 0, 0, 0, 0, 0, 0));
-    t.windows     = _mm512_set1_epi64(0x0908070605040302);
-    return t;
-}
-
-// Four times the symbols of a word of 64 weights, in bits 2 and 3.
-static inline __m512i itq3_s_symbols_times_4(__m512i q, int word) {
-    switch (word) {
-        case 0:
-            return _mm512_slli_epi16(q, 2);
-        case 1:
-            return q;
-        case 2:
-            return _mm512_srli_epi16(q, 2);
-        default:
-            return _mm512_srli_epi16(q, 4);
+    __m512i index;
+    if (bits == 1) {
+        memcpy(&plane, qs + 8 * word, sizeof(plane));
+        index = _mm512_maskz_mov_epi8(plane, _mm512_set1_epi8(8));
+    } else {
+        __m512i q;  // each symbol in the two bits above the lowest three
+        if (length == 64) {
+            q = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) qs));  // a quarter of them in each quarter
+            q = _mm512_slli_epi16(_mm512_srlv_epi64(q, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6)), 3);
+        } else {
+            q = _mm512_loadu_si512(qs);
+            q = word < 2 ? _mm512_slli_epi16(q, 3 - 2 * word) : _mm512_srli_epi16(q, 2 * word - 3);
+        }
+        index = _mm512_and_si512(q, _mm512_set1_epi8(0x18));
     }
-}
+    index = _mm512_mask_add_epi8(index, c2, index, _mm512_set1_epi8(4));
+    index = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
+    index = _mm512_mask_add_epi8(index, c0, index, _mm512_set1_epi8(1));
+    if (bits == 3) {
+        memcpy(&plane, qs + length / 4 + 8 * word, sizeof(plane));
+        index = _mm512_mask_add_epi8(index, plane, index, _mm512_set1_epi8(32));
+    }
 
-// Levels plus 64 of weights 64*word .. 64*word + 63; q holds the symbols of the block.
-static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const block_itq3_s * x, __m512i q, int word) {
-    const uint8_t * from   = (const uint8_t *) x + offsetof(block_itq3_s, sel) - 8 + 8 * word;
-    const __m512i   bytes  = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) from));
-    const __m512i   lanes  = _mm512_shuffle_epi8(bytes, word == 0 ? t->bytes_first : t->bytes);
-    const __m512i   states = _mm512_multishift_epi64_epi8(t->windows, lanes);
-    const __m512i   grids  = _mm512_permutex2var_epi8(t->state_lo, states, t->state_hi);
-    const __m512i   q4     = itq3_s_symbols_times_4(q, word);
-    // grids | (q4 & 12)
-    const __m512i   index  = _mm512_ternarylogic_epi64(grids, q4, _mm512_set1_epi8(0x0C), 0xF8);
-    return _mm512_shuffle_epi8(t->levels, index);
+    const __m512i all =
+        _mm512_add_epi8(_mm512_maskz_loadu_epi8(~0ull >> (64 - (8 << bits)), levels), _mm512_set1_epi8(64));
+#        if defined(__AVX512VBMI__)
+    return _mm512_permutexvar_epi8(index, all);
+#        else
+    __m512i result = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(all, all, 0x00), index);
+    if (bits > 1) {
+        const __mmask64 second = _mm512_test_epi8_mask(index, _mm512_set1_epi8(16));
+        if (bits == 2) {
+            return _mm512_mask_shuffle_epi8(result, second, _mm512_shuffle_i32x4(all, all, 0x55), index);
+        }
+        const __mmask64 upper = _mm512_test_epi8_mask(index, _mm512_set1_epi8(32));
+        result = _mm512_mask_shuffle_epi8(result, second & ~upper, _mm512_shuffle_i32x4(all, all, 0x55), index);
+        result = _mm512_mask_shuffle_epi8(result, upper & ~second, _mm512_shuffle_i32x4(all, all, 0xAA), index);
+        result = _mm512_mask_shuffle_epi8(result, upper & second, _mm512_shuffle_i32x4(all, all, 0xFF), index);
+    }
+    return result;
+#        endif
 }
 
 #    else
@@ -126,106 +103,42 @@ static inline __m512i itq3_s_levels_64(const struct itq3_s_tables * t, const blo
 // Blocks decoded at a time. The steps depend on each other; those of several blocks run side by side.
 #        define ITQ_DECODED_GROUP 8
 
-#        if defined(ITQ_AVX512)
-
-// Grids of `pairs` pairs of blocks, out of n. grids[64*b + m] holds 2*c1 + c0 of weights m, m+64, m+128, m+192 of block
-// b, two bits each, as its byte m of symbols holds theirs.
-static inline void itq3_s_decode_grids(const block_itq3_s * x, int n, int pairs, uint8_t * grids) {
-    // byte 4r + b of the selectors to byte r of lane b
-    const __m512i in_16  = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m512i across = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    const __m512i before = _mm512_setr_epi64(2, 3, 8, 9, 6, 7, 12, 13);
-    const __m512i even   = _mm512_set1_epi8(0x55);
-
-    __m512i s[ITQ_DECODED_GROUP / 2];
-    for (int p = 0; p < pairs; ++p) {
-        const block_itq3_s * a = x + (2 * p < n ? 2 * p : n - 1);
-        const block_itq3_s * b = x + (2 * p + 1 < n ? 2 * p + 1 : n - 1);
-
-        s[p] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) a->sel)),
-                                  _mm256_loadu_si256((const __m256i *) b->sel), 1);
-        s[p] = _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(s[p], in_16));
-    }
-
-    // transpose every 8x8 bits: byte m of a block then holds the selectors of weights m, m+32, m+64, ..., m+224
-#            define SWAP(shift, mask)                                                                        \
-                for (int p = 0; p < pairs; ++p) {                                                            \
-                    const __m512i t = _mm512_ternarylogic_epi64(s[p], _mm512_srli_epi64(s[p], shift),        \
-                                                                _mm512_set1_epi64(mask), 0x28);              \
-                    s[p]            = _mm512_ternarylogic_epi64(s[p], t, _mm512_slli_epi64(t, shift), 0x96); \
-                }
-    SWAP(7, 0x00AA00AA00AA00AA)
-    SWAP(14, 0x0000CCCC0000CCCC)
-    SWAP(28, 0x00000000F0F0F0F0)
-#            undef SWAP
-
-    for (int p = 0; p < pairs; ++p) {
-        // s[t-k] is k bytes back; from byte 0 on to byte 31, a bit higher
-        const __m512i prev = _mm512_permutex2var_epi64(_mm512_add_epi8(s[p], s[p]), before, s[p]);
-        const __m512i c1   = _mm512_ternarylogic_epi64(s[p], _mm512_alignr_epi8(s[p], prev, 15),
-                                                       _mm512_alignr_epi8(s[p], prev, 10), 0x96);
-        const __m512i c0   = _mm512_xor_si512(_mm512_alignr_epi8(s[p], prev, 14), _mm512_alignr_epi8(s[p], prev, 12));
-        // even bits belong to m < 32
-        const __m512i lo   = _mm512_ternarylogic_epi64(even, c0, _mm512_add_epi8(c1, c1), 0xCA);
-        const __m512i hi   = _mm512_ternarylogic_epi64(even, _mm512_srli_epi16(c0, 1), c1, 0xCA);
-        _mm512_storeu_si512(grids + 128 * p, _mm512_inserti64x4(lo, _mm512_castsi512_si256(hi), 1));
-        _mm512_storeu_si512(grids + 128 * p + 64, _mm512_shuffle_i64x2(lo, hi, 0xEE));
-    }
-}
-
-// Levels plus 64 of weights 64*word .. 64*word + 63 of a block, for word = 0 .. 3.
-static inline void itq3_s_levels_4x64(const uint8_t * grids, const uint8_t * qs, __m512i levels[4]) {
-    const __m512i table  = _mm512_broadcast_i32x4(itq3_s_unsigned_levels());
-    const __m512i low    = _mm512_set1_epi8(0x0F);
-    const __m512i fields = _mm512_set1_epi8(0x33);
-    const __m512i q      = _mm512_loadu_si512(qs);
-    const __m512i g      = _mm512_loadu_si512(grids);
-
-    // indices 4*q + 2*c1 + c0, two in a byte
-    const __m512i even = _mm512_ternarylogic_epi64(fields, g, _mm512_slli_epi16(q, 2), 0xCA);
-    const __m512i odd  = _mm512_ternarylogic_epi64(fields, _mm512_srli_epi16(g, 2), q, 0xCA);
-
-    levels[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(even, low));
-    levels[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(odd, low));
-    levels[2] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(even, 4), low));
-    levels[3] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(odd, 4), low));
-}
-
-#        else
-
-// A plane of bits, 32 bytes, of each of `pairs` pairs of blocks, out of n `stride` bytes apart, transposed.
-// ITQ_COLUMN_BYTES bytes a block, best a line of the cache: byte 16 + m holds the bits of weights m, m+32, m+64, ...,
-// m+224, and the 16 bytes before carry them on from m = 31 to m = 0, a bit higher.
-#            define ITQ_COLUMN_BYTES 64
+// A plane of bits, 32 bytes, of each of `pairs` pairs of blocks transposed. ITQ_COLUMN_BYTES bytes a block, best a line of
+// the cache: byte 16 + m holds the bits of weights m, m+32, m+64, ..., m+224, and the 16 bytes before carry them on from
+// m = 31 to m = 0, a bit higher, with the start states, bytes 8 .. 15 of states[block].
+#        define ITQ_COLUMN_BYTES 64
 // The planes are in r0 and r1, a block in each half, 16 bytes of it in each register; `carried` are the bits that may go on.
-ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int carried, uint8_t * columns) {
+ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int carried, const uint64_t * states,
+                                    uint8_t * columns) {
     const __m256i mask_1 = _mm256_set1_epi8(0x55);
     const __m256i mask_2 = _mm256_set1_epi8(0x33);
     const __m256i mask_4 = _mm256_set1_epi8(0x0F);
 
     // Bits change place between the registers, then the next bit of the byte number becomes the register.
-#            define SWAP(SLL, shift, mask)                                                                \
-                for (int p = 0; p < pairs; ++p) {                                                         \
-                    const __m256i t =                                                                     \
-                        _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
-                    r1[p] = _mm256_xor_si256(r1[p], t);                                                   \
-                    r0[p] = _mm256_xor_si256(r0[p], SLL);                                                 \
-                }                                                                                         \
-                for (int p = 0; p < pairs; ++p) {                                                         \
-                    const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                 \
-                    r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                 \
-                    r0[p]           = t;                                                                  \
-                }
+#        define SWAP(SLL, shift, mask)                                                                \
+            for (int p = 0; p < pairs; ++p) {                                                         \
+                const __m256i t =                                                                     \
+                    _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
+                r1[p] = _mm256_xor_si256(r1[p], t);                                                   \
+                r0[p] = _mm256_xor_si256(r0[p], SLL);                                                 \
+            }                                                                                         \
+            for (int p = 0; p < pairs; ++p) {                                                         \
+                const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                 \
+                r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                 \
+                r0[p]           = t;                                                                  \
+            }
     SWAP(_mm256_slli_epi16(t, 4), 4, mask_4)
     SWAP(_mm256_slli_epi16(t, 2), 2, mask_2)
     SWAP(_mm256_add_epi8(t, t), 1, mask_1)
-#            undef SWAP
+#        undef SWAP
 
     for (int p = 0; p < pairs; ++p) {
-        __m256i carry = _mm256_add_epi8(r1[p], r1[p]);
+        const __m256i last  = _mm256_setr_epi64x(0, (int64_t) states[2 * p], 0, (int64_t) states[2 * p + 1]);
+        __m256i       carry = _mm256_add_epi8(r1[p], r1[p]);
         if (carried != 0xFF) {
             carry = _mm256_and_si256(carry, _mm256_set1_epi8((char) carried));
         }
+        carry = _mm256_or_si256(carry, last);
 
         __m128i * a = (__m128i *) (columns + 2 * ITQ_COLUMN_BYTES * p);
         _mm_storeu_si128(a, _mm256_castsi256_si128(carry));
@@ -239,88 +152,108 @@ ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int c
     }
 }
 
-static inline void itq_transpose(const uint8_t * plane, size_t stride, int n, int pairs, uint8_t * columns) {
-    __m256i r0[ITQ_DECODED_GROUP / 2];
-    __m256i r1[ITQ_DECODED_GROUP / 2];
-    for (int p = 0; p < pairs; ++p) {
-        const uint8_t * a = plane + stride * (size_t) (2 * p < n ? 2 * p : n - 1);
-        const uint8_t * b = plane + stride * (size_t) (2 * p + 1 < n ? 2 * p + 1 : n - 1);
+// Bit i of a start state as the lowest bit of byte 7 - i.
+ITQ_INLINE uint64_t itq_spread_state(int state) {
+    // i to i + (56 - 9*i); no two products of bits meet
+    return (uint64_t) state * 0x0100804020100800 & 0x0101010101010000;
+}
 
-        r0[p] = itq_load_2x128(a, b);
-        r1[p] = itq_load_2x128(a + 16, b + 16);
+// Planes of n blocks `stride` bytes apart; `last` is where the first has its start state, NULL if the planes have none.
+ITQ_INLINE void itq_transpose(const uint8_t * plane, const uint8_t * last, size_t stride, int n, int pairs,
+                              uint8_t * columns) {
+    __m256i  r0[ITQ_DECODED_GROUP / 2];
+    __m256i  r1[ITQ_DECODED_GROUP / 2];
+    uint64_t states[ITQ_DECODED_GROUP];
+    for (int p = 0; p < pairs; ++p) {
+        const size_t a = stride * (size_t) (2 * p < n ? 2 * p : n - 1);
+        const size_t b = stride * (size_t) (2 * p + 1 < n ? 2 * p + 1 : n - 1);
+
+        r0[p]             = itq_load_2x128(plane + a, plane + b);
+        r1[p]             = itq_load_2x128(plane + a + 16, plane + b + 16);
+        states[2 * p]     = last ? itq_spread_state(itq_start_state(last + a)) : 0;
+        states[2 * p + 1] = last ? itq_spread_state(itq_start_state(last + b)) : 0;
     }
-    itq_transpose_pairs(r0, r1, pairs, 0xFF, columns);
+    itq_transpose_pairs(r0, r1, pairs, 0xFF, states, columns);
 }
 
 static inline __m256i itq_load_256(const uint8_t * p) {
     return _mm256_loadu_si256((const __m256i *) p);
 }
 
-// 2*c1 + c0, the two bits beside each other, from the transposed selectors of a block: of weights m + 64*i in bits 2*i of
-// byte m of grids[0], of m + 32 + 64*i in grids[1].
-static inline void itq_grids_of_columns(const uint8_t * columns, __m256i grids[2]) {
+// Indices of a block by nibbles, two in a byte: at[m] of weights m and m + 128, at[64 + m] of m + 64 and m + 192, m < 64. From
+// bit 0 on a nibble has c0 c1 q0 q1; of one symbol bit it has two symbols, that of weight m and of the one 32 further, the
+// first of which is that of weights with m % 64 < 32, the second that of the others. c2 and q2 are planes: bit g of byte m of
+// weight m + 32*g.
+typedef struct {
+    _Alignas(32) uint8_t at[QK_ITQ / 2];
+    __m256i c2;
+    __m256i q2;
+} itq_indices;
+
+// From the transposed selectors and from symbols as a block of 256 has them; those of one bit, and third bits, transposed.
+ITQ_INLINE void itq_make_indices(const int bits, const uint8_t * columns, const uint8_t * qs, const uint8_t * third,
+                                 itq_indices * to) {
     // s[t-k] is k bytes back
     const uint8_t * s  = columns + 16;
-    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s), itq_load_256(s - 1)), itq_load_256(s - 6));
-    const __m256i   c0 = _mm256_xor_si256(itq_load_256(s - 2), itq_load_256(s - 4));
+    const __m256i   s4 = itq_load_256(s - 4), s5 = itq_load_256(s - 5);
+    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s - 1), itq_load_256(s - 3)),
+                                          _mm256_xor_si256(s4, s5));
+    const __m256i   c0 = _mm256_xor_si256(itq_load_256(s - 2), s4);
     const __m256i   t  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
-    grids[0]           = _mm256_xor_si256(c0, _mm256_add_epi8(t, t));
-    grids[1]           = _mm256_xor_si256(c1, t);
-}
-
-// Nibbles with the two bits of a grid below the two bits of the symbols in the same place: *even those of the lower
-// fields of the nibbles of both, *odd those of the upper fields.
-static inline void itq_merge(__m256i grids, __m256i symbols, __m256i * even, __m256i * odd) {
-    const __m256i u = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(grids, 2), symbols), _mm256_set1_epi8(0x33));
-    *even           = _mm256_xor_si256(grids, _mm256_slli_epi16(u, 2));
-    *odd            = _mm256_xor_si256(symbols, u);
-}
-
-// Indices 4*q + 2*c1 + c0, two in a byte: indices[m] of weights m and m+128, indices[64 + m] of m+64 and m+192.
-static inline void itq3_s_indices(const uint8_t * columns, const uint8_t * qs, uint8_t * indices) {
-    __m256i grids[2];
-    itq_grids_of_columns(columns, grids);
+    // c0 and c1 beside each other, of the even and of the odd g
+    const __m256i   subsets[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
+    to->c2 = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s), itq_load_256(s - 6)), s5);
+    if (bits == 3) {
+        to->q2 = itq_load_256(third + 16);
+    }
     for (int h = 0; h < 2; ++h) {
-        __m256i even, odd;
-        itq_merge(grids[h], itq_load_256(qs + 32 * h), &even, &odd);
-        _mm256_storeu_si256((__m256i *) (indices + 32 * h), even);
-        _mm256_storeu_si256((__m256i *) (indices + 64 + 32 * h), odd);
+        const __m256i q = bits == 1 ? itq_load_256(qs + 16) : itq_load_256(qs + 32 * h);
+        const __m256i u =
+            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(subsets[h], 2), q), _mm256_set1_epi8(0x33));
+        _mm256_store_si256((__m256i *) (to->at + 32 * h), _mm256_xor_si256(subsets[h], _mm256_slli_epi16(u, 2)));
+        _mm256_store_si256((__m256i *) (to->at + 64 + 32 * h), _mm256_xor_si256(q, u));
     }
 }
 
-// The same with the transposed symbols of ITQ2_S: a nibble has those of a weight, m + ..., and of the one 32 behind it,
-// the first of which grids[0] and the second of which grids[1] belongs to. indices[32*h + m] of weights m + 32*h and
-// m + 128 + 32*h, indices[64 + 32*h + m] of those 64 further.
-static inline void itq2_s_indices(const uint8_t * columns, const uint8_t * symbols, uint8_t * indices) {
-    __m256i grids[2];
-    itq_grids_of_columns(columns, grids);
-    for (int h = 0; h < 2; ++h) {
-        __m256i even, odd;
-        itq_merge(grids[h], itq_load_256(symbols + 16), &even, &odd);
-        _mm256_storeu_si256((__m256i *) (indices + 32 * h), even);
-        _mm256_storeu_si256((__m256i *) (indices + 64 + 32 * h), odd);
+// Levels plus 64 by a nibble with the symbols of weight m % 64 < 32 (h = 0) or of the others, of one c2 and q2.
+ITQ_INLINE __m256i itq_nibble_levels(const int bits, const int8_t * levels, const int h, const int c2, const int q2) {
+    const __m128i a = _mm_loadu_si128((const __m128i *) levels + 2 * q2);
+    __m128i       table;  // four levels of each symbol
+    if (bits == 1) {
+        table = h == 0 ? (c2 ? _mm_shuffle_epi32(a, 0xDD) : _mm_shuffle_epi32(a, 0x88))
+                       : (c2 ? _mm_shuffle_epi32(a, 0xF5) : _mm_shuffle_epi32(a, 0xA0));
+    } else {
+        const __m128 b = _mm_castsi128_ps(_mm_loadu_si128((const __m128i *) levels + 2 * q2 + 1));
+        const __m128 f = _mm_castsi128_ps(a);
+        table          = _mm_castps_si128(c2 ? _mm_shuffle_ps(f, b, 0xDD) : _mm_shuffle_ps(f, b, 0x88));
     }
+    return _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(64)));
 }
 
-// Levels plus 64 of ITQ2_S by such a nibble: h picks one of the two symbols.
-static inline __m128i itq2_s_table(int h) {
-    static const int8_t levels[8] = ITQ2_S_LEVELS;
-    const __m128i       at        = h == 0 ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7)
-                                           : _mm_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7);
-    return _mm_shuffle_epi8(_mm_add_epi8(_mm_loadl_epi64((const __m128i *) levels), _mm_set1_epi8(64)), at);
+// Levels plus 64 of 32 weights by their indices: g says which bit of c2 and q2.
+ITQ_INLINE __m256i itq_look_up(const int bits, const int8_t * levels, const itq_indices * from, __m256i nibbles,
+                               const int g) {
+    const __m256i c2  = _mm256_slli_epi16(from->c2, 7 - g);
+    const int     h   = g % 2;
+    const __m256i two = _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 0), nibbles),
+                                           _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 0), nibbles), c2);
+    if (bits < 3) {
+        return two;
+    }
+    const __m256i upper = _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 1), nibbles),
+                                             _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 1), nibbles), c2);
+    return _mm256_blendv_epi8(two, upper, _mm256_slli_epi16(from->q2, 7 - g));
 }
 
-// Levels plus 64 of the weights with the lower and the upper indices of 32 bytes.
-static inline void itq_levels_2x32(__m128i levels, const uint8_t * indices, __m256i * lower, __m256i * upper) {
-    const __m256i table = _mm256_broadcastsi128_si256(levels);
-    const __m256i low   = _mm256_set1_epi8(0x0F);
-    const __m256i i     = itq_load_256(indices);
+// Of weights m .. m + 31 and m + 128 .. m + 159 of a block, m = 0, 32, 64, 96.
+ITQ_INLINE void itq_levels_2x32(const int bits, const int8_t * levels, const itq_indices * from, const int m,
+                                __m256i * lower, __m256i * upper) {
+    const __m256i low = _mm256_set1_epi8(0x0F);
+    const __m256i i   = itq_load_256(from->at + m);
 
-    *lower = _mm256_shuffle_epi8(table, _mm256_and_si256(i, low));
-    *upper = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(i, 4), low));
+    *lower = itq_look_up(bits, levels, from, _mm256_and_si256(i, low), m / 32);
+    *upper = itq_look_up(bits, levels, from, _mm256_and_si256(_mm256_srli_epi16(i, 4), low), m / 32 + 4);
 }
-
-#        endif
 
 #    endif
 

@@ -30,17 +30,17 @@ static inline __m256i load_place(const int8_t * q, int p) {
     return _mm256_set1_epi32(four);
 }
 
+static inline __m128i load_bits(const ggml_half * halves, int half) {
+    return _mm_load_si128((const __m128i *) (halves + HALF_ROWS * half));
+}
+
 static inline __m256 load_scales(const ggml_half * halves, int half) {
-    halves += HALF_ROWS * half;
-#if defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_load_si128((const __m128i *) halves));
-#else
-    float f[HALF_ROWS];
-    for (int r = 0; r < HALF_ROWS; ++r) {
-        f[r] = GGML_CPU_FP16_TO_FP32(halves[r]);
-    }
-    return _mm256_loadu_ps(f);
-#endif
+    return itq_halves_to_floats(load_bits(halves, half));
+}
+
+// The same of numbers that have a start state in them.
+static inline __m256 load_scales_of_states(const ggml_half * halves, int half) {
+    return itq_halves_to_floats(_mm_andnot_si128(_mm_set1_epi16(ITQ_STATE_MASK), load_bits(halves, half)));
 }
 
 static inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) {
@@ -152,88 +152,133 @@ static inline __m256i sum_chains(const __m256i acc[CHAINS]) {
 // trellis types: codes to indices, two in a byte, and indices to levels
 //
 
-// Levels plus 64 by an index, for the even [0] and the odd [1] bits of the selectors: of a pair of 1-bit symbols these
-// pick one.
+// Levels plus 64 by nibble i (itq-gemm.h) and what an index has besides, 2*q2 + c2.
 struct level_tables {
-    __m256i even[2];  // by 4*symbols + grid
-    __m256i odd[2];   // by 4*grid + symbols
+    __m256i by_rest[4][4];
 };
 
 ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
     struct level_tables tables;
-    for (int h = 0; h < 2; ++h) {
-        uint8_t even[16], odd[16];
-        for (int upper = 0; upper < 4; ++upper) {
-            for (int lower = 0; lower < 4; ++lower) {
-                const int of_upper      = bits == 1 ? upper >> h & 1 : upper;
-                const int of_lower      = bits == 1 ? lower >> h & 1 : lower;
-                even[4 * upper + lower] = (uint8_t) (levels[4 * of_upper + lower] + 64);
-                odd[4 * upper + lower]  = (uint8_t) (levels[4 * of_lower + upper] + 64);
-            }
+    for (int rest = 0; rest < 1 << (bits - 1); ++rest) {
+        for (int i = 0; i < 4; ++i) {
+            uint8_t table[16];
+            itq_level_table(bits, levels, i, rest, table);
+            tables.by_rest[rest][i] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) table));
         }
-        tables.even[h] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) even));
-        tables.odd[h]  = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) odd));
     }
     return tables;
 }
 
 // The selectors of t = -6 .. words - 1 beside each other, in a block of 32 * words weights. Those before t = 0 are those of
-// t + words, a bit lower; weight 0 has zeros before it.
+// t + words, a bit lower, and of the start states, which are in the numbers at `last`.
 #define SELECTORS_BEFORE 6
 
 struct selectors {
     __m256i at[SELECTORS_BEFORE + 8];
 };
 
-ITQ_INLINE void load_selectors(const int words, const uint32_t sel[][ITQ_PANEL_ROWS], int half, struct selectors * s) {
+ITQ_INLINE void load_selectors(const int words, const uint32_t sel[][ITQ_PANEL_ROWS], const ggml_half * last, int half,
+                               struct selectors * s) {
+    const __m256i states = _mm256_cvtepu16_epi32(load_bits(last, half));
     for (int t = 0; t < words; ++t) {
         s->at[SELECTORS_BEFORE + t] = load_words(sel[t], half);
     }
-    for (int i = SELECTORS_BEFORE - 1; i >= 0; --i) {
-        s->at[i] = _mm256_add_epi32(s->at[i + words], s->at[i + words]);
+    for (int i = 0; i < SELECTORS_BEFORE; ++i) {
+        const __m256i from  = s->at[SELECTORS_BEFORE - 1 - i + words];
+        const __m256i state = _mm256_and_si256(_mm256_srli_epi32(states, i), _mm256_set1_epi32(1));
+        s->at[SELECTORS_BEFORE - 1 - i] = _mm256_or_si256(_mm256_add_epi32(from, from), state);
     }
 }
 
-// 2*c1 + c0 of the places words*(2*a + h) + t: bits 2*a of the bytes of fields[h].
-static inline void grids_of_step(const struct selectors * selectors, int t, __m256i fields[2]) {
-    const __m256i * s  = selectors->at + SELECTORS_BEFORE + t;
-    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-1]), s[-6]);
-    const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
-    const __m256i   u  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(c0, 1), c1), _mm256_set1_epi8(0x55));
-    fields[0]          = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
-    fields[1]          = _mm256_xor_si256(c1, u);
-}
-
-// Indices of the levels of half a block, two in a byte: even those of a = 0 and 2, odd those of a = 1 and 3.
+// Of half a block: nibbles i of step t, and what an index has besides, moved so that the bits of the upper nibbles are the
+// highest of the bytes: c2 and, of symbols of three bits, q2.
 struct indices {
-    __m256i even[16];  // 4*symbols + grid, [2*t + h]
-    __m256i odd[16];   // 4*grid + symbols
+    __m256i nibbles[4][8];
+    __m256i rest[2][4][8];
 };
 
+// Bits of a where bytes of mask have a bit, else of b, in *to_a, and the other way round in *to_b.
+ITQ_INLINE void exchange_bits(__m256i a, __m256i b, int mask, __m256i * to_a, __m256i * to_b) {
+    const __m256i u = _mm256_and_si256(_mm256_xor_si256(a, b), _mm256_set1_epi8((char) mask));
+    *to_a           = _mm256_xor_si256(b, u);
+    *to_b           = _mm256_xor_si256(a, u);
+}
+
 ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t sel[][ITQ_PANEL_ROWS],
-                             const uint32_t qs[][ITQ_PANEL_ROWS], int half, struct indices * indices) {
-    const __m256i mask  = _mm256_set1_epi8(0x33);
-    const int     words = length / 32;
+                             const uint32_t qs[][ITQ_PANEL_ROWS], const ggml_half * last, int half,
+                             struct indices * indices) {
+    const int words = length / 32;
 
     struct selectors selectors;
-    load_selectors(words, sel, half, &selectors);
+    load_selectors(words, sel, last, half, &selectors);
+    __m256i c0_before = _mm256_xor_si256(selectors.at[SELECTORS_BEFORE - 3], selectors.at[SELECTORS_BEFORE - 5]);
     for (int t = 0; t < words; ++t) {
-        __m256i fields[2];
-        grids_of_step(&selectors, t, fields);
-        for (int h = 0; h < 2; ++h) {
-            const __m256i symbols    = load_words(qs[bits == 1 ? t : 2 * t + h], half);
-            const __m256i u          = _mm256_and_si256(_mm256_xor_si256(fields[h], symbols), mask);
-            indices->even[2 * t + h] = _mm256_xor_si256(symbols, u);
-            indices->odd[2 * t + h]  = _mm256_xor_si256(fields[h], u);
+        const __m256i * s  = selectors.at + SELECTORS_BEFORE + t;
+        const __m256i   c2 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-5]), s[-6]);
+        const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[-1], s[-4]), c0_before);
+        const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
+        c0_before          = c0;
+
+        // c0 and c1 beside each other, of the even and of the odd g
+        const __m256i u = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
+        const __m256i even = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
+        const __m256i odd  = _mm256_xor_si256(c1, u);
+
+        __m256i of_even, of_odd;
+        if (bits == 1) {
+            const __m256i mask    = _mm256_set1_epi8(0x33);
+            const __m256i swapped = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(c2, mask), 2),
+                                                    _mm256_and_si256(_mm256_srli_epi16(c2, 2), mask));
+            exchange_bits(swapped, load_words(qs[t], half), 0x55, &of_even, &of_odd);
+        } else {
+            of_even = load_words(qs[2 * t], half);
+            of_odd  = load_words(qs[2 * t + 1], half);
+        }
+        exchange_bits(even, of_even, 0x33, &indices->nibbles[0][t], &indices->nibbles[2][t]);
+        exchange_bits(odd, of_odd, 0x33, &indices->nibbles[1][t], &indices->nibbles[3][t]);
+
+        if (bits > 1) {
+            indices->rest[0][0][t] = _mm256_slli_epi16(c2, 3);
+            indices->rest[0][1][t] = _mm256_slli_epi16(c2, 2);
+            indices->rest[0][2][t] = _mm256_add_epi8(c2, c2);
+            indices->rest[0][3][t] = c2;
+        }
+        if (bits == 3) {  // stored with neighbours exchanged
+            const __m256i q2       = load_words(qs[2 * words + t], half);
+            indices->rest[1][0][t] = _mm256_slli_epi16(q2, 2);
+            indices->rest[1][1][t] = _mm256_slli_epi16(q2, 3);
+            indices->rest[1][2][t] = q2;
+            indices->rest[1][3][t] = _mm256_add_epi8(q2, q2);
         }
     }
 }
 
-// Levels plus 64 of two places, half of all apart, of which a register has the indices in the lower and the upper nibbles.
-static inline void levels_of_nibbles(__m256i table, __m256i indices, __m256i levels[2]) {
-    const __m256i low = _mm256_set1_epi8(0x0F);
-    levels[0]         = _mm256_shuffle_epi8(table, _mm256_and_si256(indices, low));
-    levels[1]         = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(indices, 4), low));
+// Levels plus 64 by indices in lower nibbles, 0 above; c2 and q2 are the highest bits of bytes.
+ITQ_INLINE __m256i look_up(const int bits, const struct level_tables * tables, const int i, __m256i nibbles, __m256i c2,
+                           __m256i q2) {
+    const __m256i levels = _mm256_shuffle_epi8(tables->by_rest[0][i], nibbles);
+    if (bits == 1) {
+        return levels;
+    }
+    const __m256i of_2 = _mm256_blendv_epi8(levels, _mm256_shuffle_epi8(tables->by_rest[1][i], nibbles), c2);
+    if (bits == 2) {
+        return of_2;
+    }
+    return _mm256_blendv_epi8(of_2,
+                              _mm256_blendv_epi8(_mm256_shuffle_epi8(tables->by_rest[2][i], nibbles),
+                                                 _mm256_shuffle_epi8(tables->by_rest[3][i], nibbles), c2),
+                              q2);
+}
+
+// Of nibbles i of step t: levels plus 64 of the lower and of the upper ones, half of all places apart.
+ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * tables, const struct indices * indices,
+                                  const int i, const int t, __m256i levels[2]) {
+    const __m256i low     = _mm256_set1_epi8(0x0F);
+    const __m256i nibbles = indices->nibbles[i][t];
+    const __m256i c2      = bits > 1 ? indices->rest[0][i][t] : nibbles;
+    const __m256i q2      = bits > 2 ? indices->rest[1][i][t] : nibbles;
+    levels[0] = look_up(bits, tables, i, _mm256_and_si256(nibbles, low), _mm256_slli_epi16(c2, 4), _mm256_slli_epi16(q2, 4));
+    levels[1] = look_up(bits, tables, i, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low), c2, q2);
 }
 
 // Scales of a block and, where there are zero-points, of what they take.
@@ -245,13 +290,13 @@ struct block_scales {
 static inline struct block_scales scales_itq3_s(const itq_scales_itq3_s * scales, int half) {
     struct block_scales s;
     s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
-    s.dmin = _mm256_mul_ps(s.d0, load_scales(scales->z, half));
+    s.dmin = _mm256_mul_ps(s.d0, load_scales_of_states(scales->z, half));
     return s;
 }
 
 static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales, int half) {
     struct block_scales s;
-    s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
+    s.d0   = _mm256_mul_ps(load_scales_of_states(scales->d, half), _mm256_set1_ps(0.03125f));
     s.dmin = _mm256_setzero_ps();
     return s;
 }
@@ -280,24 +325,20 @@ ITQ_INLINE int chains_of(const int n) {
 }
 
 // A part of a block's products with the columns at .. at + n - 1: words t0 .. t0 + steps - 1 of one table.
-ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct level_tables * tables, const int length,
-                              const struct itq_columns * y, int64_t at, const int codes_size, const int n,
-                              const int part, __m256i sums[MAX_TILE][2][2]) {
+ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct level_tables * tables, const int bits,
+                              const int length, const struct itq_columns * y, int64_t at, const int codes_size,
+                              const int n, const int part, __m256i sums[MAX_TILE][2][2]) {
     const int chains = chains_of(n);
     const int words  = length / 32;
     const int steps  = words < 4 ? words : 4;
     const int turns  = words / steps;             // parts of the same table
     const int bytes  = codes_size / (4 * turns);  // of the codes, that a part asks for
 
-    const int       t0    = steps * (part % turns);
-    const int       h     = part / turns % 2;
-    const int       a     = part / (2 * turns);
-    const __m256i   table = a == 0 ? tables->even[h] : tables->odd[h];
-    const __m256i * lo    = (a == 0 ? block->halves[0].even : block->halves[0].odd) + h + 2 * t0;
-    const __m256i * hi    = (a == 0 ? block->halves[1].even : block->halves[1].odd) + h + 2 * t0;
-    const int8_t *  q     = y->q + at * length + 4 * (words * (2 * a + h) + t0);
-    const int       first = bytes % 64 == 0 ? 0 : bytes * part;
-    const char *    codes = block->codes + bytes * part - first;
+    const int      t0    = steps * (part % turns);
+    const int      i     = part / turns;
+    const int8_t * q     = y->q + at * length + 4 * (words * i + t0);
+    const int      first = bytes % 64 == 0 ? 0 : bytes * part;
+    const char *   codes = block->codes + bytes * part - first;
     UNROLLED_4
     for (int t = 0; t < steps; ++t) {
         const int byte = first + bytes * t / steps;
@@ -305,14 +346,14 @@ ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct l
             ITQ_PREFETCH_BYTES(codes + byte);
         }
         __m256i levels[2][2];
-        levels_of_nibbles(table, lo[2 * t], levels[0]);
-        levels_of_nibbles(table, hi[2 * t], levels[1]);
+        levels_of_nibbles(bits, tables, &block->halves[0], i, t0 + t, levels[0]);
+        levels_of_nibbles(bits, tables, &block->halves[1], i, t0 + t, levels[1]);
         for (int c = 0; c < n; ++c) {
-            for (int i = 0; i < 2; ++i) {
-                const __m256i four = load_place(q + c * length + length / 2 * i, t);
+            for (int upper = 0; upper < 2; ++upper) {
+                const __m256i four = load_place(q + c * length + length / 2 * upper, t);
                 for (int half = 0; half < 2; ++half) {
-                    __m256i * sum = &sums[c][half][i % chains];
-                    *sum          = dot_levels(*sum, levels[half][i], four);
+                    __m256i * sum = &sums[c][half][upper % chains];
+                    *sum          = dot_levels(*sum, levels[half][upper], four);
                     IN_ORDER(*sum);
                 }
             }
@@ -322,7 +363,7 @@ ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct l
 
 // Sums of a block's products with the columns at .. at + n - 1, levels straight from the table. Both halves share the
 // activations of a place, and a table serves several registers of indices: what is loaded less often is fewer instructions.
-ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struct level_tables * tables,
+ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struct level_tables * tables, const int bits,
                                  const int length, const struct itq_columns * y, int64_t at, const int codes_size,
                                  const int n, __m256i acc[MAX_TILE][2]) {
     __m256i sums[MAX_TILE][2][2];
@@ -333,13 +374,13 @@ ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struc
         }
     }
     if (length == 64) {  // so short that a loop would cost
-        multiply_part(block, tables, length, y, at, codes_size, n, 0, sums);
-        multiply_part(block, tables, length, y, at, codes_size, n, 1, sums);
-        multiply_part(block, tables, length, y, at, codes_size, n, 2, sums);
-        multiply_part(block, tables, length, y, at, codes_size, n, 3, sums);
+        multiply_part(block, tables, bits, length, y, at, codes_size, n, 0, sums);
+        multiply_part(block, tables, bits, length, y, at, codes_size, n, 1, sums);
+        multiply_part(block, tables, bits, length, y, at, codes_size, n, 2, sums);
+        multiply_part(block, tables, bits, length, y, at, codes_size, n, 3, sums);
     } else {
         for (int part = 0; part < 8; ++part) {
-            multiply_part(block, tables, length, y, at, codes_size, n, part, sums);
+            multiply_part(block, tables, bits, length, y, at, codes_size, n, part, sums);
         }
     }
     ITQ_PREFETCH_BYTES(block->codes + codes_size);  // the scales
@@ -350,20 +391,17 @@ ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struc
     }
 }
 
-ITQ_INLINE void decode_indexed(const struct indexed_block * block, const struct level_tables * tables, const int length,
-                               decoded_block * decoded) {
+ITQ_INLINE void decode_indexed(const struct indexed_block * block, const struct level_tables * tables, const int bits,
+                               const int length, decoded_block * decoded) {
     const int words = length / 32;
     for (int half = 0; half < 2; ++half) {
-        for (int i = 0; i < 2 * words; ++i) {
-            const int h = i % 2;
-            const int p = words * h + i / 2;
-            __m256i   even[2], odd[2];
-            levels_of_nibbles(tables->even[h], block->halves[half].even[i], even);
-            levels_of_nibbles(tables->odd[h], block->halves[half].odd[i], odd);
-            store_place(decoded, p, half, even[0]);
-            store_place(decoded, 2 * words + p, half, odd[0]);
-            store_place(decoded, 4 * words + p, half, even[1]);
-            store_place(decoded, 6 * words + p, half, odd[1]);
+        for (int t = 0; t < words; ++t) {
+            for (int i = 0; i < 4; ++i) {
+                __m256i levels[2];
+                levels_of_nibbles(bits, tables, &block->halves[half], i, t, levels);
+                store_place(decoded, words * i + t, half, levels[0]);
+                store_place(decoded, words * (i + 4) + t, half, levels[1]);
+            }
         }
     }
 }
@@ -445,6 +483,9 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
     }
 }
 
+#define LAST_1(scales) (scales)->z
+#define LAST_0(scales) (scales)->d
+
 // Few columns: levels go from the table into the products, scales after them. Many: a block is decoded to memory once.
 #define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                                \
     static inline void load_scales_##name(const itq_scales_##name * scales, struct block_scales s[2]) {                \
@@ -457,7 +498,7 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
                                            const int n, float out[][ITQ_PANEL_ROWS]) {                                 \
         __m256i             acc[MAX_TILE][2];                                                                          \
         struct block_scales s[2];                                                                                      \
-        multiply_indexed(block, tables, length, y, at, (int) sizeof(itq_codes_##name), n, acc);                        \
+        multiply_indexed(block, tables, bits, length, y, at, (int) sizeof(itq_codes_##name), n, acc);                  \
         load_scales_##name(scales, s);                                                                                 \
         add_columns(acc, s, has_z, y, at, n, out);                                                                     \
     }                                                                                                                  \
@@ -481,14 +522,14 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
             const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                         \
             struct indexed_block      block;                                                                           \
             block.codes = (const char *) codes;                                                                        \
-            make_indices(bits, length, codes->sel, codes->qs, 0, &block.halves[0]);                                    \
-            make_indices(bits, length, codes->sel, codes->qs, 1, &block.halves[1]);                                    \
+            make_indices(bits, length, codes->sel, codes->qs, LAST_##has_z(scales), 0, &block.halves[0]);              \
+            make_indices(bits, length, codes->sel, codes->qs, LAST_##has_z(scales), 1, &block.halves[1]);              \
             if (nc <= DIRECT_COLUMNS) {                                                                                \
                 EACH_TILE(DIRECT_TILE, indexed_columns_##name, b * nc, nc, out, &block, &tables, scales, y)            \
             } else {                                                                                                   \
                 decoded_block       decoded;                                                                           \
                 struct block_scales s[2];                                                                              \
-                decode_indexed(&block, &tables, length, &decoded);                                                     \
+                decode_indexed(&block, &tables, bits, length, &decoded);                                               \
                 load_scales_##name(scales, s);                                                                         \
                 EACH_TILE(TILE_COLUMNS, decoded_columns_##name, b * nc, nc, out, &decoded, s, y)                       \
             }                                                                                                          \

@@ -8,7 +8,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #    include "itq-gemm-avx512.h"
 #    define NATIVE(name) name##_avx512
-#elif defined(ITQ_EIGHT_SUBSETS) && defined(__AVX2__)
+#elif defined(__AVX2__)
 #    include "itq-gemm-avx2.h"
 #    define NATIVE(name) name##_avx2
 #else

@@ -72,158 +72,184 @@ static inline __m256i sum_8(const products p[GROUP]) {
 #    endif
 }
 
+#    define LAST_1(block) (const uint8_t *) &(block)->z
+#    define LAST_0(block) (const uint8_t *) &(block)->d
+
 // The levels of a group of n <= GROUP blocks are made in steps: what a step leaves in memory is read only a group or a
-// block later, so that loads do not wait for stores. multiply_name() then has the products of levels plus 64 of block b.
-struct nothing {
-    int nothing;
-};
-
-#    define NO_PREPARATION(name)                                                                     \
-        typedef struct nothing prepared_##name;                                                      \
-        ITQ_INLINE void        prepare_##name(const block_##name * x, int n, prepared_##name * to) { \
-            (void) x;                                                                                \
-            (void) n;                                                                                \
-            (void) to;                                                                               \
-        }
-#    define NO_INDICES(name)                                                                                    \
-        typedef struct nothing indices_##name;                                                                  \
-        ITQ_INLINE void        make_indices_##name(const block_##name * x, const prepared_##name * from, int b, \
-                                                   indices_##name * to) {                                       \
-            (void) x;                                                                                           \
-            (void) from;                                                                                        \
-            (void) b;                                                                                           \
-            (void) to;                                                                                          \
-        }
-
+// block later, so that loads do not wait for stores: prepare_name(), and multiply_8_name(), which has the products of levels
+// plus 64 of each block.
 #    if defined(ITQ_AVX512)
 
-#        if defined(__AVX512VBMI__)
-
-NO_PREPARATION(itq3_s)
-
-ITQ_INLINE void levels_4x64_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, __m512i levels[4]) {
-    (void) from;
-    (void) b;
-    const struct itq3_s_tables tables  = itq3_s_load_tables();
-    const __m512i              symbols = _mm512_loadu_si512(x->qs);
-    for (int word = 0; word < 4; ++word) {
-        levels[word] = itq3_s_levels_64(&tables, x, symbols, word);
-    }
-}
-
-#        else
-
-typedef struct {
-    _Alignas(64) uint8_t grids[64 * GROUP];
-} prepared_itq3_s;
-
-ITQ_INLINE void prepare_itq3_s(const block_itq3_s * x, int n, prepared_itq3_s * to) {
-    itq3_s_decode_grids(x, n, GROUP / 2, to->grids);
-}
-
-ITQ_INLINE void levels_4x64_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, __m512i levels[4]) {
-    itq3_s_levels_4x64(from->grids + 64 * b, x->qs, levels);
-}
-
-#        endif
-
-NO_PREPARATION(itq2_s)
-
-ITQ_INLINE void levels_4x64_itq2_s(const block_itq2_s * x, const prepared_itq2_s * from, int b, __m512i levels[4]) {
-    (void) from;
-    (void) b;
-    for (int word = 0; word < 4; ++word) {
-        levels[word] = itq2_levels_64(x->qs, x->sel, word);
-    }
-}
-
-#        define MULTIPLY(name)                                                                               \
-            NO_INDICES(name)                                                                                 \
-            ITQ_INLINE products multiply_##name(const block_##name * x, const prepared_##name * from, int b, \
-                                                const indices_##name * indices, const int8_t * q) {          \
-                (void) indices;                                                                              \
-                __m512i levels[4];                                                                           \
-                levels_4x64_##name(x, from, b, levels);                                                      \
-                __m512i p = _mm512_setzero_si512();                                                          \
-                for (int word = 0; word < 4; ++word) {                                                       \
-                    p = dot_64(p, levels[word], q + 64 * word);                                              \
-                }                                                                                            \
-                return p;                                                                                    \
+#        define NO_PREPARATION(NAME, name, ...)                                             \
+            typedef struct {                                                                \
+                int nothing;                                                                \
+            } prepared_##name;                                                              \
+            ITQ_INLINE void prepare_##name(const block_##name * x, int n, prepared_##name * to) { \
+                (void) x;                                                                   \
+                (void) n;                                                                   \
+                (void) to;                                                                  \
             }
+ITQ_TYPES(NO_PREPARATION)
+
+#        define MULTIPLY(NAME, name, bits, n_levels, length, has_z, number)                                      \
+            ITQ_INLINE products multiply_##name(const block_##name * x, const int8_t * q) {                      \
+                static const int8_t levels[n_levels] = NAME##_LEVELS;                                            \
+                products            p                = _mm512_setzero_si512();                                   \
+                for (int word = 0; word < (length) / 64; ++word) {                                               \
+                    const __m512i v = itq_levels_64(bits, length, levels, x->qs, x->sel, name##_state(x), word); \
+                    p               = dot_64(p, v, q + 64 * word);                                               \
+                }                                                                                                \
+                return p;                                                                                        \
+            }
+ITQ_TYPES(MULTIPLY)
+
+#        define MULTIPLY_8(NAME, name, bits, n_levels, length, ...)                                        \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from, \
+                                              const int8_t * q, products p[GROUP]) {                       \
+                (void) from;                                                                               \
+                UNROLL_8                                                                                   \
+                for (int i = 0; i < GROUP; ++i) {                                                          \
+                    const int b = i < n ? i : n - 1;                                                       \
+                    p[i]        = multiply_##name(&x[b], q + (length) * b);                                \
+                }                                                                                          \
+            }
+ITQ_TYPES(MULTIPLY_8)
 
 #    else
 
 typedef struct {
     _Alignas(64) uint8_t columns[ITQ_COLUMN_BYTES * GROUP];
-} prepared_itq3_s;
+    _Alignas(64) uint8_t planes[ITQ_COLUMN_BYTES * GROUP];  // symbols of one bit, third bits
+} prepared_planes;
 
-ITQ_INLINE void prepare_itq3_s(const block_itq3_s * x, int n, prepared_itq3_s * to) {
-    itq_transpose(x->sel, sizeof(*x), n, GROUP / 2, to->columns);
-}
+// The plane of symbols that is transposed, of an odd number of bits.
+#        define PLANE_1(qs) (qs)
+#        define PLANE_2(qs) NULL
+#        define PLANE_3(qs) (qs) + QK_K / 4
 
-typedef struct {
-    _Alignas(64) uint8_t columns[ITQ_COLUMN_BYTES * GROUP];
-    _Alignas(64) uint8_t symbols[ITQ_COLUMN_BYTES * GROUP];
-} prepared_itq2_s;
-
-ITQ_INLINE void prepare_itq2_s(const block_itq2_s * x, int n, prepared_itq2_s * to) {
-    itq_transpose(x->sel, sizeof(*x), n, GROUP / 2, to->columns);
-    itq_transpose(x->qs, sizeof(*x), n, GROUP / 2, to->symbols);
-}
-
-typedef struct {
-    _Alignas(32) uint8_t at[QK_K / 2];
-} indices_itq3_s, indices_itq2_s;
-
-ITQ_INLINE void make_indices_itq3_s(const block_itq3_s * x, const prepared_itq3_s * from, int b, indices_itq3_s * to) {
-    itq3_s_indices(from->columns + ITQ_COLUMN_BYTES * b, x->qs, to->at);
-}
-
-ITQ_INLINE void make_indices_itq2_s(const block_itq2_s * x, const prepared_itq2_s * from, int b, indices_itq2_s * to) {
-    (void) x;
-    itq2_s_indices(from->columns + ITQ_COLUMN_BYTES * b, from->symbols + ITQ_COLUMN_BYTES * b, to->at);
-}
-
-// By half of 64 weights.
-ITQ_INLINE __m128i table_itq3_s(int h) {
-    (void) h;
-    return itq3_s_unsigned_levels();
-}
-
-ITQ_INLINE __m128i table_itq2_s(int h) {
-    return itq2_s_table(h);
-}
-
-#        define MULTIPLY(name)                                                                               \
-            ITQ_INLINE products multiply_##name(const block_##name * x, const prepared_##name * from, int b, \
-                                                const indices_##name * indices, const int8_t * q) {          \
-                (void) x;                                                                                    \
-                (void) from;                                                                                 \
-                (void) b;                                                                                    \
-                __m256i p[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };                           \
-                for (int m = 0; m < 128; m += 32) {                                                          \
-                    __m256i lower, upper;                                                                    \
-                    itq_levels_2x32(table_##name(m / 32 % 2), indices->at + m, &lower, &upper);              \
-                    p[0] = dot_32(p[0], lower, q + m);                                                       \
-                    p[1] = dot_32(p[1], upper, q + 128 + m);                                                 \
-                }                                                                                            \
-                return _mm256_add_epi32(p[0], p[1]);                                                         \
+#        define MULTIPLY_8_256(NAME, name, bits, n_levels, length, has_z, number)                                      \
+            typedef prepared_planes prepared_##name;                                                                   \
+            ITQ_INLINE void         prepare_##name(const block_##name * x, int n, prepared_##name * to) {              \
+                const uint8_t * plane = PLANE_##bits(x->qs);                                                           \
+                itq_transpose(x->sel, LAST_##has_z(x), sizeof(*x), n, GROUP / 2, to->columns);                         \
+                if (plane) {                                                                                           \
+                    itq_transpose(plane, NULL, sizeof(*x), n, GROUP / 2, to->planes);                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+                                                                                                                       \
+            ITQ_INLINE void make_indices_##name(const block_##name * x, const prepared_##name * from, int b,           \
+                                                itq_indices * to) {                                                    \
+                const uint8_t * planes = from->planes + ITQ_COLUMN_BYTES * b;                                          \
+                itq_make_indices(bits, from->columns + ITQ_COLUMN_BYTES * b, (bits) == 1 ? planes : x->qs, planes, to); \
+            }                                                                                                          \
+                                                                                                                       \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,             \
+                                              const int8_t * q, products p[GROUP]) {                                   \
+                static const int8_t levels[n_levels] = NAME##_LEVELS;                                                  \
+                itq_indices         indices[GROUP];                                                                    \
+                make_indices_##name(x, from, 0, &indices[0]);                                                          \
+                UNROLL_8                                                                                               \
+                for (int i = 0; i < GROUP; ++i) {                                                                      \
+                    const int b = i < n ? i : n - 1;                                                                   \
+                    if (i + 1 < n) {                                                                                   \
+                        make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                  \
+                    }                                                                                                  \
+                    __m256i sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };                              \
+                    for (int m = 0; m < 128; m += 32) {                                                                \
+                        __m256i lower, upper;                                                                          \
+                        itq_levels_2x32(bits, levels, &indices[b], m, &lower, &upper);                                 \
+                        sums[0] = dot_32(sums[0], lower, q + QK_K * b + m);                                            \
+                        sums[1] = dot_32(sums[1], upper, q + QK_K * b + 128 + m);                                      \
+                    }                                                                                                  \
+                    p[i] = _mm256_add_epi32(sums[0], sums[1]);                                                         \
+                }                                                                                                      \
             }
+ITQ_TYPES_256(MULTIPLY_8_256)
 
-#    endif
+// Four blocks of 64 together are a block of 256 of the same codes, but that no selector is carried from one to the next: bits
+// go on from the first half of a block to the second, to odd places.
+#        define CARRIED 0xAA
 
-static inline __m256 halves_to_floats(__m128i halves) {
-#    if defined(__F16C__)
-    return _mm256_cvtph_ps(halves);
-#    else
-    ggml_half h[GROUP];
-    float     f[GROUP];
-    memcpy(h, &halves, sizeof(h));
+typedef struct {
+    _Alignas(64) uint8_t columns[2 * ITQ_COLUMN_BYTES];  // transposed selectors of two times four blocks
+    _Alignas(64) uint8_t symbols[2 * 64];                // of two bits, as a block of 256 has them
+    _Alignas(64) uint8_t planes[2 * ITQ_COLUMN_BYTES];   // of one bit and third bits, transposed
+} prepared_of_64;
+
+// A plane of bits, 8 bytes at `plane` of blocks `stride` bytes apart, of 8 blocks; `last` as in itq_transpose.
+ITQ_INLINE void transpose_64(const uint8_t * plane, const uint8_t * last, size_t stride, int n, uint8_t * columns) {
+    int64_t  bits[GROUP];
+    uint64_t states[2] = { 0, 0 };
     for (int i = 0; i < GROUP; ++i) {
-        f[i] = GGML_CPU_FP16_TO_FP32(h[i]);
+        const size_t at = stride * (size_t) (i < n ? i : n - 1);
+        memcpy(&bits[i], plane + at, sizeof(bits[i]));
+        states[i / 4] |= last ? itq_spread_state(itq_start_state(last + at)) << i % 4 * 2 : 0;
     }
-    return _mm256_loadu_ps(f);
+    __m256i r0 = _mm256_setr_epi64x(bits[0], bits[1], bits[4], bits[5]);
+    __m256i r1 = _mm256_setr_epi64x(bits[2], bits[3], bits[6], bits[7]);
+    itq_transpose_pairs(&r0, &r1, 1, CARRIED, states, columns);
+}
+
+// Symbols of two bits, 16 bytes at `qs` of such blocks: field f of the bytes of block i goes to field i of those of quarter f.
+ITQ_INLINE void gather_symbols(const uint8_t * qs, size_t stride, int n, uint8_t * symbols) {
+    __m256i v[4];
+    for (int i = 0; i < 4; ++i) {
+        v[i] = itq_load_2x128(qs + stride * (size_t) (i < n ? i : n - 1), qs + stride * (size_t) (i + 4 < n ? i + 4 : n - 1));
+    }
+    SWAP_FIELDS(v[0], v[1], 2, 0x33);
+    SWAP_FIELDS(v[2], v[3], 2, 0x33);
+    SWAP_FIELDS(v[0], v[2], 4, 0x0F);
+    SWAP_FIELDS(v[1], v[3], 4, 0x0F);
+    for (int f = 0; f < 4; ++f) {
+        _mm_store_si128((__m128i *) (symbols + 16 * f), _mm256_castsi256_si128(v[f]));
+        _mm_store_si128((__m128i *) (symbols + 64 + 16 * f), _mm256_extracti128_si256(v[f], 1));
+    }
+}
+
+#        define MULTIPLY_8_64(NAME, name, bits, n_levels, length, has_z, number)                                \
+            typedef prepared_of_64 prepared_##name;                                                             \
+            ITQ_INLINE void        prepare_##name(const block_##name * x, int n, prepared_##name * to) {        \
+                transpose_64(x->sel, LAST_##has_z(x), sizeof(*x), n, to->columns);                              \
+                if ((bits) > 1) {                                                                               \
+                    gather_symbols(x->qs, sizeof(*x), n, to->symbols);                                          \
+                }                                                                                               \
+                if ((bits) != 2) {                                                                              \
+                    transpose_64((bits) == 1 ? x->qs : x->qs + (length) / 4, NULL, sizeof(*x), n, to->planes);  \
+                }                                                                                               \
+            }                                                                                                   \
+                                                                                                                \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,      \
+                                              const int8_t * q, products p[GROUP]) {                            \
+                static const int8_t levels[n_levels] = NAME##_LEVELS;                                           \
+                (void) x;                                                                                       \
+                itq_indices indices[2];                                                                         \
+                for (int four = 0; four < 2; ++four) {                                                          \
+                    const uint8_t * planes = from->planes + ITQ_COLUMN_BYTES * four;                            \
+                    itq_make_indices(bits, from->columns + ITQ_COLUMN_BYTES * four,                             \
+                                     (bits) == 1 ? planes : from->symbols + 64 * four, planes, &indices[four]); \
+                }                                                                                               \
+                UNROLL_8                                                                                        \
+                for (int i = 0; i < GROUP; ++i) {                                                               \
+                    p[i] = _mm256_setzero_si256();                                                              \
+                }                                                                                               \
+                UNROLL_8                                                                                        \
+                for (int i = 0; i < GROUP; ++i) { /* a half of a block, and of the one two further */           \
+                    const int four = i / 4, half = i % 2;                                                       \
+                    const int at    = 4 * four + i / 2 % 2;                                                     \
+                    const int lower = at < n ? at : n - 1, upper = at + 2 < n ? at + 2 : n - 1;                 \
+                    __m256i   of_lower, of_upper;                                                               \
+                    itq_levels_2x32(bits, levels, &indices[four], 32 * (i % 4), &of_lower, &of_upper);          \
+                    p[at]     = dot_32(p[at], of_lower, q + 64 * lower + 32 * half);                            \
+                    p[at + 2] = dot_32(p[at + 2], of_upper, q + 64 * upper + 32 * half);                        \
+                }                                                                                               \
+            }
+ITQ_TYPES_64(MULTIPLY_8_64)
+
 #    endif
+
+// Numbers without the start states in them.
+static inline __m128i without_states(__m128i halves) {
+    return _mm_andnot_si128(_mm_set1_epi16(ITQ_STATE_MASK), halves);
 }
 
 // d and z of a block.
@@ -270,8 +296,8 @@ ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, in
     const __m256i lower = _mm256_blend_epi16(both, _mm256_setzero_si256(), 0xAA);
     const __m256i upper = _mm256_srli_epi32(both, 16);
     const __m256i dz    = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, upper), 0xD8);
-    const __m256  d     = _mm256_mul_ps(halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
-    const __m256  m     = _mm256_mul_ps(d, halves_to_floats(_mm256_extracti128_si256(dz, 1)));
+    const __m256  d     = _mm256_mul_ps(itq_halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
+    const __m256  m     = _mm256_mul_ps(d, itq_halves_to_floats(without_states(_mm256_extracti128_si256(dz, 1))));
 
     // the levels had 64 added
     dot            = _mm256_sub_epi32(dot, _mm256_slli_epi32(total, 6));
@@ -292,7 +318,8 @@ ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, in
                 s[i] = (short) x[i < n ? i : n - 1].d;                                                         \
             }                                                                                                  \
             const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);             \
-            const __m256  d      = _mm256_mul_ps(halves_to_floats(halves), _mm256_set1_ps(0.03125f));          \
+            const __m256  f      = itq_halves_to_floats(without_states(halves));                               \
+            const __m256  d      = _mm256_mul_ps(f, _mm256_set1_ps(0.03125f));                                 \
                                                                                                                \
             /* the levels had 64 added */                                                                      \
             dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));                           \
@@ -338,156 +365,15 @@ ADD_WITHOUT_ZERO_POINT(itq2_n)
             }                                                                                                          \
         }
 
-// dots_name: the sums of all blocks of a group; those beyond n are any number.
-#    define GEMV(NAME, name, ...)                                                                                   \
-        MULTIPLY(name)                                                                                              \
-        ITQ_INLINE __m256i dots_##name(const block_##name * x, int n, const prepared_##name * from,                 \
-                                       const int8_t * q) {                                                          \
-            indices_##name indices[GROUP];                                                                          \
-            products       p[GROUP];                                                                                \
-            make_indices_##name(x, from, 0, &indices[0]);                                                           \
-            UNROLL_8                                                                                                \
-            for (int i = 0; i < GROUP; ++i) {                                                                       \
-                const int b = i < n ? i : n - 1;                                                                    \
-                if (i + 1 < n) {                                                                                    \
-                    make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                   \
-                }                                                                                                   \
-                p[i] = multiply_##name(&x[b], from, b, &indices[b], q + QK_K * b);                                  \
-            }                                                                                                       \
-            return sum_8(p);                                                                                        \
-        }                                                                                                           \
-                                                                                                                    \
-        ITQ_INLINE __m128 add_group_##name(__m128 sum, const block_##name * x, int n, const prepared_##name * from, \
-                                           const struct itq_columns * y, int64_t b) {                               \
-            return add_##name(sum, dots_##name(x, n, from, y->q + QK_K * b), x, n, y->d + b, y->sums + b);          \
-        }                                                                                                           \
-        GEMV_ROWS(name)
-ITQ_TYPES_256(GEMV)
-
-//
-// Blocks of 64. prepare_name() has what multiply_8_name() needs of a group of n <= GROUP blocks, which then has the products
-// of levels plus 64 of each.
-//
-
-#    if defined(ITQ_AVX512)
-
-#        define NO_PREPARATION_64(NAME, name, ...) NO_PREPARATION(name)
-ITQ_TYPES_64(NO_PREPARATION_64)
-
-ITQ_INLINE __m512i levels_itq3_n(const block_itq3_n * x) {
-    // a quarter of the weights in each quarter of the register
-    const __m512i q = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) x->qs));
-    const __m512i s = _mm512_srlv_epi64(q, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6));
-    return itq_levels_64(_mm512_slli_epi16(_mm512_and_si512(s, _mm512_set1_epi8(3)), 2), x->sel, 0,
-                         itq3_s_unsigned_levels());
-}
-
-ITQ_INLINE __m512i levels_itq2_n(const block_itq2_n * x) {
-    return itq2_levels_64(x->qs, x->sel, 0);
-}
-
-#        define MULTIPLY_8(NAME, name, ...)                                                                \
-            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from, \
-                                              const int8_t * q, products p[GROUP]) {                       \
-                (void) from;                                                                               \
-                UNROLL_8                                                                                   \
-                for (int i = 0; i < GROUP; ++i) {                                                          \
-                    const int b = i < n ? i : n - 1;                                                       \
-                    p[i]        = dot_64(_mm512_setzero_si512(), levels_##name(&x[b]), q + 64 * b);        \
-                }                                                                                          \
-            }
-ITQ_TYPES_64(MULTIPLY_8)
-
-#    else
-
-// Four blocks together are a block of 256 of the same codes, but that no selector is carried from one to the next: bits go
-// on from the first half of a block to the second, to odd places.
-#        define CARRIED           0xAA
-
-typedef struct {
-    _Alignas(64) uint8_t columns[2 * ITQ_COLUMN_BYTES];  // transposed selectors of two times four blocks
-    _Alignas(64) uint8_t symbols[2 * 64];                // as a block of 256 has them, or transposed
-} prepared_itq3_n, prepared_itq2_n;
-
-// Block i, those beyond n any.
-#        define BLOCK_64(x, i, n) ((x)[(i) < (n) ? (i) : (n) - 1])
-
-// A plane of bits, 8 bytes at `plane` of blocks `stride` bytes apart, of 8 blocks.
-ITQ_INLINE void transpose_64(const uint8_t * plane, size_t stride, int n, uint8_t * columns) {
-    int64_t bits[GROUP];
-    for (int i = 0; i < GROUP; ++i) {
-        memcpy(&bits[i], plane + stride * (size_t) (i < n ? i : n - 1), sizeof(bits[i]));
-    }
-    __m256i r0 = _mm256_setr_epi64x(bits[0], bits[1], bits[4], bits[5]);
-    __m256i r1 = _mm256_setr_epi64x(bits[2], bits[3], bits[6], bits[7]);
-    itq_transpose_pairs(&r0, &r1, 1, CARRIED, columns);
-}
-
-ITQ_INLINE void prepare_itq3_n(const block_itq3_n * x, int n, prepared_itq3_n * to) {
-    transpose_64(x->sel, sizeof(*x), n, to->columns);
-
-    // field f of the bytes of block i to field i of those of quarter f
-    __m256i v[4];
-    for (int i = 0; i < 4; ++i) {
-        v[i] = itq_load_2x128(BLOCK_64(x, i, n).qs, BLOCK_64(x, i + 4, n).qs);
-    }
-    SWAP_FIELDS(v[0], v[1], 2, 0x33);
-    SWAP_FIELDS(v[2], v[3], 2, 0x33);
-    SWAP_FIELDS(v[0], v[2], 4, 0x0F);
-    SWAP_FIELDS(v[1], v[3], 4, 0x0F);
-    for (int f = 0; f < 4; ++f) {
-        _mm_store_si128((__m128i *) (to->symbols + 16 * f), _mm256_castsi256_si128(v[f]));
-        _mm_store_si128((__m128i *) (to->symbols + 64 + 16 * f), _mm256_extracti128_si256(v[f], 1));
-    }
-}
-
-ITQ_INLINE void prepare_itq2_n(const block_itq2_n * x, int n, prepared_itq2_n * to) {
-    transpose_64(x->sel, sizeof(*x), n, to->columns);
-    transpose_64(x->qs, sizeof(*x), n, to->symbols);
-}
-
-#        define indices_of_itq3_n itq3_s_indices
-#        define indices_of_itq2_n itq2_s_indices
-#        define table_itq3_n      table_itq3_s
-#        define table_itq2_n      table_itq2_s
-
-#        define MULTIPLY_8(NAME, name, ...)                                                                  \
-            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,   \
-                                              const int8_t * q, products p[GROUP]) {                         \
-                (void) x;                                                                                    \
-                _Alignas(32) uint8_t indices[2][QK_K / 2];                                                   \
-                for (int four = 0; four < 2; ++four) {                                                       \
-                    indices_of_##name(from->columns + ITQ_COLUMN_BYTES * four, from->symbols + 64 * four,    \
-                                      indices[four]);                                                        \
-                }                                                                                            \
-                UNROLL_8                                                                                     \
-                for (int i = 0; i < GROUP; ++i) {                                                            \
-                    p[i] = _mm256_setzero_si256();                                                           \
-                }                                                                                            \
-                UNROLL_8                                                                                     \
-                for (int i = 0; i < GROUP; ++i) { /* a half of a block, and of the one two further */        \
-                    const int four = i / 4, half = i % 2;                                                    \
-                    const int at    = 4 * four + i / 2 % 2;                                                  \
-                    const int lower = at < n ? at : n - 1, upper = at + 2 < n ? at + 2 : n - 1;              \
-                    __m256i   of_lower, of_upper;                                                            \
-                    itq_levels_2x32(table_##name(half), indices[four] + 32 * (i % 4), &of_lower, &of_upper); \
-                    p[at]     = dot_32(p[at], of_lower, q + 64 * lower + 32 * half);                         \
-                    p[at + 2] = dot_32(p[at + 2], of_upper, q + 64 * upper + 32 * half);                     \
-                }                                                                                            \
-            }
-ITQ_TYPES_64(MULTIPLY_8)
-
-#    endif
-
-#    define GEMV_64(NAME, name, ...)                                                                                \
+#    define GEMV(NAME, name, bits, n_levels, length, ...)                                                           \
         ITQ_INLINE __m128 add_group_##name(__m128 sum, const block_##name * x, int n, const prepared_##name * from, \
                                            const struct itq_columns * y, int64_t b) {                               \
             products p[GROUP];                                                                                      \
-            multiply_8_##name(x, n, from, y->q + 64 * b, p);                                                        \
+            multiply_8_##name(x, n, from, y->q + (length) * b, p);                                                  \
             return add_##name(sum, sum_8(p), x, n, y->d + b, y->sums + b);                                          \
         }                                                                                                           \
         GEMV_ROWS(name)
-ITQ_TYPES_64(GEMV_64)
+ITQ_TYPES(GEMV)
 
 //
 // TQ2_0: trit f of byte 32*h + i of a block is number 128*h + 32*f + i, plus one
@@ -523,7 +409,7 @@ ITQ_INLINE __m128 add_group_tq2_0(__m128 sum, const block_tq2_0 * x, int n, cons
     const __m128i halves = _mm_setr_epi16((short) h[0], (short) h[1], (short) h[2], (short) h[3], (short) h[4],
                                           (short) h[5], (short) h[6], (short) h[7]);
     const __m256i dot    = _mm256_sub_epi32(sum_8_256(p), load_totals(y->sums + at, n));
-    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), halves_to_floats(halves)), n, y->d + at);
+    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), itq_halves_to_floats(halves)), n, y->d + at);
 }
 
 void itq_gemv_tq2_0(int64_t nb, const void * rows, size_t row_size, int n_rows, const struct itq_columns * y,

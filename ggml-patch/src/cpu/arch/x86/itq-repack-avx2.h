@@ -96,6 +96,13 @@ static inline void itq_repack_itq3_s_avx2(const void * rows, size_t row_size, in
     }
 }
 
+// Exchange the bits of the bytes that mask selects with those `shift` higher.
+static inline __m256i exchange_neighbours(__m256i x, int shift, char mask) {
+    const __m256i m = _mm256_set1_epi8(mask);
+    return _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, m), shift),
+                           _mm256_and_si256(_mm256_srli_epi16(x, shift), m));
+}
+
 static inline void itq_repack_itq2_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     struct row_reader readers[ITQ_PANEL_ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
@@ -108,14 +115,12 @@ static inline void itq_repack_itq2_s_avx2(const void * rows, size_t row_size, in
             repack_plane(x->qs, codes->qs, r);
             scales->d[r] = x->d;
         }
-        const __m256i mask = _mm256_set1_epi8(0x33);
         for (int t = 0; t < 8; ++t) {
             for (int r = 0; r < ITQ_PANEL_ROWS; r += REPACKED_ROWS) {
-                __m256i *     to = (__m256i *) &codes->qs[t][r];
-                const __m256i q  = _mm256_load_si256(to);
-                // bit g goes to g ^ 2
-                _mm256_store_si256(to, _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(q, mask), 2),
-                                                       _mm256_and_si256(_mm256_srli_epi16(q, 2), mask)));
+                // bit g goes to g ^ 3
+                __m256i *     to    = (__m256i *) &codes->qs[t][r];
+                const __m256i pairs = exchange_neighbours(_mm256_load_si256(to), 2, 0x33);
+                _mm256_store_si256(to, exchange_neighbours(pairs, 1, 0x55));
             }
         }
     }
