@@ -1,6 +1,6 @@
 #pragma once
 
-// The rows that a panel is made of, for the SIMD versions of repacking.
+// The rows that a panel is made of, for the SIMD versions of repacking, and the start states of their blocks.
 
 #include "itq-gemm.h"
 
@@ -21,4 +21,10 @@ static inline void open_rows(struct row_reader readers[ITQ_PANEL_ROWS], const vo
 
 static inline const void * block_at(const struct row_reader * reader, int64_t b) {
     return reader->bytes + (size_t) b * reader->stride;
+}
+
+// Bit i of a start state as the lowest bit of byte 7 - i.
+ITQ_INLINE uint64_t itq_spread_state(int state) {
+    // i to i + (56 - 9*i); no two products of bits meet
+    return (uint64_t) state * 0x0100804020100800 & 0x0101010101010000;
 }

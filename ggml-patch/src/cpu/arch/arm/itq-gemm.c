@@ -116,6 +116,12 @@ static inline float32x4_t load_halves(const ggml_half * halves, int quarter) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *) halves + QUARTER_ROWS * quarter)));
 }
 
+// The same of numbers that have a start state in them.
+static inline float32x4_t load_halves_of_states(const ggml_half * halves, int quarter) {
+    const uint16x4_t bits = vld1_u16((const uint16_t *) halves + QUARTER_ROWS * quarter);
+    return vcvt_f32_f16(vreinterpret_f16_u16(vbic_u16(bits, vdup_n_u16(ITQ_STATE_MASK))));
+}
+
 // A block's sums to its part of the result.
 ITQ_INLINE void add_block(float * to, int32x4_t acc, struct block_scales s, const int has_min, int32_t sum, float d1) {
     float32x4_t v = vmulq_f32(vcvtq_f32_s32(acc), s.d0);
@@ -221,102 +227,192 @@ ITQ_INLINE void multiply_block(const decoded_block * decoded, const struct block
 
 #    define SELECTORS_BEFORE 6
 
-// Selectors of t = -6 .. words - 1 of a block of 32 * words weights: before t = 0 those of t + words, a bit lower; weight 0
-// has zeros before it. The others are loaded as they are needed.
+// Selectors of t = -6 .. words - 1 of a block of 32 * words weights: before t = 0 those of t + words, a bit lower, and those of
+// the start states, which are in the numbers at `last`. The others are loaded as they are needed.
 struct selectors {
     uint8x16_t at[SELECTORS_BEFORE + 8];
+    uint8x16_t c0;  // of the step before
 };
 
-ITQ_INLINE struct selectors load_selectors_before(const int words, uint32_t (*sel)[ITQ_PANEL_ROWS], int quarter) {
+ITQ_INLINE struct selectors load_selectors_before(const int words, uint32_t (*sel)[ITQ_PANEL_ROWS],
+                                                  const ggml_half * last, int quarter) {
+    const uint32x4_t states = vmovl_u16(vld1_u16((const uint16_t *) last + QUARTER_ROWS * quarter));
     struct selectors s;
-    for (int i = SELECTORS_BEFORE - 1; i >= 0; --i) {
-        const int        t    = i + words - SELECTORS_BEFORE;
-        const uint8x16_t from = t < 0 ? s.at[i + words] : load_words(sel[t], quarter);
-        s.at[i]               = vreinterpretq_u8_u32(vaddq_u32(vreinterpretq_u32_u8(from), vreinterpretq_u32_u8(from)));
-    }
+#    define BEFORE(i, bit)                                                                                        \
+        {                                                                                                         \
+            const int        t    = words - 1 - (i);                                                              \
+            const uint8x16_t from = t < 0 ? s.at[SELECTORS_BEFORE + t] : load_words(sel[t], quarter);             \
+            const uint32x4_t all  = vsliq_n_u32(bit, vreinterpretq_u32_u8(from), 1); /* twice, and the lowest */  \
+            s.at[SELECTORS_BEFORE - 1 - (i)] = vreinterpretq_u8_u32(all);                                         \
+        }
+    BEFORE(0, states)
+    BEFORE(1, vshrq_n_u32(states, 1))
+    BEFORE(2, vshrq_n_u32(states, 2))
+    BEFORE(3, vshrq_n_u32(states, 3))
+    BEFORE(4, vshrq_n_u32(states, 4))
+    BEFORE(5, vshrq_n_u32(states, 5))
+#    undef BEFORE
+    s.c0 = veorq_u8(s.at[SELECTORS_BEFORE - 3], s.at[SELECTORS_BEFORE - 5]);
     return s;
 }
 
-// 2*c1 + c0 of the places words*(2*a + h) + t: bits 2*a of the bytes of grids[h].
-ITQ_INLINE void grids_of_step(uint32_t (*sel)[ITQ_PANEL_ROWS], int quarter, struct selectors * selectors, const int t,
-                              uint8x16_t grids[2]) {
-    const uint8x16_t even = vdupq_n_u8(0x55);
+// The codes of a step: nibbles i (itq-gemm.h), c2 and, of symbols of three bits, q2, which has neighbours exchanged.
+struct step {
+    uint8x16_t nibbles[4];
+    uint8x16_t c2;
+    uint8x16_t q2;
+};
+
+ITQ_INLINE struct step load_step(const int bits, const int words, uint32_t (*sel)[ITQ_PANEL_ROWS],
+                                 uint32_t (*qs)[ITQ_PANEL_ROWS], int quarter, struct selectors * selectors, const int t) {
+    const uint8x16_t bit = vdupq_n_u8(0x55), fields = vdupq_n_u8(0x33);
 
     uint8x16_t * s = selectors->at + SELECTORS_BEFORE + t;
     s[0]           = load_words(sel[t], quarter);
 
-    const uint8x16_t c1 = xor3(s[0], s[-1], s[-6]);
+    struct step x;
+    x.c2                = xor3(s[0], s[-5], s[-6]);
+    const uint8x16_t c1 = xor3(s[-1], s[-4], selectors->c0);
     const uint8x16_t c0 = veorq_u8(s[-2], s[-4]);
-    grids[0]            = insert_bits(even, c0, vaddq_u8(c1, c1));
-    grids[1]            = insert_bits_outside(even, c1, vshrq_n_u8(c0, 1));
+    selectors->c0       = c0;
+
+    const uint8x16_t even = insert_bits(bit, c0, vaddq_u8(c1, c1));
+    const uint8x16_t odd  = insert_bits_outside(bit, c1, vshrq_n_u8(c0, 1));
+    if (bits == 1) {
+        const uint8x16_t swapped = insert_bits(fields, vshrq_n_u8(x.c2, 2), vshlq_n_u8(x.c2, 2));
+        const uint8x16_t of_even = insert_bits(bit, swapped, load_words(qs[t], quarter));
+        const uint8x16_t of_odd  = insert_bits_outside(bit, swapped, load_words(hide_address(qs[t]), quarter));
+        x.nibbles[0]             = vbslq_u8(fields, even, of_even);
+        x.nibbles[1]             = vbslq_u8(fields, odd, of_odd);
+        x.nibbles[2]             = insert_bits_outside(fields, even, of_even);
+        x.nibbles[3]             = insert_bits_outside(fields, odd, of_odd);
+    } else {
+        x.nibbles[0] = insert_bits(fields, even, load_words(qs[2 * t], quarter));
+        x.nibbles[1] = insert_bits(fields, odd, load_words(qs[2 * t + 1], quarter));
+        x.nibbles[2] = insert_bits_outside(fields, even, load_words(hide_address(qs[2 * t]), quarter));
+        x.nibbles[3] = insert_bits_outside(fields, odd, load_words(hide_address(qs[2 * t + 1]), quarter));
+    }
+    x.q2 = bits == 3 ? load_words(qs[2 * words + t], quarter) : x.c2;
+    return x;
 }
 
-// Levels by an index, for the even [0] and the odd [1] bits of the selectors: of a pair of 1-bit symbols these pick one.
+// Levels by 16*c2 + nibble and by 2*nibble + c2, of nibbles i < 2 and i >= 2 and q2 = 0 and 1; of one symbol bit by nibble i.
 struct level_tables {
-    int8x16_t even[2];  // by 4*symbols + grid
-    int8x16_t odd[2];   // by 4*grid + symbols
+    int8x16x2_t lower[2][2];
+    int8x16x2_t upper[2][2];
+    int8x16_t   by_nibble[4];
 };
 
-ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
-    static const uint8_t transpose[16] = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
+ITQ_INLINE int8x16_t level_table(const int bits, const int8_t * levels, int i, int rest) {
+    uint8_t table[16];
+    itq_level_table(bits, levels, i, rest, table);
+    return vreinterpretq_s8_u8(vsubq_u8(vld1q_u8(table), vdupq_n_u8(64)));
+}
 
+ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
     struct level_tables tables;
-    load_levels(bits, levels, tables.even);
-    for (int h = 0; h < 2; ++h) {
-        tables.odd[h] = vqtbl1q_s8(tables.even[h], vld1q_u8(transpose));
+    for (int i = 0; i < 4 && bits == 1; ++i) {
+        tables.by_nibble[i] = level_table(bits, levels, i, 0);
+    }
+    for (int q2 = 0; q2 < bits - 1; ++q2) {
+        for (int i = 0; i < 2; ++i) {
+            const int8x16_t a = level_table(bits, levels, 2 * i, 2 * q2);
+            const int8x16_t b = level_table(bits, levels, 2 * i, 2 * q2 + 1);
+            tables.lower[q2][i] = (int8x16x2_t) { { a, b } };
+            tables.upper[q2][i] = vzipq_s8(a, b);
+        }
     }
     return tables;
 }
 
-// Levels of the four places that grids[h] of a step and a word of symbols belong to.
-ITQ_INLINE void levels_of_word(const struct level_tables * tables, const int h, const uint32_t * symbols, int quarter,
-                               uint8x16_t grids, int8x16_t levels[4]) {
-    const uint8x16_t low = vdupq_n_u8(0x0F), fields = vdupq_n_u8(0x33);
+// Bit i of the bytes of a plane in place 4 of them, alone above the lower four.
+ITQ_INLINE uint8x16_t fifth_bit(uint8x16_t plane, const int i) {
+    const uint8x16_t up = i == 0 ? vshlq_n_u8(plane, 4)
+                          : i == 1 ? vshlq_n_u8(plane, 3)
+                          : i == 2 ? vshlq_n_u8(plane, 2)
+                                   : vshlq_n_u8(plane, 1);
+    return vandq_u8(up, vdupq_n_u8(0x10));
+}
 
-    // two indices in a byte: of a = 0 and 2, of a = 1 and 3
-    const uint8x16_t even = insert_bits(fields, grids, load_words(symbols, quarter));
-    const uint8x16_t odd  = insert_bits_outside(fields, grids, load_words(hide_address(symbols), quarter));
+// Bit i + 4 in place 3.
+ITQ_INLINE uint8x16_t fourth_bit(uint8x16_t plane, const int i) {
+    return i == 0   ? vshrq_n_u8(plane, 1)
+           : i == 1 ? vshrq_n_u8(plane, 2)
+           : i == 2 ? vshrq_n_u8(plane, 3)
+                    : vshrq_n_u8(plane, 4);
+}
 
-    levels[0] = vqtbl1q_s8(tables->even[h], vandq_u8(even, low));
-    levels[1] = vqtbl1q_s8(tables->odd[h], vandq_u8(odd, low));
-    levels[2] = vqtbl1q_s8(tables->even[h], vshrq_n_u8(even, 4));
-    levels[3] = vqtbl1q_s8(tables->odd[h], vshrq_n_u8(odd, 4));
+// Levels of weights g by one of the tables of q2 = 0 and 1.
+ITQ_INLINE int8x16_t look_up(const int bits, const int8x16x2_t tables[2][2], const int i, uint8x16_t index,
+                             uint8x16_t q2, int g) {
+    const int8x16_t levels = vqtbl2q_s8(tables[0][i / 2], index);
+    if (bits == 2) {
+        return levels;
+    }
+    const uint8x16_t upper = vtstq_u8(q2, vdupq_n_u8((uint8_t) (1 << (g ^ 1))));
+    return vbslq_s8(upper, vqtbl2q_s8(tables[1][i / 2], index), levels);
+}
+
+// Levels of the weights in the lower and in the upper nibbles i of a step.
+ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * tables, const struct step * x, const int i,
+                                  int8x16_t levels[2]) {
+    const uint8x16_t low     = vdupq_n_u8(0x0F);
+    const uint8x16_t nibbles = x->nibbles[i];
+    if (bits == 1) {
+        levels[0] = vqtbl1q_s8(tables->by_nibble[i], vandq_u8(nibbles, low));
+        levels[1] = vqtbl1q_s8(tables->by_nibble[i], vshrq_n_u8(nibbles, 4));
+        return;
+    }
+    const uint8x16_t lower = insert_bits(low, nibbles, fifth_bit(x->c2, i));
+    levels[0]              = look_up(bits, tables->lower, i, lower, x->q2, i);
+    if (i == 0) {
+        const uint8x16_t upper = vsriq_n_u8(vandq_u8(x->c2, vdupq_n_u8(0x10)), nibbles, 4);
+        levels[1]              = look_up(bits, tables->lower, i, upper, x->q2, 4);
+    } else {
+        const uint8x16_t upper = insert_bits(vdupq_n_u8(0x08), fourth_bit(x->c2, i), nibbles);
+        levels[1]              = look_up(bits, tables->upper, i, vshrq_n_u8(upper, 3), x->q2, i + 4);
+    }
 }
 
 static inline struct block_scales scales_itq3_s(const itq_scales_itq3_s * scales, int quarter) {
     struct block_scales s;
     s.d0   = vmulq_n_f32(load_halves(scales->d, quarter), 0.03125f);
-    s.dmin = vmulq_f32(s.d0, load_halves(scales->z, quarter));
+    s.dmin = vmulq_f32(s.d0, load_halves_of_states(scales->z, quarter));
     return s;
 }
 
 static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales, int quarter) {
-    return (struct block_scales){ vmulq_n_f32(load_halves(scales->d, quarter), 0.03125f), vdupq_n_f32(0.0f) };
+    return (struct block_scales){ vmulq_n_f32(load_halves_of_states(scales->d, quarter), 0.03125f), vdupq_n_f32(0.0f) };
 }
 
 #    define scales_itq3_n scales_itq2_s
 #    define scales_itq2_n scales_itq2_s
 
-// The word of symbols of step t and fields h.
-#    define SYMBOLS(bits, t, h) ((bits) == 1 ? (t) : 2 * (t) + (h))
+#    define LAST_1(scales) (scales)->z
+#    define LAST_0(scales) (scales)->d
 
-// A step of gemm_direct_name in a block of 256: t = first + lane.
-#    define STEP(bits, lane)                                                                                  \
-        {                                                                                                     \
-            uint8x16_t grids[2];                                                                              \
-            HOLD_LOADS();                                                                                     \
-            ITQ_PREFETCH(codes, QUARTERS * (first + (lane)) + i);                                             \
-            grids_of_step(codes->sel, i, &selectors, first + (lane), grids);                                  \
-            for (int h = 0; h < 2; ++h) {                                                                     \
-                int8x16_t levels[4];                                                                          \
-                levels_of_word(&tables, h, codes->qs[SYMBOLS(bits, first + (lane), h)], i, grids[h], levels); \
-                for (int a = 0; a < 4; ++a) {                                                                 \
-                    for (int c = 0; c < nc; ++c) {                                                            \
-                        const int8x16_t v = vld1q_s8(q + c * QK_K + 4 * (16 * a + 8 * h + first));            \
-                        ADD_PRODUCTS(acc[c][a / 2 % chains], levels[a], v, lane);                             \
-                    }                                                                                         \
-                }                                                                                             \
-            }                                                                                                 \
+// A step of gemm_direct_name: t = first + lane in a block of 256. In a block of 64 the places of one register of activations are
+// those of both steps and of i and i + 1.
+#    define NIBBLES(bits, i, length, at, lane)                                           \
+        {                                                                                \
+            int8x16_t levels[2];                                                         \
+            levels_of_nibbles(bits, &tables, &step, i, levels);                          \
+            for (int upper = 0; upper < 2; ++upper) {                                    \
+                for (int c = 0; c < nc; ++c) {                                           \
+                    const int8x16_t v = vld1q_s8(q + c * (length) + (at) + (length) / 2 * upper); \
+                    ADD_PRODUCTS(acc[c][upper % chains], levels[upper], v, lane);        \
+                }                                                                        \
+            }                                                                            \
+        }
+#    define STEP(bits, lane)                                                                                       \
+        {                                                                                                          \
+            HOLD_LOADS();                                                                                          \
+            ITQ_PREFETCH(codes, QUARTERS * (first + (lane)) + i);                                                  \
+            const struct step step = load_step(bits, 8, codes->sel, codes->qs, i, &selectors, first + (lane));     \
+            NIBBLES(bits, 0, QK_K, 4 * first, lane)                                                                \
+            NIBBLES(bits, 1, QK_K, 4 * (8 + first), lane)                                                          \
+            NIBBLES(bits, 2, QK_K, 4 * (16 + first), lane)                                                         \
+            NIBBLES(bits, 3, QK_K, 4 * (24 + first), lane)                                                         \
         }
 
 #    define MULTIPLY_256(bits)                                               \
@@ -327,26 +423,15 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
             STEP(bits, 3)                                                    \
         }
 
-// Fields h of step t in a block of 64, in which the places of one register of activations are those of both steps and fields.
-#    define FIELDS_OF_64(bits, t, h)                                                         \
-        {                                                                                    \
-            int8x16_t levels[4];                                                             \
-            levels_of_word(&tables, h, codes->qs[SYMBOLS(bits, t, h)], i, grids[h], levels); \
-            for (int a = 0; a < 4; ++a) {                                                    \
-                for (int c = 0; c < nc; ++c) {                                               \
-                    const int8x16_t v = vld1q_s8(q + c * 64 + 16 * a);                       \
-                    ADD_PRODUCTS(acc[c][a / 2 % chains], levels[a], v, 2 * (h) + (t));       \
-                }                                                                            \
-            }                                                                                \
-        }
-#    define STEP_OF_64(bits, t)                                 \
-        {                                                       \
-            uint8x16_t grids[2];                                \
-            HOLD_LOADS();                                       \
-            ITQ_PREFETCH(codes, 2 * i + (t));                   \
-            grids_of_step(codes->sel, i, &selectors, t, grids); \
-            FIELDS_OF_64(bits, t, 0)                            \
-            FIELDS_OF_64(bits, t, 1)                            \
+#    define STEP_OF_64(bits, t)                                                                  \
+        {                                                                                        \
+            HOLD_LOADS();                                                                        \
+            ITQ_PREFETCH(codes, 2 * i + (t));                                                    \
+            const struct step step = load_step(bits, 2, codes->sel, codes->qs, i, &selectors, t); \
+            NIBBLES(bits, 0, 64, 0, t)                                                           \
+            NIBBLES(bits, 1, 64, 0, 2 + (t))                                                     \
+            NIBBLES(bits, 2, 64, 16, t)                                                          \
+            NIBBLES(bits, 3, 64, 16, 2 + (t))                                                    \
         }
 #    define MULTIPLY_64(bits) STEP_OF_64(bits, 0) STEP_OF_64(bits, 1)
 
@@ -368,7 +453,8 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
                     for (int c = 0; c < nc; ++c) {                                                                     \
                         acc[c][0] = acc[c][1] = vdupq_n_s32(0);                                                        \
                     }                                                                                                  \
-                    struct selectors selectors = load_selectors_before((length) / 32, codes->sel, i);                  \
+                    struct selectors selectors =                                                                       \
+                        load_selectors_before((length) / 32, codes->sel, LAST_##has_z(scales), i);                     \
                     MULTIPLY_##length(bits) const struct block_scales s = scales_##name(scales, i);                    \
                     for (int c = 0; c < nc; ++c) {                                                                     \
                         const int64_t   at  = b * nc + c;                                                              \
@@ -379,19 +465,20 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
             }                                                                                                          \
         }                                                                                                              \
                                                                                                                        \
-        static inline void decode_##name(itq_codes_##name * codes, int quarter, decoded_block * decoded) {             \
+        static inline void decode_##name(itq_codes_##name * codes, const itq_scales_##name * scales, int quarter,      \
+                                         decoded_block * decoded) {                                                    \
             static const int8_t       table[n_levels] = NAME##_LEVELS;                                                 \
             const struct level_tables tables          = load_level_tables(bits, table);                                \
-            struct selectors          selectors       = load_selectors_before((length) / 32, codes->sel, quarter);     \
+            struct selectors          selectors =                                                                      \
+                load_selectors_before((length) / 32, codes->sel, LAST_##has_z(scales), quarter);                       \
             _Pragma("GCC unroll 8") for (int t = 0; t < (length) / 32; ++t) {                                          \
-                uint8x16_t grids[2];                                                                                   \
-                grids_of_step(codes->sel, quarter, &selectors, t, grids);                                              \
-                for (int h = 0; h < 2; ++h) {                                                                          \
-                    int8x16_t levels[4];                                                                               \
-                    levels_of_word(&tables, h, codes->qs[SYMBOLS(bits, t, h)], quarter, grids[h], levels);             \
-                    for (int a = 0; a < 4; ++a) {                                                                      \
-                        store_place(decoded, (length) / 32 * (2 * a + h) + t, quarter, levels[a]);                     \
-                    }                                                                                                  \
+                const struct step step =                                                                               \
+                    load_step(bits, (length) / 32, codes->sel, codes->qs, quarter, &selectors, t);                     \
+                for (int i = 0; i < 4; ++i) {                                                                          \
+                    int8x16_t levels[2];                                                                               \
+                    levels_of_nibbles(bits, &tables, &step, i, levels);                                                \
+                    store_place(decoded, (length) / 32 * i + t, quarter, levels[0]);                                   \
+                    store_place(decoded, (length) / 32 * (i + 4) + t, quarter, levels[1]);                             \
                 }                                                                                                      \
             }                                                                                                          \
         }                                                                                                              \
@@ -405,8 +492,9 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
                 decoded_block       decoded;                                                                           \
                 struct block_scales s[QUARTERS];                                                                       \
                 for (int i = 0; i < QUARTERS; ++i) {                                                                   \
-                    decode_##name(itq_codes_of_##name(panel, b), i, &decoded);                                         \
-                    s[i] = scales_##name(itq_scales_of_##name(panel, b), i);                                           \
+                    const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                 \
+                    decode_##name(itq_codes_of_##name(panel, b), scales, i, &decoded);                                 \
+                    s[i] = scales_##name(scales, i);                                                                   \
                 }                                                                                                      \
                 multiply_block(&decoded, s, length, 0, has_z, y, b, nc, out);                                          \
             }                                                                                                          \
@@ -656,7 +744,7 @@ static inline uint8x16_t transpose_bits(uint8x16_t bytes) {
 }
 
 // A plane of bits, `offset` bytes into the blocks: bit 8*j + g of planes[t] from number 64*j + 8*g + t. `swap` moves bit
-// g to g ^ 2.
+// g to g ^ 3.
 ITQ_INLINE void repack_plane(const struct row_reader * readers, int64_t b, size_t offset, const int swap, int quarter,
                              uint32_t planes[8][ITQ_PANEL_ROWS]) {
     static const uint8_t order[16] = { 0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27 };
@@ -671,7 +759,8 @@ ITQ_INLINE void repack_plane(const struct row_reader * readers, int64_t b, size_
         words[0][i]              = vqtbl2q_u8(bytes, first);
         words[1][i]              = vqtbl2q_u8(bytes, second);
         for (int w = 0; w < 2 && swap; ++w) {
-            words[w][i] = select_bits(0x33, vshrq_n_u8(words[w][i], 2), vshlq_n_u8(words[w][i], 2));
+            const uint8x16_t pairs = select_bits(0x33, vshrq_n_u8(words[w][i], 2), vshlq_n_u8(words[w][i], 2));
+            words[w][i]            = select_bits(0x55, vshrq_n_u8(pairs, 1), vshlq_n_u8(pairs, 1));
         }
     }
     store_transposed(planes[0] + QUARTER_ROWS * quarter, ITQ_PANEL_ROWS, words[0]);

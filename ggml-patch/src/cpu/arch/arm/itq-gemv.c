@@ -51,7 +51,7 @@ static inline float32x4_t subtract_zero_points(float32x4_t v, float32x4_t d0, co
     return vfmsq_f32(v, vmulq_f32(d0, vld1q_f32(z)), vcvtq_f32_s32(vld1q_s32(sums)));
 }
 
-#    define ZERO_POINT_1(block) GGML_CPU_FP16_TO_FP32((block)->z)
+#    define ZERO_POINT_1(block) GGML_CPU_FP16_TO_FP32(itq_without_state(&(block)->z))
 #    define ZERO_POINT_0(block) 0.0f
 
 #    define ADD_GROUP(NAME, name, bits, n_levels, length, has_z, number)                                 \
@@ -63,7 +63,7 @@ static inline float32x4_t subtract_zero_points(float32x4_t v, float32x4_t d0, co
             for (int i = 0; i < GROUP; ++i) {                                                            \
                 const int b = i < n ? i : n - 1;                                                         \
                 p[i]        = multiply_block_##name(&x[b], y->q + QK_K * (at + b));                      \
-                d[i]        = GGML_CPU_FP16_TO_FP32(x[b].d);                                             \
+                d[i]        = GGML_CPU_FP16_TO_FP32(name##_scale(&x[b]));                                \
                 z[i]        = ZERO_POINT_##has_z(&x[b]);                                                 \
                 total[i]    = y->sums[at + b];                                                           \
             }                                                                                            \
@@ -95,6 +95,9 @@ ITQ_INLINE void gather_symbols(const int bits, const uint8_t * const from[GROUP]
     vst1q_u8(qs + 16, select_bits(0x0F, ab1, vshlq_n_u8(cd1, 4)));
     vst1q_u8(qs + 32, select_bits(0x0F, vshrq_n_u8(ab0, 4), cd0));
     vst1q_u8(qs + 48, select_bits(0x0F, vshrq_n_u8(ab1, 4), cd1));
+    for (int i = 0; i < GROUP && bits == 3; ++i) {
+        memcpy(qs + 64 + 8 * i, from[i] + 16, 8);
+    }
 }
 
 #    define ADD_GROUP_64(NAME, name, bits, n_levels, length, has_z, number)                 \
@@ -103,19 +106,21 @@ ITQ_INLINE void gather_symbols(const int bits, const uint8_t * const from[GROUP]
             static const int8_t table[n_levels] = NAME##_LEVELS;                            \
             const int8_t *      q8[GROUP];                                                  \
             const uint8_t *     symbols[GROUP];                                             \
-            uint8_t             qs[QK_ITQ / 4];                                             \
+            uint8_t             qs[QK_ITQ / 8 * ((bits) == 1 ? 2 : (bits))];                \
             uint8_t             sel[QK_ITQ / 8];                                            \
             int32x4_t           p[GROUP];                                                   \
             float               d[GROUP];                                                   \
+            uint64_t            before = 0;                                                 \
             for (int i = 0; i < GROUP; ++i) {                                               \
                 const int b = i < n ? i : n - 1;                                            \
                 q8[i]       = y->q + 64 * (at + b);                                         \
-                d[i]        = GGML_CPU_FP16_TO_FP32(x[b].d);                                \
+                d[i]        = GGML_CPU_FP16_TO_FP32(name##_scale(&x[b]));                   \
+                before |= itq_spread_state(name##_state(&x[b])) << 2 * i;                   \
                 symbols[i]  = x[b].qs;                                                      \
                 memcpy(sel + 8 * i, x[b].sel, 8);                                           \
             }                                                                               \
             gather_symbols(bits, symbols, qs);                                              \
-            multiply_quarters(bits, table, CARRIED, qs, sel, q8, p);                        \
+            multiply_quarters(bits, table, CARRIED, before, qs, sel, q8, p);                \
             const float32x4_t d0 = vmulq_n_f32(vld1q_f32(d), 0.03125f);                     \
             return add_in_order(sum, vmulq_f32(vcvtq_f32_s32(sum_4(p)), d0), n, y->d + at); \
         }

@@ -2,7 +2,7 @@
 
 // From a block of a trellis type to its levels, AVX2 and AVX-512, for products with rows as a file has them.
 
-#include "ggml-itq.h"
+#include "../../itq-rows.h"
 
 #include "ggml-cpu-impl.h"
 #include "simd-mappings.h"
@@ -150,12 +150,6 @@ ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int c
         _mm_storeu_si128(b + 1, _mm256_extracti128_si256(r0[p], 1));
         _mm_storeu_si128(b + 2, _mm256_extracti128_si256(r1[p], 1));
     }
-}
-
-// Bit i of a start state as the lowest bit of byte 7 - i.
-ITQ_INLINE uint64_t itq_spread_state(int state) {
-    // i to i + (56 - 9*i); no two products of bits meet
-    return (uint64_t) state * 0x0100804020100800 & 0x0101010101010000;
 }
 
 // Planes of n blocks `stride` bytes apart; `last` is where the first has its start state, NULL if the planes have none.
