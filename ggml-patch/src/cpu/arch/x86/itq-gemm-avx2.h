@@ -109,7 +109,7 @@ static inline __m256i load_decoded(const decoded_block * decoded, int p, int hal
 #    define CHAINS         4
 #else
 #    define TILE_COLUMNS   4
-#    define DIRECT_COLUMNS 16
+#    define DIRECT_COLUMNS 4
 #    define CHAINS         1
 #endif
 #define DIRECT_TILE 4

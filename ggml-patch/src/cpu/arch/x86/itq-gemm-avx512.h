@@ -248,10 +248,11 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
 }
 
 // A product of a few columns: LEVELS(b, F) decodes block b of `panel` and does F(codes, place, turn), BIAS is what these codes are
-// above the levels, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
-#define GEMM_FEW(type, way, block_length, scales_of, LEVELS, BIAS, dot_of)                                          \
+// above the levels, TABLES() is what LEVELS needs for all blocks, and dot_of(sums, how many, sum of the activations) adds up the sums of a column.
+#define GEMM_FEW(type, way, block_length, scales_of, TABLES, LEVELS, BIAS, dot_of)                                  \
     ITQ_INLINE void gemm_##type##_##way(int64_t nb, const void * panel, const struct itq_columns * y, const int nc, \
                                         float out[][ROWS]) {                                                        \
+        TABLES()                                                                                                    \
         const int length = block_length;                                                                            \
         __m512    sums[TILE];                                                                                       \
         UNROLL(16) for (int c = 0; c < nc; ++c) {                                                                   \
@@ -275,11 +276,12 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
 
 // The two ways of a product of a type: a few columns take every level from its register; of more, the levels of a block are
 // kept in the first-level cache and multiplied with TILE columns at a time.
-#define GEMM(type, scales_of, LEVELS, BIAS)                                                              \
-    GEMM_FEW(type, direct, 256, scales_of, LEVELS, BIAS, dot_of_chains)                                  \
+#define GEMM(type, scales_of, TABLES, LEVELS, BIAS)                                                      \
+    GEMM_FEW(type, direct, 256, scales_of, TABLES, LEVELS, BIAS, dot_of_chains)                          \
                                                                                                          \
     static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
                                    float out[][ROWS]) {                                                  \
+        TABLES()                                                                                         \
         memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
         for (int64_t b = 0; b < nb; ++b) {                                                               \
             _Alignas(64) uint8_t kept[64 * 64];                                                          \
@@ -294,11 +296,12 @@ static void multiply_kept_64_by(const struct kept_blocks * kept, int bias, const
     }
 
 // The same with blocks of 64.
-#define GEMM_64(type, scales_of, LEVELS, BIAS)                                                           \
-    GEMM_FEW(type, direct, 64, scales_of, LEVELS, BIAS, dot_of_chains)                                   \
+#define GEMM_64(type, scales_of, TABLES, LEVELS, BIAS)                                                   \
+    GEMM_FEW(type, direct, 64, scales_of, TABLES, LEVELS, BIAS, dot_of_chains)                           \
                                                                                                          \
     static void gemm_##type##_many(int64_t nb, const void * panel, const struct itq_columns * y, int nc, \
                                    float out[][ROWS]) {                                                  \
+        TABLES()                                                                                         \
         memset(out, 0, (size_t) nc * sizeof(*out));                                                      \
         for (int64_t first = 0; first < nb; first += KEPT_64) {                                          \
             struct kept_blocks blocks;                                                                   \
@@ -490,11 +493,9 @@ ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tabl
 #endif
 
 // Block b of a panel, of 32 * words weights; `last` is where the start states are.
-#define LEVELS_OF_TRELLIS(NAME, name, bits, words, last, b, F)                                           \
-    static const int8_t        level_values_[8 << (bits)] = NAME##_LEVELS;                               \
-    const struct level_tables  tables_                    = load_level_tables(bits, level_values_);      \
-    const itq_codes_##name *   codes_                     = itq_codes_of_##name(panel, b);               \
-    struct selectors           selectors_;                                                               \
+#define LEVELS_OF_TRELLIS(name, bits, words, last, b, F)                                                 \
+    const itq_codes_##name * codes_ = itq_codes_of_##name(panel, b);                                     \
+    struct selectors         selectors_;                                                                 \
     load_selectors(words, codes_->sel[0], itq_scales_of_##name(panel, b)->last, &selectors_);            \
     __m512i c0_ = _mm512_xor_si512(selectors_.at[3], selectors_.at[1]);                                  \
     UNROLL(8) for (int t = 0; t < (words); ++t) {                                                        \
@@ -503,17 +504,26 @@ ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tabl
             if (i % 2 == 0) {                                                                            \
                 ITQ_PREFETCH_PART(codes_, 2 * t + i / 2, 2 * (words));                                   \
             }                                                                                            \
-            F(lower_levels(bits, &tables_, &step_, i), (words) * i + t, 8 * t + 2 * i)                   \
-            F(upper_levels(bits, &tables_, &step_, i), (words) * (i + 4) + t, 8 * t + 2 * i + 1)         \
+            F(lower_levels(bits, &tables, &step_, i), (words) * i + t, 8 * t + 2 * i)                    \
+            F(upper_levels(bits, &tables, &step_, i), (words) * (i + 4) + t, 8 * t + 2 * i + 1)          \
         }                                                                                                \
     }
-#define LEVELS_ITQ3_S(b, F) LEVELS_OF_TRELLIS(ITQ3_S, itq3_s, 2, 8, z, b, F)
-#define LEVELS_ITQ2_S(b, F) LEVELS_OF_TRELLIS(ITQ2_S, itq2_s, 1, 8, d, b, F)
-#define LEVELS_ITQ3_N(b, F) LEVELS_OF_TRELLIS(ITQ3_N, itq3_n, 2, 2, d, b, F)
-#define LEVELS_ITQ2_N(b, F) LEVELS_OF_TRELLIS(ITQ2_N, itq2_n, 1, 2, d, b, F)
+#define TABLES_OF_TRELLIS(NAME, bits)                                    \
+    static const int8_t       level_values[8 << (bits)] = NAME##_LEVELS; \
+    const struct level_tables tables                    = load_level_tables(bits, level_values);
+#define TABLES_ITQ3_S()       TABLES_OF_TRELLIS(ITQ3_S, 2)
+#define TABLES_ITQ2_S()       TABLES_OF_TRELLIS(ITQ2_S, 1)
+#define TABLES_ITQ3_N()       TABLES_OF_TRELLIS(ITQ3_N, 2)
+#define TABLES_ITQ2_N()       TABLES_OF_TRELLIS(ITQ2_N, 1)
+#define LEVELS_ITQ3_S(b, F) LEVELS_OF_TRELLIS(itq3_s, 2, 8, z, b, F)
+#define LEVELS_ITQ2_S(b, F) LEVELS_OF_TRELLIS(itq2_s, 1, 8, d, b, F)
+#define LEVELS_ITQ3_N(b, F) LEVELS_OF_TRELLIS(itq3_n, 2, 2, d, b, F)
+#define LEVELS_ITQ2_N(b, F) LEVELS_OF_TRELLIS(itq2_n, 1, 2, d, b, F)
 
-#define GEMM_OF_TYPE(NAME, name, ...)    GEMM(name, scales_##name, LEVELS_##NAME, 64)
-#define GEMM_OF_TYPE_64(NAME, name, ...) GEMM_64(name, scales_##name, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE(NAME, name, ...) \
+    GEMM(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE_64(NAME, name, ...) \
+    GEMM_64(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
 ITQ_TYPES_256(GEMM_OF_TYPE)
 ITQ_TYPES_64(GEMM_OF_TYPE_64)
 
@@ -528,6 +538,8 @@ ITQ_TYPES_64(GEMM_OF_TYPE_64)
 #    define WHOLE_BYTES 0
 #endif
 
+#define NO_TABLES()
+
 #define PLACE_TQ2_0(w, f) (32 * ((w) / 8) + 8 * (f) + (w) % 8)
 
 #define LEVELS_TQ2_0(b, F)                                                                               \
@@ -540,7 +552,7 @@ ITQ_TYPES_64(GEMM_OF_TYPE_64)
             F(field, PLACE_TQ2_0(w, f), f)                                                               \
         }                                                                                                \
     }
-GEMM(tq2_0, scales_tq, LEVELS_TQ2_0, 1)
+GEMM(tq2_0, scales_tq, NO_TABLES, LEVELS_TQ2_0, 1)
 
 #if WHOLE_BYTES
 // Few columns: no field of a byte is shifted, its sum is.
@@ -563,7 +575,7 @@ ITQ_INLINE __m512i dot_of_fields(const __m512i * acc, int n, int32_t total) {
     }
     return dot;
 }
-GEMM_FEW(tq2_0, few, 256, scales_tq, FIELDS_TQ2_0, 1, dot_of_fields)
+GEMM_FEW(tq2_0, few, 256, scales_tq, NO_TABLES, FIELDS_TQ2_0, 1, dot_of_fields)
 #endif
 
 // A byte b of TQ1_0 is a fraction of 256, and t = floor(3*b / 256) its first trit; 3*b - 256*t is the byte of the next.
@@ -598,7 +610,7 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
         bytes = next_trits(bytes);                \
     }
 #define LEVELS_TQ1_0(b, F) TRITS_TQ1_0(b, ONE_TRIT, F)
-GEMM(tq1_0, scales_tq, LEVELS_TQ1_0, 1)
+GEMM(tq1_0, scales_tq, NO_TABLES, LEVELS_TQ1_0, 1)
 
 #if WHOLE_BYTES
 // Few columns: sum(t * y) = (3 * sum(b * y) - sum(next b * y)) / 256, two products and no trit.
@@ -617,7 +629,7 @@ ITQ_INLINE __m512i dot_of_bytes(const __m512i * acc, int n, int32_t total) {
     }
     return _mm512_sub_epi32(_mm512_srai_epi32(dot, 8), _mm512_set1_epi32(total));
 }
-GEMM_FEW(tq1_0, few, 256, scales_tq, BYTES_TQ1_0, 0, dot_of_bytes)
+GEMM_FEW(tq1_0, few, 256, scales_tq, NO_TABLES, BYTES_TQ1_0, 0, dot_of_bytes)
 #endif
 
 //
