@@ -53,7 +53,8 @@ static void * random_blocks(enum ggml_type type, size_t size) {
         uint8_t *         end = data + at + block;
         const ggml_fp16_t d   = ggml_fp32_to_fp16(0.01f + (float) (random_u32() % 100) * 0.001f);
         if (has_zero_point(type)) {
-            const ggml_fp16_t z = ggml_fp32_to_fp16(random_u32() % 4 ? 0.0f : 2.0f);
+            ggml_fp16_t z = ggml_fp32_to_fp16(random_u32() % 4 ? 0.0f : 2.0f);
+            z |= random_u32() & 0x3f;  // the start state
             memcpy(end - 4, &d, 2);
             memcpy(end - 2, &z, 2);
         } else {

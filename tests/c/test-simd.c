@@ -391,11 +391,18 @@ static void trellis_case(const struct type * t, char * blocks, int nb, int kind)
 
 #define TRELLIS_CASES 12
 
-static const char * const case_names[TRELLIS_CASES] = {
-    "random",    "selectors 1", "symbols 1",  "selectors 1, symbols 1",
-    "selectors 33, symbols 1",  "selectors 0, symbols 0",   "d negative", "d subnormal",
-    "d maximal", "z not zero",  "ternary",    "d zero, z -0"
-};
+static const char * const case_names[TRELLIS_CASES] = { "random",
+                                                        "selectors 1",
+                                                        "symbols 1",
+                                                        "selectors 1, symbols 1",
+                                                        "selectors 33, symbols 1",
+                                                        "selectors 0, symbols 0",
+                                                        "d negative",
+                                                        "d subnormal",
+                                                        "d maximal",
+                                                        "z not zero",
+                                                        "ternary",
+                                                        "d zero, z -0" };
 
 // Blocks of activations as the dot products of a type read them.
 static const void * packed(const struct type * t, const struct activations * y, int nb) {

@@ -50,6 +50,14 @@ ITQ_INLINE uint32_t get_symbol(int bits, int length, const uint32_t (*qs)[ROWS],
     return bits < 3 ? low : low | (qs[third_word(length, k)][r] >> third_bit(length, k) & 1) << 2;
 }
 
+// To the place that it has in a file.
+ITQ_INLINE void put_file_symbol(int bits, int length, uint8_t * qs, int k, uint32_t symbol) {
+    qs[itq_symbol_byte(bits, length, k)] |= (uint8_t) ((symbol & 3) << itq_symbol_shift(bits, length, k));
+    if (bits == 3) {
+        qs[length / 4 + k / 8] |= (uint8_t) (symbol >> 2 << k % 8);
+    }
+}
+
 // And its selector: bit of the word k % (length / 32).
 ITQ_INLINE int selector_bit(int length, int k) {
     return k / (length / 32);
@@ -90,8 +98,7 @@ ITQ_INLINE int selector_bit(int length, int k) {
                     const uint32_t selector = codes->sel[k % ((length) / 32)][r] >> selector_bit(length, k) & 1; \
                     const uint32_t symbol   = get_symbol(bits, length, codes->qs, r, k);                         \
                     x[b].sel[k / 8] |= (uint8_t) (selector << k % 8);                                            \
-                    x[b].qs[itq_symbol_byte(bits, length, k)] |=                                                 \
-                        (uint8_t) (symbol << itq_symbol_shift(bits, length, k));                                 \
+                    put_file_symbol(bits, length, x[b].qs, k, symbol);                                           \
                 }                                                                                                \
                 x[b].d = scales->d[r];                                                                           \
                 COPY_ZERO_POINT_##has_z(x[b].z, scales->z[r]);                                                   \
@@ -189,9 +196,9 @@ ITQ_INLINE void levels_of_row(int bits, int length, const int8_t * table, const 
         const uint32_t c0 = s[4 + t] ^ s[2 + t];
         for (int g = 0; g < 8; ++g) {
             for (int j = 0; j < 4; ++j) {
-                const int      p   = words * g + t;
-                const int      k   = length / 4 * j + p;
-                const int      bit = 8 * j + g;
+                const int      p      = words * g + t;
+                const int      k      = length / 4 * j + p;
+                const int      bit    = 8 * j + g;
                 const uint32_t symbol = get_symbol(bits, length, qs, r, k);
 
                 levels[4 * p + j] = table[8 * symbol + 4 * (c2 >> bit & 1) + 2 * (c1 >> bit & 1) + (c0 >> bit & 1)];

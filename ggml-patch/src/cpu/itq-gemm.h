@@ -32,9 +32,17 @@
 // half of a byte. From bit 0 on they have
 // - of one symbol bit c0 c1 c2 q, c0 c1 q c2, c2 q c0 c1, q c2 c0 c1 for i = 0 .. 3;
 // - of more c0 c1 q0 q1 for i < 2, q0 q1 c0 c1 else; c2, and the third bit q2 of a symbol, are what an index has besides.
-#define ITQ_INDEX_1(nibble, i, c2, q2)                                                    \
-    (8 * ((nibble) >> ((i) == 0 ? 3 : (i) == 1 ? 2 : (i) == 2 ? 1 : 0) & 1) +             \
-     4 * ((nibble) >> ((i) == 0 ? 2 : (i) == 1 ? 3 : (i) == 2 ? 0 : 1) & 1) +             \
+#define ITQ_INDEX_1(nibble, i, c2, q2)   \
+    (8 * ((nibble) >> ((i) == 0   ? 3    \
+                       : (i) == 1 ? 2    \
+                       : (i) == 2 ? 1    \
+                                  : 0) & \
+          1) +                           \
+     4 * ((nibble) >> ((i) == 0   ? 2    \
+                       : (i) == 1 ? 3    \
+                       : (i) == 2 ? 0    \
+                                  : 1) & \
+          1) +                           \
      ((nibble) >> ((i) < 2 ? 0 : 2) & 3))
 #define ITQ_INDEX_2(nibble, i, c2, q2) \
     (8 * ((nibble) >> ((i) < 2 ? 2 : 0) & 3) + 4 * (c2) + ((nibble) >> ((i) < 2 ? 0 : 2) & 3))

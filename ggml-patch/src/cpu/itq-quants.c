@@ -122,25 +122,25 @@ static float dot_block(const int8_t * levels, float d, float z, const block_q8_K
 #define ZERO_POINT_1(block) GGML_CPU_FP16_TO_FP32(itq_without_state(&(block)->z))
 #define ZERO_POINT_0(block) 0.0f
 
-#define DEFINE_VEC_DOT(NAME, name, bits, n_levels, length, has_z, number)                                       \
-    void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx, \
-                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {           \
-        assert(n % QK_K == 0);                                                                                  \
-        assert(nrc == 1);                                                                                       \
-        GGML_UNUSED(bs);                                                                                        \
-        GGML_UNUSED(bx);                                                                                        \
-        GGML_UNUSED(by);                                                                                        \
-        GGML_UNUSED(nrc);                                                                                       \
-                                                                                                                \
-        const block_##name * GGML_RESTRICT x    = vx;                                                           \
-        const block_q8_K * GGML_RESTRICT   y    = vy;                                                           \
-        float                              sumf = 0.0f;                                                         \
-        for (int i = 0; i < n / QK_K; ++i) {                                                                    \
-            int8_t levels[QK_K];                                                                                \
-            name##_decode_levels(&x[i], levels);                                                    \
-            sumf += dot_block(levels, GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])), ZERO_POINT_##has_z(&x[i]), &y[i]);         \
-        }                                                                                                       \
-        *s = sumf;                                                                                              \
+#define DEFINE_VEC_DOT(NAME, name, bits, n_levels, length, has_z, number)                                            \
+    void ggml_vec_dot_##name##_q8_K_h(int n, float * GGML_RESTRICT s, size_t bs, const void * GGML_RESTRICT vx,      \
+                                      size_t bx, const void * GGML_RESTRICT vy, size_t by, int nrc) {                \
+        assert(n % QK_K == 0);                                                                                       \
+        assert(nrc == 1);                                                                                            \
+        GGML_UNUSED(bs);                                                                                             \
+        GGML_UNUSED(bx);                                                                                             \
+        GGML_UNUSED(by);                                                                                             \
+        GGML_UNUSED(nrc);                                                                                            \
+                                                                                                                     \
+        const block_##name * GGML_RESTRICT x    = vx;                                                                \
+        const block_q8_K * GGML_RESTRICT   y    = vy;                                                                \
+        float                              sumf = 0.0f;                                                              \
+        for (int i = 0; i < n / QK_K; ++i) {                                                                         \
+            int8_t levels[QK_K];                                                                                     \
+            name##_decode_levels(&x[i], levels);                                                                     \
+            sumf += dot_block(levels, GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])), ZERO_POINT_##has_z(&x[i]), &y[i]); \
+        }                                                                                                            \
+        *s = sumf;                                                                                                   \
     }
 ITQ_TYPES_256(DEFINE_VEC_DOT)
 
@@ -159,12 +159,12 @@ ITQ_TYPES_256(DEFINE_VEC_DOT)
         float                              sumf = 0.0f;                                                         \
         for (int i = 0; i < n / 64; ++i) {                                                                      \
             int8_t levels[64];                                                                                  \
-            name##_decode_levels(&x[i], levels);                                                    \
+            name##_decode_levels(&x[i], levels);                                                                \
             int32_t sum = 0;                                                                                    \
             for (int j = 0; j < 64; ++j) {                                                                      \
                 sum += levels[j] * y[i].qs[j];                                                                  \
             }                                                                                                   \
-            sumf += GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])) * 0.03125f * (float) sum * y[i].d;                            \
+            sumf += GGML_CPU_FP16_TO_FP32(name##_scale(&x[i])) * 0.03125f * (float) sum * y[i].d;               \
         }                                                                                                       \
         *s = sumf;                                                                                              \
     }

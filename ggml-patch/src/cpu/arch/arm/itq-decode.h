@@ -33,8 +33,9 @@ static inline void transpose_plane(const uint8_t * plane, uint8x16_t rows[2]) {
 
 // Subsets of a block of 256 weights.
 struct subsets {
-    uint8x16_t fields[4];  // 2*c1 + c0 of weights m, m+64, m+128, m+192, m = 0 .. 63, as the bytes of 2-bit symbols hold theirs
-    uint8x16_t c2[2];      // of weights m, m+32, m+64, ..., m+224, m = 0 .. 31
+    uint8x16_t fields
+        [4];  // 2*c1 + c0 of weights m, m+64, m+128, m+192, m = 0 .. 63, as the bytes of 2-bit symbols hold theirs
+    uint8x16_t c2[2];  // of weights m, m+32, m+64, ..., m+224, m = 0 .. 31
 };
 
 // `carried` are the bits that may go on from one transposed byte to the next, `before` has the bytes before the first, in the
@@ -50,12 +51,12 @@ ITQ_INLINE void decode_subsets(const uint8_t * sel, const int carried, uint64_t 
     const uint8x16_t b1     = vorrq_u8(vandq_u8(vshlq_n_u8(b, 1), vdupq_n_u8((uint8_t) carried)), states);
 
 #    define BACK(k, first, second) vextq_u8(first, second, 16 - (k))
-#    define CHECKS(first, second, c2_, c1_, c0_)                                                                        \
-        {                                                                                                               \
-            const uint8x16_t s4 = BACK(4, first, second), s5 = BACK(5, first, second);                                  \
-            c2_ = veorq_u8(veorq_u8(second, s5), BACK(6, first, second));                                               \
-            c1_ = veorq_u8(veorq_u8(BACK(1, first, second), BACK(3, first, second)), veorq_u8(s4, s5));                 \
-            c0_ = veorq_u8(BACK(2, first, second), s4);                                                                 \
+#    define CHECKS(first, second, c2_, c1_, c0_)                                                        \
+        {                                                                                               \
+            const uint8x16_t s4 = BACK(4, first, second), s5 = BACK(5, first, second);                  \
+            c2_ = veorq_u8(veorq_u8(second, s5), BACK(6, first, second));                               \
+            c1_ = veorq_u8(veorq_u8(BACK(1, first, second), BACK(3, first, second)), veorq_u8(s4, s5)); \
+            c0_ = veorq_u8(BACK(2, first, second), s4);                                                 \
         }
     uint8x16_t c1[2], c0[2];
     CHECKS(b1, a, to->c2[0], c1[0], c0[0])
@@ -87,14 +88,14 @@ ITQ_INLINE void load_symbols(const int bits, const uint8_t * qs, uint8x16_t symb
 // Levels by 16*c2 + 4*field + 2*c1 + c0, of symbols with q2 = 0 or 1. Of a field of two 1-bit symbols, [0] takes the lower one
 // and [1] the upper one.
 ITQ_INLINE void load_levels(const int bits, const int8_t * table, const int q2, int8x16x2_t levels[2]) {
-    static const uint8_t of_two_bits[32] = { 0, 1, 2, 3, 8,  9,  10, 11, 16, 17, 18, 19, 24, 25, 26, 27,
-                                             4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31 };
+    static const uint8_t of_two_bits[32]   = { 0, 1, 2, 3, 8,  9,  10, 11, 16, 17, 18, 19, 24, 25, 26, 27,
+                                               4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31 };
     static const uint8_t of_one_bit[2][32] = {
         { 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15 },
         { 0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11, 4, 5, 6, 7, 4, 5, 6, 7, 12, 13, 14, 15, 12, 13, 14, 15 },
     };
-    const int         all   = bits == 1 ? 0 : 16;  // of one bit there are 16 levels
-    const int8x16x2_t in    = { { vld1q_s8(table + 32 * q2), vld1q_s8(table + 32 * q2 + all) } };
+    const int         all = bits == 1 ? 0 : 16;  // of one bit there are 16 levels
+    const int8x16x2_t in  = { { vld1q_s8(table + 32 * q2), vld1q_s8(table + 32 * q2 + all) } };
     for (int h = 0; h < 2; ++h) {
         const uint8_t * at = bits == 1 ? of_one_bit[h] : of_two_bits;
         for (int i = 0; i < 2; ++i) {
@@ -145,8 +146,8 @@ ITQ_INLINE void multiply_quarters(const int bits, const int8_t * table, const in
         const int        h  = j / 2;
         const uint8x16_t c2 = h ? vshrq_n_u8(subsets.c2[j % 2], 1) : subsets.c2[j % 2];
         const uint8x16_t q2 = bits < 3 ? c2 : h ? vshrq_n_u8(third[j % 2], 1) : third[j % 2];
-#    define ADD_QUARTER(i, nibbles, SHIFT, n)                                                                       \
-        acc[i] = ggml_vdotq_s32(acc[i], look_up_levels(bits, levels, h, nibbles, SHIFT(c2, n), SHIFT(q2, n)),       \
+#    define ADD_QUARTER(i, nibbles, SHIFT, n)                                                                 \
+        acc[i] = ggml_vdotq_s32(acc[i], look_up_levels(bits, levels, h, nibbles, SHIFT(c2, n), SHIFT(q2, n)), \
                                 vld1q_s8(q8[i] + 16 * j));
         ADD_QUARTER(0, vandq_u8(even, low), vshlq_n_u8, 4)
         ADD_QUARTER(1, vandq_u8(odd, low), vshlq_n_u8, 2)
@@ -157,13 +158,13 @@ ITQ_INLINE void multiply_quarters(const int bits, const int8_t * table, const in
 }
 
 // The same of a whole block.
-#    define DEFINE_MULTIPLY(NAME, name, bits, n_levels, length, has_z, number)                                    \
-        static inline int32x4_t multiply_block_##name(const block_##name * x, const int8_t * y) {                 \
-            static const int8_t  table[n_levels] = NAME##_LEVELS;                                                 \
-            const int8_t * const q8[4]           = { y, y + 64, y + 128, y + 192 };                               \
-            int32x4_t            acc[4];                                                                          \
-            multiply_quarters(bits, table, 0xFF, itq_spread_state(name##_state(x)), x->qs, x->sel, q8, acc);      \
-            return vaddq_s32(vaddq_s32(acc[0], acc[1]), vaddq_s32(acc[2], acc[3]));                               \
+#    define DEFINE_MULTIPLY(NAME, name, bits, n_levels, length, has_z, number)                               \
+        static inline int32x4_t multiply_block_##name(const block_##name * x, const int8_t * y) {            \
+            static const int8_t  table[n_levels] = NAME##_LEVELS;                                            \
+            const int8_t * const q8[4]           = { y, y + 64, y + 128, y + 192 };                          \
+            int32x4_t            acc[4];                                                                     \
+            multiply_quarters(bits, table, 0xFF, itq_spread_state(name##_state(x)), x->qs, x->sel, q8, acc); \
+            return vaddq_s32(vaddq_s32(acc[0], acc[1]), vaddq_s32(acc[2], acc[3]));                          \
         }
 ITQ_TYPES_256(DEFINE_MULTIPLY)
 

@@ -234,16 +234,16 @@ struct selectors {
     uint8x16_t c0;  // of the step before
 };
 
-ITQ_INLINE struct selectors load_selectors_before(const int words, uint32_t (*sel)[ITQ_PANEL_ROWS],
+ITQ_INLINE struct selectors load_selectors_before(const int         words, uint32_t (*sel)[ITQ_PANEL_ROWS],
                                                   const ggml_half * last, int quarter) {
     const uint32x4_t states = vmovl_u16(vld1_u16((const uint16_t *) last + QUARTER_ROWS * quarter));
     struct selectors s;
-#    define BEFORE(i, bit)                                                                                        \
-        {                                                                                                         \
-            const int        t    = words - 1 - (i);                                                              \
-            const uint8x16_t from = t < 0 ? s.at[SELECTORS_BEFORE + t] : load_words(sel[t], quarter);             \
-            const uint32x4_t all  = vsliq_n_u32(bit, vreinterpretq_u32_u8(from), 1); /* twice, and the lowest */  \
-            s.at[SELECTORS_BEFORE - 1 - (i)] = vreinterpretq_u8_u32(all);                                         \
+#    define BEFORE(i, bit)                                                                                       \
+        {                                                                                                        \
+            const int        t    = words - 1 - (i);                                                             \
+            const uint8x16_t from = t < 0 ? s.at[SELECTORS_BEFORE + t] : load_words(sel[t], quarter);            \
+            const uint32x4_t all  = vsliq_n_u32(bit, vreinterpretq_u32_u8(from), 1); /* twice, and the lowest */ \
+            s.at[SELECTORS_BEFORE - 1 - (i)] = vreinterpretq_u8_u32(all);                                        \
         }
     BEFORE(0, states)
     BEFORE(1, vshrq_n_u32(states, 1))
@@ -263,8 +263,9 @@ struct step {
     uint8x16_t q2;
 };
 
-ITQ_INLINE struct step load_step(const int bits, const int words, uint32_t (*sel)[ITQ_PANEL_ROWS],
-                                 uint32_t (*qs)[ITQ_PANEL_ROWS], int quarter, struct selectors * selectors, const int t) {
+ITQ_INLINE struct step load_step(const int bits, const int           words, uint32_t (*sel)[ITQ_PANEL_ROWS],
+                                 uint32_t (*qs)[ITQ_PANEL_ROWS], int quarter, struct selectors * selectors,
+                                 const int t) {
     const uint8x16_t bit = vdupq_n_u8(0x55), fields = vdupq_n_u8(0x33);
 
     uint8x16_t * s = selectors->at + SELECTORS_BEFORE + t;
@@ -316,9 +317,9 @@ ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * 
     }
     for (int q2 = 0; q2 < bits - 1; ++q2) {
         for (int i = 0; i < 2; ++i) {
-            const int8x16_t a = level_table(bits, levels, 2 * i, 2 * q2);
-            const int8x16_t b = level_table(bits, levels, 2 * i, 2 * q2 + 1);
-            tables.lower[q2][i] = (int8x16x2_t) { { a, b } };
+            const int8x16_t a   = level_table(bits, levels, 2 * i, 2 * q2);
+            const int8x16_t b   = level_table(bits, levels, 2 * i, 2 * q2 + 1);
+            tables.lower[q2][i] = (int8x16x2_t){ { a, b } };
             tables.upper[q2][i] = vzipq_s8(a, b);
         }
     }
@@ -327,7 +328,7 @@ ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * 
 
 // Bit i of the bytes of a plane in place 4 of them, alone above the lower four.
 ITQ_INLINE uint8x16_t fifth_bit(uint8x16_t plane, const int i) {
-    const uint8x16_t up = i == 0 ? vshlq_n_u8(plane, 4)
+    const uint8x16_t up = i == 0   ? vshlq_n_u8(plane, 4)
                           : i == 1 ? vshlq_n_u8(plane, 3)
                           : i == 2 ? vshlq_n_u8(plane, 2)
                                    : vshlq_n_u8(plane, 1);
@@ -354,8 +355,8 @@ ITQ_INLINE int8x16_t look_up(const int bits, const int8x16x2_t tables[2][2], con
 }
 
 // Levels of the weights in the lower and in the upper nibbles i of a step.
-ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * tables, const struct step * x, const int i,
-                                  int8x16_t levels[2]) {
+ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * tables, const struct step * x,
+                                  const int i, int8x16_t levels[2]) {
     const uint8x16_t low     = vdupq_n_u8(0x0F);
     const uint8x16_t nibbles = x->nibbles[i];
     if (bits == 1) {
@@ -393,26 +394,26 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
 
 // A step of gemm_direct_name: t = first + lane in a block of 256. In a block of 64 the places of one register of activations are
 // those of both steps and of i and i + 1.
-#    define NIBBLES(bits, i, length, at, lane)                                           \
-        {                                                                                \
-            int8x16_t levels[2];                                                         \
-            levels_of_nibbles(bits, &tables, &step, i, levels);                          \
-            for (int upper = 0; upper < 2; ++upper) {                                    \
-                for (int c = 0; c < nc; ++c) {                                           \
+#    define NIBBLES(bits, i, length, at, lane)                                                    \
+        {                                                                                         \
+            int8x16_t levels[2];                                                                  \
+            levels_of_nibbles(bits, &tables, &step, i, levels);                                   \
+            for (int upper = 0; upper < 2; ++upper) {                                             \
+                for (int c = 0; c < nc; ++c) {                                                    \
                     const int8x16_t v = vld1q_s8(q + c * (length) + (at) + (length) / 2 * upper); \
-                    ADD_PRODUCTS(acc[c][upper % chains], levels[upper], v, lane);        \
-                }                                                                        \
-            }                                                                            \
+                    ADD_PRODUCTS(acc[c][upper % chains], levels[upper], v, lane);                 \
+                }                                                                                 \
+            }                                                                                     \
         }
-#    define STEP(bits, lane)                                                                                       \
-        {                                                                                                          \
-            HOLD_LOADS();                                                                                          \
-            ITQ_PREFETCH(codes, QUARTERS * (first + (lane)) + i);                                                  \
-            const struct step step = load_step(bits, 8, codes->sel, codes->qs, i, &selectors, first + (lane));     \
-            NIBBLES(bits, 0, QK_K, 4 * first, lane)                                                                \
-            NIBBLES(bits, 1, QK_K, 4 * (8 + first), lane)                                                          \
-            NIBBLES(bits, 2, QK_K, 4 * (16 + first), lane)                                                         \
-            NIBBLES(bits, 3, QK_K, 4 * (24 + first), lane)                                                         \
+#    define STEP(bits, lane)                                                                                   \
+        {                                                                                                      \
+            HOLD_LOADS();                                                                                      \
+            ITQ_PREFETCH(codes, QUARTERS * (first + (lane)) + i);                                              \
+            const struct step step = load_step(bits, 8, codes->sel, codes->qs, i, &selectors, first + (lane)); \
+            NIBBLES(bits, 0, QK_K, 4 * first, lane)                                                            \
+            NIBBLES(bits, 1, QK_K, 4 * (8 + first), lane)                                                      \
+            NIBBLES(bits, 2, QK_K, 4 * (16 + first), lane)                                                     \
+            NIBBLES(bits, 3, QK_K, 4 * (24 + first), lane)                                                     \
         }
 
 #    define MULTIPLY_256(bits)                                               \
@@ -423,15 +424,15 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
             STEP(bits, 3)                                                    \
         }
 
-#    define STEP_OF_64(bits, t)                                                                  \
-        {                                                                                        \
-            HOLD_LOADS();                                                                        \
-            ITQ_PREFETCH(codes, 2 * i + (t));                                                    \
+#    define STEP_OF_64(bits, t)                                                                   \
+        {                                                                                         \
+            HOLD_LOADS();                                                                         \
+            ITQ_PREFETCH(codes, 2 * i + (t));                                                     \
             const struct step step = load_step(bits, 2, codes->sel, codes->qs, i, &selectors, t); \
-            NIBBLES(bits, 0, 64, 0, t)                                                           \
-            NIBBLES(bits, 1, 64, 0, 2 + (t))                                                     \
-            NIBBLES(bits, 2, 64, 16, t)                                                          \
-            NIBBLES(bits, 3, 64, 16, 2 + (t))                                                    \
+            NIBBLES(bits, 0, 64, 0, t)                                                            \
+            NIBBLES(bits, 1, 64, 0, 2 + (t))                                                      \
+            NIBBLES(bits, 2, 64, 16, t)                                                           \
+            NIBBLES(bits, 3, 64, 16, 2 + (t))                                                     \
         }
 #    define MULTIPLY_64(bits) STEP_OF_64(bits, 0) STEP_OF_64(bits, 1)
 

@@ -116,7 +116,7 @@ ITQ_INLINE void gather_symbols(const int bits, const uint8_t * const from[GROUP]
                 q8[i]       = y->q + 64 * (at + b);                                         \
                 d[i]        = GGML_CPU_FP16_TO_FP32(name##_scale(&x[b]));                   \
                 before |= itq_spread_state(name##_state(&x[b])) << 2 * i;                   \
-                symbols[i]  = x[b].qs;                                                      \
+                symbols[i] = x[b].qs;                                                       \
                 memcpy(sel + 8 * i, x[b].sel, 8);                                           \
             }                                                                               \
             gather_symbols(bits, symbols, qs);                                              \

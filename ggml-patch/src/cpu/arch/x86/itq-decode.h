@@ -106,7 +106,7 @@ ITQ_INLINE __m512i itq_levels_64(const int bits, const int length, const int8_t 
 // A plane of bits, 32 bytes, of each of `pairs` pairs of blocks transposed. ITQ_COLUMN_BYTES bytes a block, best a line of
 // the cache: byte 16 + m holds the bits of weights m, m+32, m+64, ..., m+224, and the 16 bytes before carry them on from
 // m = 31 to m = 0, a bit higher, with the start states, bytes 8 .. 15 of states[block].
-#        define ITQ_COLUMN_BYTES 64
+#        define ITQ_COLUMN_BYTES  64
 // The planes are in r0 and r1, a block in each half, 16 bytes of it in each register; `carried` are the bits that may go on.
 ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int carried, const uint64_t * states,
                                     uint8_t * columns) {
@@ -115,17 +115,16 @@ ITQ_INLINE void itq_transpose_pairs(__m256i * r0, __m256i * r1, int pairs, int c
     const __m256i mask_4 = _mm256_set1_epi8(0x0F);
 
     // Bits change place between the registers, then the next bit of the byte number becomes the register.
-#        define SWAP(SLL, shift, mask)                                                                \
-            for (int p = 0; p < pairs; ++p) {                                                         \
-                const __m256i t =                                                                     \
-                    _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
-                r1[p] = _mm256_xor_si256(r1[p], t);                                                   \
-                r0[p] = _mm256_xor_si256(r0[p], SLL);                                                 \
-            }                                                                                         \
-            for (int p = 0; p < pairs; ++p) {                                                         \
-                const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                 \
-                r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                 \
-                r0[p]           = t;                                                                  \
+#        define SWAP(SLL, shift, mask)                                                                              \
+            for (int p = 0; p < pairs; ++p) {                                                                       \
+                const __m256i t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(r0[p], shift), r1[p]), mask); \
+                r1[p]           = _mm256_xor_si256(r1[p], t);                                                       \
+                r0[p]           = _mm256_xor_si256(r0[p], SLL);                                                     \
+            }                                                                                                       \
+            for (int p = 0; p < pairs; ++p) {                                                                       \
+                const __m256i t = _mm256_unpacklo_epi8(r0[p], r1[p]);                                               \
+                r1[p]           = _mm256_unpackhi_epi8(r0[p], r1[p]);                                               \
+                r0[p]           = t;                                                                                \
             }
     SWAP(_mm256_slli_epi16(t, 4), 4, mask_4)
     SWAP(_mm256_slli_epi16(t, 2), 2, mask_2)
@@ -190,13 +189,13 @@ ITQ_INLINE void itq_make_indices(const int bits, const uint8_t * columns, const 
     // s[t-k] is k bytes back
     const uint8_t * s  = columns + 16;
     const __m256i   s4 = itq_load_256(s - 4), s5 = itq_load_256(s - 5);
-    const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s - 1), itq_load_256(s - 3)),
-                                          _mm256_xor_si256(s4, s5));
-    const __m256i   c0 = _mm256_xor_si256(itq_load_256(s - 2), s4);
-    const __m256i   t  = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
+    const __m256i   c1 =
+        _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s - 1), itq_load_256(s - 3)), _mm256_xor_si256(s4, s5));
+    const __m256i c0         = _mm256_xor_si256(itq_load_256(s - 2), s4);
+    const __m256i t          = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
     // c0 and c1 beside each other, of the even and of the odd g
-    const __m256i   subsets[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
-    to->c2 = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s), itq_load_256(s - 6)), s5);
+    const __m256i subsets[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
+    to->c2                   = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s), itq_load_256(s - 6)), s5);
     if (bits == 3) {
         to->q2 = itq_load_256(third + 16);
     }
@@ -234,8 +233,9 @@ ITQ_INLINE __m256i itq_look_up(const int bits, const int8_t * levels, const itq_
     if (bits < 3) {
         return two;
     }
-    const __m256i upper = _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 1), nibbles),
-                                             _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 1), nibbles), c2);
+    const __m256i upper =
+        _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 1), nibbles),
+                           _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 1), nibbles), c2);
     return _mm256_blendv_epi8(two, upper, _mm256_slli_epi16(from->q2, 7 - g));
 }
 

@@ -184,8 +184,8 @@ ITQ_INLINE void load_selectors(const int words, const uint32_t sel[][ITQ_PANEL_R
         s->at[SELECTORS_BEFORE + t] = load_words(sel[t], half);
     }
     for (int i = 0; i < SELECTORS_BEFORE; ++i) {
-        const __m256i from  = s->at[SELECTORS_BEFORE - 1 - i + words];
-        const __m256i state = _mm256_and_si256(_mm256_srli_epi32(states, i), _mm256_set1_epi32(1));
+        const __m256i from              = s->at[SELECTORS_BEFORE - 1 - i + words];
+        const __m256i state             = _mm256_and_si256(_mm256_srli_epi32(states, i), _mm256_set1_epi32(1));
         s->at[SELECTORS_BEFORE - 1 - i] = _mm256_or_si256(_mm256_add_epi32(from, from), state);
     }
 }
@@ -220,7 +220,7 @@ ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t se
         c0_before          = c0;
 
         // c0 and c1 beside each other, of the even and of the odd g
-        const __m256i u = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
+        const __m256i u    = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
         const __m256i even = _mm256_xor_si256(c0, _mm256_add_epi8(u, u));
         const __m256i odd  = _mm256_xor_si256(c1, u);
 
@@ -277,7 +277,8 @@ ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * ta
     const __m256i nibbles = indices->nibbles[i][t];
     const __m256i c2      = bits > 1 ? indices->rest[0][i][t] : nibbles;
     const __m256i q2      = bits > 2 ? indices->rest[1][i][t] : nibbles;
-    levels[0] = look_up(bits, tables, i, _mm256_and_si256(nibbles, low), _mm256_slli_epi16(c2, 4), _mm256_slli_epi16(q2, 4));
+    levels[0] =
+        look_up(bits, tables, i, _mm256_and_si256(nibbles, low), _mm256_slli_epi16(c2, 4), _mm256_slli_epi16(q2, 4));
     levels[1] = look_up(bits, tables, i, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low), c2, q2);
 }
 

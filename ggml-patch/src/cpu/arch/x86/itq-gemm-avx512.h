@@ -400,12 +400,13 @@ struct level_tables {
 
 // Six bits of a byte are looked up. c2 is bit 4 + i % 2 of an index in a lower nibble; an upper one begins at bit 2, and c2 is
 // bit i % 2. The third symbol bit has the other one of these places.
-#    define BIT(x, at)           ((x) >> (at) & 1)
-#    define AT_LOWER(x, bits, i) ITQ_INDEX_##bits((x) & 15, i, BIT(x, 4 + (i) % 2), BIT(x, 5 - (i) % 2))
-#    define AT_UPPER(x, bits, i) ITQ_INDEX_##bits((x) >> 2, i, BIT(x, (i) % 2), BIT(x, 1 - (i) % 2))
-#    define TABLE_4(AT, x, bits, i)  AT((x), bits, i), AT((x) + 1, bits, i), AT((x) + 2, bits, i), AT((x) + 3, bits, i)
-#    define TABLE_16(AT, x, bits, i) \
-        TABLE_4(AT, x, bits, i), TABLE_4(AT, (x) + 4, bits, i), TABLE_4(AT, (x) + 8, bits, i), TABLE_4(AT, (x) + 12, bits, i)
+#    define BIT(x, at)              ((x) >> (at) & 1)
+#    define AT_LOWER(x, bits, i)    ITQ_INDEX_##bits((x) & 15, i, BIT(x, 4 + (i) % 2), BIT(x, 5 - (i) % 2))
+#    define AT_UPPER(x, bits, i)    ITQ_INDEX_##bits((x) >> 2, i, BIT(x, (i) % 2), BIT(x, 1 - (i) % 2))
+#    define TABLE_4(AT, x, bits, i) AT((x), bits, i), AT((x) + 1, bits, i), AT((x) + 2, bits, i), AT((x) + 3, bits, i)
+#    define TABLE_16(AT, x, bits, i)                                                           \
+        TABLE_4(AT, x, bits, i), TABLE_4(AT, (x) + 4, bits, i), TABLE_4(AT, (x) + 8, bits, i), \
+            TABLE_4(AT, (x) + 12, bits, i)
 #    define TABLE(AT, bits, i) \
         { TABLE_16(AT, 0, bits, i), TABLE_16(AT, 16, bits, i), TABLE_16(AT, 32, bits, i), TABLE_16(AT, 48, bits, i) }
 #    define TABLES(AT, bits) { TABLE(AT, bits, 0), TABLE(AT, bits, 1), TABLE(AT, bits, 2), TABLE(AT, bits, 3) }
@@ -430,7 +431,8 @@ ITQ_INLINE __m512i rest_of(const int bits, const struct step * x, const int i) {
     return bits == 3 ? merge(x->rest[0], x->rest[1], i % 2 == 0 ? 0xAA : 0x55) : x->rest[0];
 }
 
-ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x,
+                                const int i) {
     __m512i index = x->nibbles[i];
     if (bits > 1) {
         index = merge(index, _mm512_slli_epi16(rest_of(bits, x, i), i < 2 ? 4 : 2), 0x30);
@@ -438,7 +440,8 @@ ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tabl
     return _mm512_permutexvar_epi8(index, tables->lower[i]);
 }
 
-ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x,
+                                const int i) {
     __m512i index = x->nibbles[i];
     if (bits == 1) {
         return _mm512_permutexvar_epi8(_mm512_srli_epi16(index, 4), tables->lower[i]);
@@ -482,48 +485,48 @@ ITQ_INLINE __m512i look_up(const int bits, const struct level_tables * tables, c
     return levels;
 }
 
-ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+ITQ_INLINE __m512i lower_levels(const int bits, const struct level_tables * tables, const struct step * x,
+                                const int i) {
     return look_up(bits, tables, x, i, x->nibbles[i], i);
 }
 
-ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x, const int i) {
+ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tables, const struct step * x,
+                                const int i) {
     return look_up(bits, tables, x, i, _mm512_srli_epi16(x->nibbles[i], 4), i + 4);
 }
 
 #endif
 
 // Block b of a panel, of 32 * words weights; `last` is where the start states are.
-#define LEVELS_OF_TRELLIS(name, bits, words, last, b, F)                                                 \
-    const itq_codes_##name * codes_ = itq_codes_of_##name(panel, b);                                     \
-    struct selectors         selectors_;                                                                 \
-    load_selectors(words, codes_->sel[0], itq_scales_of_##name(panel, b)->last, &selectors_);            \
-    __m512i c0_ = _mm512_xor_si512(selectors_.at[3], selectors_.at[1]);                                  \
-    UNROLL(8) for (int t = 0; t < (words); ++t) {                                                        \
-        const struct step step_ = load_step(bits, words, &selectors_, t, codes_->qs[0], &c0_);           \
-        UNROLL(4) for (int i = 0; i < 4; ++i) {                                                          \
-            if (i % 2 == 0) {                                                                            \
-                ITQ_PREFETCH_PART(codes_, 2 * t + i / 2, 2 * (words));                                   \
-            }                                                                                            \
-            F(lower_levels(bits, &tables, &step_, i), (words) * i + t, 8 * t + 2 * i)                    \
-            F(upper_levels(bits, &tables, &step_, i), (words) * (i + 4) + t, 8 * t + 2 * i + 1)          \
-        }                                                                                                \
+#define LEVELS_OF_TRELLIS(name, bits, words, last, b, F)                                        \
+    const itq_codes_##name * codes_ = itq_codes_of_##name(panel, b);                            \
+    struct selectors         selectors_;                                                        \
+    load_selectors(words, codes_->sel[0], itq_scales_of_##name(panel, b)->last, &selectors_);   \
+    __m512i c0_ = _mm512_xor_si512(selectors_.at[3], selectors_.at[1]);                         \
+    UNROLL(8) for (int t = 0; t < (words); ++t) {                                               \
+        const struct step step_ = load_step(bits, words, &selectors_, t, codes_->qs[0], &c0_);  \
+        UNROLL(4) for (int i = 0; i < 4; ++i) {                                                 \
+            if (i % 2 == 0) {                                                                   \
+                ITQ_PREFETCH_PART(codes_, 2 * t + i / 2, 2 * (words));                          \
+            }                                                                                   \
+            F(lower_levels(bits, &tables, &step_, i), (words) * i + t, 8 * t + 2 * i)           \
+            F(upper_levels(bits, &tables, &step_, i), (words) * (i + 4) + t, 8 * t + 2 * i + 1) \
+        }                                                                                       \
     }
 #define TABLES_OF_TRELLIS(NAME, bits)                                    \
     static const int8_t       level_values[8 << (bits)] = NAME##_LEVELS; \
     const struct level_tables tables                    = load_level_tables(bits, level_values);
-#define TABLES_ITQ3_S()       TABLES_OF_TRELLIS(ITQ3_S, 2)
-#define TABLES_ITQ2_S()       TABLES_OF_TRELLIS(ITQ2_S, 1)
-#define TABLES_ITQ3_N()       TABLES_OF_TRELLIS(ITQ3_N, 2)
-#define TABLES_ITQ2_N()       TABLES_OF_TRELLIS(ITQ2_N, 1)
+#define TABLES_ITQ3_S()     TABLES_OF_TRELLIS(ITQ3_S, 2)
+#define TABLES_ITQ2_S()     TABLES_OF_TRELLIS(ITQ2_S, 1)
+#define TABLES_ITQ3_N()     TABLES_OF_TRELLIS(ITQ3_N, 2)
+#define TABLES_ITQ2_N()     TABLES_OF_TRELLIS(ITQ2_N, 1)
 #define LEVELS_ITQ3_S(b, F) LEVELS_OF_TRELLIS(itq3_s, 2, 8, z, b, F)
 #define LEVELS_ITQ2_S(b, F) LEVELS_OF_TRELLIS(itq2_s, 1, 8, d, b, F)
 #define LEVELS_ITQ3_N(b, F) LEVELS_OF_TRELLIS(itq3_n, 2, 2, d, b, F)
 #define LEVELS_ITQ2_N(b, F) LEVELS_OF_TRELLIS(itq2_n, 1, 2, d, b, F)
 
-#define GEMM_OF_TYPE(NAME, name, ...) \
-    GEMM(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
-#define GEMM_OF_TYPE_64(NAME, name, ...) \
-    GEMM_64(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE(NAME, name, ...)    GEMM(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE_64(NAME, name, ...) GEMM_64(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
 ITQ_TYPES_256(GEMM_OF_TYPE)
 ITQ_TYPES_64(GEMM_OF_TYPE_64)
 
@@ -545,8 +548,8 @@ ITQ_TYPES_64(GEMM_OF_TYPE_64)
 #define LEVELS_TQ2_0(b, F)                                                                               \
     const itq_codes_tq2_0 * codes_ = itq_codes_of_tq2_0(panel, b);                                       \
     UNROLL(16) for (int w = 0; w < 16; ++w) {                                                            \
-        const __m512i word = _mm512_load_si512(codes_->qs[w]);                                              \
-        ITQ_PREFETCH_PART(codes_, w, 16);                                                                     \
+        const __m512i word = _mm512_load_si512(codes_->qs[w]);                                           \
+        ITQ_PREFETCH_PART(codes_, w, 16);                                                                \
         UNROLL(4) for (int f = 0; f < 4; ++f) {                                                          \
             const __m512i field = _mm512_and_si512(_mm512_srli_epi16(word, 2 * f), _mm512_set1_epi8(3)); \
             F(field, PLACE_TQ2_0(w, f), f)                                                               \
@@ -559,8 +562,8 @@ GEMM(tq2_0, scales_tq, NO_TABLES, LEVELS_TQ2_0, 1)
 #    define FIELDS_TQ2_0(b, F)                                                                       \
         const itq_codes_tq2_0 * codes_ = itq_codes_of_tq2_0(panel, b);                               \
         UNROLL(16) for (int w = 0; w < 16; ++w) {                                                    \
-            const __m512i word = _mm512_load_si512(codes_->qs[w]);                                      \
-            ITQ_PREFETCH_PART(codes_, w, 16);                                                             \
+            const __m512i word = _mm512_load_si512(codes_->qs[w]);                                   \
+            ITQ_PREFETCH_PART(codes_, w, 16);                                                        \
             UNROLL(4) for (int f = 0; f < 4; ++f) {                                                  \
                 const __m512i field = _mm512_and_si512(word, _mm512_set1_epi8((char) (3 << 2 * f))); \
                 F(field, PLACE_TQ2_0(w, f), 4 * w + f)                                               \
@@ -590,18 +593,18 @@ ITQ_INLINE __m512i first_trits(__m512i bytes) {
     return _mm512_and_si512(_mm512_srli_epi16(mean, 6), _mm512_set1_epi8(3));
 }
 
-#define TRITS_TQ1_0(b, DO, F)                            \
+#define TRITS_TQ1_0(b, DO, F)                                      \
     const itq_codes_tq1_0 * codes_ = itq_codes_of_tq1_0(panel, b); \
-    UNROLL(12) for (int w = 0; w < 12; ++w) {            \
-        __m512i bytes = _mm512_load_si512(codes_->qs[w]);   \
-        ITQ_PREFETCH_PART(codes_, w, 12);                     \
-        UNROLL(5) for (int l = 0; l < 5; ++l) {          \
-            DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w) \
-        }                                                \
-    }                                                    \
-    __m512i bytes = _mm512_load_si512(codes_->qh);          \
-    UNROLL(4) for (int l = 0; l < 4; ++l) {              \
-        DO(F, 60 + l, l)                                 \
+    UNROLL(12) for (int w = 0; w < 12; ++w) {                      \
+        __m512i bytes = _mm512_load_si512(codes_->qs[w]);          \
+        ITQ_PREFETCH_PART(codes_, w, 12);                          \
+        UNROLL(5) for (int l = 0; l < 5; ++l) {                    \
+            DO(F, w < 8 ? 8 * l + w : 32 + 4 * l + w, w)           \
+        }                                                          \
+    }                                                              \
+    __m512i bytes = _mm512_load_si512(codes_->qh);                 \
+    UNROLL(4) for (int l = 0; l < 4; ++l) {                        \
+        DO(F, 60 + l, l)                                           \
     }
 #define ONE_TRIT(F, p, turn)                      \
     {                                             \

@@ -80,14 +80,14 @@ static inline __m256i sum_8(const products p[GROUP]) {
 // plus 64 of each block.
 #    if defined(ITQ_AVX512)
 
-#        define NO_PREPARATION(NAME, name, ...)                                             \
-            typedef struct {                                                                \
-                int nothing;                                                                \
-            } prepared_##name;                                                              \
+#        define NO_PREPARATION(NAME, name, ...)                                                   \
+            typedef struct {                                                                      \
+                int nothing;                                                                      \
+            } prepared_##name;                                                                    \
             ITQ_INLINE void prepare_##name(const block_##name * x, int n, prepared_##name * to) { \
-                (void) x;                                                                   \
-                (void) n;                                                                   \
-                (void) to;                                                                  \
+                (void) x;                                                                         \
+                (void) n;                                                                         \
+                (void) to;                                                                        \
             }
 ITQ_TYPES(NO_PREPARATION)
 
@@ -127,42 +127,43 @@ typedef struct {
 #        define PLANE_2(qs) NULL
 #        define PLANE_3(qs) (qs) + QK_K / 4
 
-#        define MULTIPLY_8_256(NAME, name, bits, n_levels, length, has_z, number)                                      \
-            typedef prepared_planes prepared_##name;                                                                   \
-            ITQ_INLINE void         prepare_##name(const block_##name * x, int n, prepared_##name * to) {              \
-                const uint8_t * plane = PLANE_##bits(x->qs);                                                           \
-                itq_transpose(x->sel, LAST_##has_z(x), sizeof(*x), n, GROUP / 2, to->columns);                         \
-                if (plane) {                                                                                           \
-                    itq_transpose(plane, NULL, sizeof(*x), n, GROUP / 2, to->planes);                                  \
-                }                                                                                                      \
-            }                                                                                                          \
-                                                                                                                       \
-            ITQ_INLINE void make_indices_##name(const block_##name * x, const prepared_##name * from, int b,           \
-                                                itq_indices * to) {                                                    \
-                const uint8_t * planes = from->planes + ITQ_COLUMN_BYTES * b;                                          \
-                itq_make_indices(bits, from->columns + ITQ_COLUMN_BYTES * b, (bits) == 1 ? planes : x->qs, planes, to); \
-            }                                                                                                          \
-                                                                                                                       \
-            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,             \
-                                              const int8_t * q, products p[GROUP]) {                                   \
-                static const int8_t levels[n_levels] = NAME##_LEVELS;                                                  \
-                itq_indices         indices[GROUP];                                                                    \
-                make_indices_##name(x, from, 0, &indices[0]);                                                          \
-                UNROLL_8                                                                                               \
-                for (int i = 0; i < GROUP; ++i) {                                                                      \
-                    const int b = i < n ? i : n - 1;                                                                   \
-                    if (i + 1 < n) {                                                                                   \
-                        make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                                  \
-                    }                                                                                                  \
-                    __m256i sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };                              \
-                    for (int m = 0; m < 128; m += 32) {                                                                \
-                        __m256i lower, upper;                                                                          \
-                        itq_levels_2x32(bits, levels, &indices[b], m, &lower, &upper);                                 \
-                        sums[0] = dot_32(sums[0], lower, q + QK_K * b + m);                                            \
-                        sums[1] = dot_32(sums[1], upper, q + QK_K * b + 128 + m);                                      \
-                    }                                                                                                  \
-                    p[i] = _mm256_add_epi32(sums[0], sums[1]);                                                         \
-                }                                                                                                      \
+#        define MULTIPLY_8_256(NAME, name, bits, n_levels, length, has_z, number)                                  \
+            typedef prepared_planes prepared_##name;                                                               \
+            ITQ_INLINE void         prepare_##name(const block_##name * x, int n, prepared_##name * to) {          \
+                const uint8_t * plane = PLANE_##bits(x->qs);                                                       \
+                itq_transpose(x->sel, LAST_##has_z(x), sizeof(*x), n, GROUP / 2, to->columns);                     \
+                if (plane) {                                                                                       \
+                    itq_transpose(plane, NULL, sizeof(*x), n, GROUP / 2, to->planes);                              \
+                }                                                                                                  \
+            }                                                                                                      \
+                                                                                                                   \
+            ITQ_INLINE void make_indices_##name(const block_##name * x, const prepared_##name * from, int b,       \
+                                                itq_indices * to) {                                                \
+                const uint8_t * planes = from->planes + ITQ_COLUMN_BYTES * b;                                      \
+                itq_make_indices(bits, from->columns + ITQ_COLUMN_BYTES * b, (bits) == 1 ? planes : x->qs, planes, \
+                                 to);                                                                              \
+            }                                                                                                      \
+                                                                                                                   \
+            ITQ_INLINE void multiply_8_##name(const block_##name * x, int n, const prepared_##name * from,         \
+                                              const int8_t * q, products p[GROUP]) {                               \
+                static const int8_t levels[n_levels] = NAME##_LEVELS;                                              \
+                itq_indices         indices[GROUP];                                                                \
+                make_indices_##name(x, from, 0, &indices[0]);                                                      \
+                UNROLL_8                                                                                           \
+                for (int i = 0; i < GROUP; ++i) {                                                                  \
+                    const int b = i < n ? i : n - 1;                                                               \
+                    if (i + 1 < n) {                                                                               \
+                        make_indices_##name(&x[i + 1], from, i + 1, &indices[i + 1]);                              \
+                    }                                                                                              \
+                    __m256i sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };                          \
+                    for (int m = 0; m < 128; m += 32) {                                                            \
+                        __m256i lower, upper;                                                                      \
+                        itq_levels_2x32(bits, levels, &indices[b], m, &lower, &upper);                             \
+                        sums[0] = dot_32(sums[0], lower, q + QK_K * b + m);                                        \
+                        sums[1] = dot_32(sums[1], upper, q + QK_K * b + 128 + m);                                  \
+                    }                                                                                              \
+                    p[i] = _mm256_add_epi32(sums[0], sums[1]);                                                     \
+                }                                                                                                  \
             }
 ITQ_TYPES_256(MULTIPLY_8_256)
 
@@ -194,7 +195,8 @@ ITQ_INLINE void transpose_64(const uint8_t * plane, const uint8_t * last, size_t
 ITQ_INLINE void gather_symbols(const uint8_t * qs, size_t stride, int n, uint8_t * symbols) {
     __m256i v[4];
     for (int i = 0; i < 4; ++i) {
-        v[i] = itq_load_2x128(qs + stride * (size_t) (i < n ? i : n - 1), qs + stride * (size_t) (i + 4 < n ? i + 4 : n - 1));
+        v[i] = itq_load_2x128(qs + stride * (size_t) (i < n ? i : n - 1),
+                              qs + stride * (size_t) (i + 4 < n ? i + 4 : n - 1));
     }
     SWAP_FIELDS(v[0], v[1], 2, 0x33);
     SWAP_FIELDS(v[2], v[3], 2, 0x33);
