@@ -87,7 +87,7 @@ static inline uint8x16_t insert_bits_outside(uint8x16_t mask, uint8x16_t a, uint
 static inline int32x4_t add_products(int32x4_t acc, int8x16_t operands, int8x16_t four) {
     const int16x8_t lo = vmull_s8(vget_low_s8(operands), vget_low_s8(four));
     const int16x8_t hi = vmull_high_s8(operands, four);
-    return vpadalq_s16(acc, vpaddq_s16(lo, hi));  // 4 * 63 * 127 fit 16 bits
+    return vpadalq_s16(acc, vpaddq_s16(lo, hi));  // 4 * 61 * 127 fit 16 bits
 }
 
 #        define ADD_PRODUCTS(acc, operands, y, lane) \

@@ -439,7 +439,7 @@ ITQ_INLINE void offsets_of_pairs(const int length, const int8_t * q, int16_t off
 
 // Two places are added up in 16 bits and widened together: three multiplications in place of four, which go to two pipes
 // where additions go to three or four. Without the offset of the levels the four products of a sum are at most
-// 4 * 63 * 128 < 2^15. With it they are not, but 16 bits wrap, and what is right modulo 2^16 in the end is right.
+// 4 * 61 * 128 < 2^15. With it they are not, but 16 bits wrap, and what is right modulo 2^16 in the end is right.
 static inline __m256i dot_pair(__m256i acc, __m256i a, __m256i of_a, __m256i b, __m256i of_b, __m256i offset) {
     const __m256i products = _mm256_sub_epi16(_mm256_maddubs_epi16(a, of_a), offset);
     const __m256i four     = _mm256_add_epi16(products, _mm256_maddubs_epi16(b, of_b));
