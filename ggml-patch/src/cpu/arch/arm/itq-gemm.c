@@ -326,21 +326,22 @@ ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * 
     return tables;
 }
 
-// Bit i of the bytes of a plane in place 4 of them, alone above the lower four.
-ITQ_INLINE uint8x16_t fifth_bit(uint8x16_t plane, const int i) {
-    const uint8x16_t up = i == 0   ? vshlq_n_u8(plane, 4)
-                          : i == 1 ? vshlq_n_u8(plane, 3)
-                          : i == 2 ? vshlq_n_u8(plane, 2)
-                                   : vshlq_n_u8(plane, 1);
-    return vandq_u8(up, vdupq_n_u8(0x10));
+// Lower nibbles i below bit i of the bytes of a plane, in place 4.
+ITQ_INLINE uint8x16_t lower_index(uint8x16_t nibbles, uint8x16_t plane, const int i) {
+    if (i == 0) {
+        return vsliq_n_u8(nibbles, vandq_u8(plane, vdupq_n_u8(1)), 4);
+    }
+    const uint8x16_t up = i == 1 ? vshlq_n_u8(plane, 3) : i == 2 ? vshlq_n_u8(plane, 2) : vshlq_n_u8(plane, 1);
+    return insert_bits(vdupq_n_u8(0x0F), nibbles, vandq_u8(up, vdupq_n_u8(0x10)));
 }
 
-// Bit i + 4 in place 3.
-ITQ_INLINE uint8x16_t fourth_bit(uint8x16_t plane, const int i) {
-    return i == 0   ? vshrq_n_u8(plane, 1)
-           : i == 1 ? vshrq_n_u8(plane, 2)
-           : i == 2 ? vshrq_n_u8(plane, 3)
-                    : vshrq_n_u8(plane, 4);
+// Upper nibbles i = 1 to 3 above bit i + 4, in place 0.
+ITQ_INLINE uint8x16_t upper_index(uint8x16_t nibbles, uint8x16_t plane, const int i) {
+    if (i == 3) {
+        return vshrq_n_u8(vsriq_n_u8(nibbles, plane, 4), 3);
+    }
+    const uint8x16_t down = i == 1 ? vshrq_n_u8(plane, 2) : vshrq_n_u8(plane, 3);
+    return vshrq_n_u8(insert_bits_outside(vdupq_n_u8(0x08), nibbles, down), 3);
 }
 
 // Levels of weights g by one of the tables of q2 = 0 and 1.
@@ -364,14 +365,14 @@ ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * ta
         levels[1] = vqtbl1q_s8(tables->by_nibble[i], vshrq_n_u8(nibbles, 4));
         return;
     }
-    const uint8x16_t lower = insert_bits(low, nibbles, fifth_bit(x->c2, i));
-    levels[0]              = look_up(bits, tables->lower, i, lower, x->q2, i);
+    // what overwrites the nibbles comes last
     if (i == 0) {
         const uint8x16_t upper = vsriq_n_u8(vandq_u8(x->c2, vdupq_n_u8(0x10)), nibbles, 4);
         levels[1]              = look_up(bits, tables->lower, i, upper, x->q2, 4);
+        levels[0]              = look_up(bits, tables->lower, i, lower_index(nibbles, x->c2, i), x->q2, i);
     } else {
-        const uint8x16_t upper = insert_bits(vdupq_n_u8(0x08), fourth_bit(x->c2, i), nibbles);
-        levels[1]              = look_up(bits, tables->upper, i, vshrq_n_u8(upper, 3), x->q2, i + 4);
+        levels[0] = look_up(bits, tables->lower, i, lower_index(nibbles, x->c2, i), x->q2, i);
+        levels[1] = look_up(bits, tables->upper, i, upper_index(nibbles, x->c2, i), x->q2, i + 4);
     }
 }
 
