@@ -53,18 +53,18 @@ FAULTS = (
         "channel_y = fastmodulo(channel_dst, nchannels_y);\n\n    const block_q8_1 * y",
         "channel_y = emulate::fault == 8 ? 0 : fastmodulo(channel_dst, nchannels_y);\n\n    const block_q8_1 * y",
     ),
-    # Our functions for MMVQ: the selector word before the first chunk is not 0.
+    # Our functions for MMVQ: the selectors before the first chunk are 0.
     (
         "itq-vecdot.cuh",
-        "k == 0 ? 0 : x[ITQ_WORD_SEL + k - 1]",
-        "k == 0 && emulate::fault != 9 ? 0 : x[ITQ_WORD_SEL + k - 1]",
+        "k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1]",
+        "k == 0 ? (emulate::fault == 9 ? 0 : itq_word_before(last >> 16)) : x[ITQ_WORD_SEL + k - 1]",
     ),
     # Blocks of 64: no selector word before the second chunk; the scale of the other of two blocks; activations from
     # behind the end of a row.
     (
         "itq-vecdot.cuh",
-        "k == 0 ? 0 : tq_load_word(x.sel, 0)",
-        "k == 0 || emulate::fault == 10 ? 0 : tq_load_word(x.sel, 0)",
+        "k == 0 ? itq_word_before(last) : tq_load_word(x.sel, k - 1);",
+        "k == 0 ? itq_word_before(last) : emulate::fault == 10 ? 0 : tq_load_word(x.sel, k - 1);",
     ),
     (
         "itq-mmq.cuh",
@@ -90,8 +90,8 @@ FAULTS = (
     ),
     (
         "itq-fragment.cuh",
-        "itq_fragment_pairs(k == 0 ? 0 : v[4], v[4 + k], even, odd);",
-        "itq_fragment_pairs(k == 0 || emulate::fault == 15 ? 0 : v[4], v[4 + k], even, odd);",
+        "k == 0 ? itq_word_before(last >> at.turn) : v[4]);",
+        "k == 0 ? itq_word_before(last >> at.turn) : emulate::fault == 15 ? 0 : v[4]);",
     ),
     (
         "itq-mma.cuh",

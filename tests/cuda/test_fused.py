@@ -32,6 +32,7 @@ def random_blocks(shape: tuple[int, ...], seed: int, zero_points: tuple[float, .
     blocks[:] = rng.integers(0, 256, blocks.shape, dtype=np.uint8)
     blocks[..., 96:98] = rng.uniform(-0.2, 0.2, shape).astype("<f2")[..., None].view(np.uint8)
     blocks[..., 98:100] = rng.choice(np.array(zero_points, "<f2"), shape)[..., None].view(np.uint8)
+    blocks[..., 98] = blocks[..., 98] & 0xC0 | rng.integers(0, 64, shape)  # the start state
     return blocks
 
 

@@ -18,18 +18,20 @@
 #    define ITQ_FUNC static inline
 #endif
 
-// Of a trellis type: a block, its weights, the bits of a symbol, and the level of an index 4*q + 2*c1 + c0.
+// Of a trellis type: a block, its weights, the bits of a symbol, whether it has a zero-point, and the level of an index
+// 8*q + 4*c2 + 2*c1 + c0.
 template <ggml_type type> struct itq_traits;
 
-#define ITQ_CUDA_TRAITS(NAME, name, n_bits, n_levels, n_weights, ...) \
-    template <> struct itq_traits<GGML_TYPE_##NAME> {                 \
-        using block                   = block_##name;                 \
-        static constexpr int   length = n_weights;                    \
-        static constexpr int   bits   = n_bits;                       \
-        ITQ_FUNC constexpr int level(const int index) {               \
-            constexpr int levels[n_levels] = NAME##_LEVELS;           \
-            return levels[index];                                     \
-        }                                                             \
+#define ITQ_CUDA_TRAITS(NAME, name, n_bits, n_levels, n_weights, zero_point, ...) \
+    template <> struct itq_traits<GGML_TYPE_##NAME> {                             \
+        using block                   = block_##name;                             \
+        static constexpr int   length = n_weights;                                \
+        static constexpr int   bits   = n_bits;                                   \
+        static constexpr bool  has_z  = zero_point;                               \
+        ITQ_FUNC constexpr int level(const int index) {                           \
+            constexpr int levels[n_levels] = NAME##_LEVELS;                       \
+            return levels[index];                                                 \
+        }                                                                         \
     };
 ITQ_TYPES(ITQ_CUDA_TRAITS)
 
@@ -43,14 +45,19 @@ ITQ_TYPES(ITQ_CUDA_TRAITS)
 #define ITQ_FLOAT_ORIGIN      12582912.0f
 #define ITQ_FLOAT_ORIGIN_BITS 0x4B400000
 
-// Four table bytes level(first + 0..3) + offset, lowest index in the lowest byte.
-template <ggml_type type = GGML_TYPE_ITQ3_S>
-ITQ_FUNC constexpr uint32_t itq_level_bytes(const int first, const int offset) {
-    using traits = itq_traits<type>;
-    return ((uint32_t) (traits::level(first + 0) + offset) & 0xFF) << 0 |
-           ((uint32_t) (traits::level(first + 1) + offset) & 0xFF) << 8 |
-           ((uint32_t) (traits::level(first + 2) + offset) & 0xFF) << 16 |
-           ((uint32_t) (traits::level(first + 3) + offset) & 0xFF) << 24;
+// What is looked up by a nibble: of one symbol bit the level of q c2 c1 c0. Levels are symmetric, so that with two symbol
+// bits those of c2 = 0, by q1 q0 c1 c0, are enough: c2 complements the index and negates the level.
+template <ggml_type type> ITQ_FUNC constexpr int itq_nibble_level(const int nibble) {
+    return itq_traits<type>::level(itq_traits<type>::bits == 1 ? nibble : 8 * (nibble / 4) + nibble % 4);
+}
+
+// Four table bytes, 64 more than the levels of first + 0..3, lowest index in the lowest byte; down: of first - 0..3.
+template <ggml_type type> ITQ_FUNC constexpr uint32_t itq_level_bytes(const int first, const bool down = false) {
+    uint32_t bytes = 0;
+    for (int b = 0; b < 4; ++b) {
+        bytes |= (uint32_t) (itq_nibble_level<type>(down ? first - b : first + b) + 64) << 8 * b;
+    }
+    return bytes;
 }
 
 // PTX prmt.b32 in its default mode: byte n of the result is byte (sel >> 4n) & 7 of the 8 bytes b:a, or, when bit 3 of
@@ -93,17 +100,108 @@ ITQ_FUNC uint32_t itq_select(const uint32_t mask, const uint32_t a, const uint32
 #endif
 }
 
-// Selector word of a chunk and the word before it (0 before the first chunk) to the subset index as two bit planes:
-// bit b of c1 is s[t]^s[t-1]^s[t-6] and bit b of c0 is s[t-2]^s[t-4] for t = 32*k + b.
-ITQ_FUNC void itq_subset_planes(const uint32_t sel, const uint32_t sel_prev, uint32_t & c1, uint32_t & c0) {
-    c1 = sel ^ itq_funnel_left(sel_prev, sel, 1) ^ itq_funnel_left(sel_prev, sel, 6);
-    c0 = itq_funnel_left(sel_prev, sel, 2) ^ itq_funnel_left(sel_prev, sel, 4);
+// The selectors before the first chunk as a word: of the start state, in the lowest bits of a block's last number, bit i in
+// bit 31 - i. Others are never read.
+ITQ_FUNC uint32_t itq_word_before(const uint32_t last) {
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__) || defined(__MUSA_ARCH__)
+    return __brev(last);
+#else
+    uint32_t word = 0;
+    for (int i = 0; i < 6; ++i) {
+        word |= (last >> i & 1) << (31 - i);
+    }
+    return word;
+#endif
 }
 
-// The planes interleaved: bits (2r + 1, 2r) of even hold (c1, c0) of bit 2r of the planes, those of odd of bit 2r + 1.
-ITQ_FUNC void itq_subset_pairs(const uint32_t c1, const uint32_t c0, uint32_t & even, uint32_t & odd) {
-    even = itq_select(0xAAAAAAAA, c1 << 1, c0);
-    odd  = itq_select(0xAAAAAAAA, c1, c0 >> 1);
+// The bits of two 16-bit numbers, the second of which holds a start state, without it.
+#define ITQ_WITHOUT_STATE 0xFFC0FFFF
+
+// Selector word of a chunk and the word before it to the subset index as three bit planes, bit b of weight t = 32*k + b.
+struct itq_planes {
+    uint32_t c2, c1, c0;
+};
+ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before) {
+    const uint32_t sel_4 = itq_funnel_left(before, sel, 4);
+    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
+    itq_planes     planes;
+    planes.c2 = sel ^ sel_5 ^ itq_funnel_left(before, sel, 6);
+    planes.c1 = itq_funnel_left(before, sel, 1) ^ itq_funnel_left(before, sel, 3) ^ sel_4 ^ sel_5;
+    planes.c0 = itq_funnel_left(before, sel, 2) ^ sel_4;
+    return planes;
+}
+
+// Two planes interleaved: bits (2r + 1, 2r) of even hold (upper, lower) of bit 2r of the planes, those of odd of bit 2r + 1.
+ITQ_FUNC void itq_interleave(const uint32_t upper, const uint32_t lower, uint32_t & even, uint32_t & odd) {
+    even = itq_select(0xAAAAAAAA, upper << 1, lower);
+    odd  = itq_select(0xAAAAAAAA, upper, lower >> 1);
+}
+
+// Pairs of bits of the nibbles of a chunk, of its even and its odd weights: the lower two of a nibble, c1 and c0, with more
+// than one symbol bit complemented by c2; and, in above, q and c2, or c2 twice, which is what symbols are complemented by.
+struct itq_pairs {
+    uint32_t even, odd, above_even, above_odd;
+};
+// q: the chunk's word of symbols of one bit.
+template <int bits>
+ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0) {
+    const itq_planes planes = itq_subset_planes(sel, before);
+    itq_pairs        pairs;
+    if constexpr (bits == 1) {
+        itq_interleave(planes.c1, planes.c0, pairs.even, pairs.odd);
+        itq_interleave(q, planes.c2, pairs.above_even, pairs.above_odd);
+    } else {
+        itq_interleave(planes.c1 ^ planes.c2, planes.c0 ^ planes.c2, pairs.even, pairs.odd);
+        itq_interleave(planes.c2, planes.c2, pairs.above_even, pairs.above_odd);
+    }
+    return pairs;
+}
+
+// Eight nibbles to look levels up by; with more than one symbol bit, the upper two bits of those of sign are c2.
+struct itq_indices {
+    uint32_t nibbles, sign;
+    ITQ_FUNC itq_indices upper_half(const itq_indices & x) { return { x.nibbles >> 16, x.sign >> 16 }; }
+};
+// lower and above: pairs, in the lower and in the upper two bits of the nibbles; q: symbols of two bits in the upper ones.
+template <int bits>
+ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const uint32_t q = 0) {
+    return { itq_select(0xCCCCCCCC, bits == 1 ? above : q ^ above, lower), above };
+}
+// Of the weights 4n + i, n = 0..7, of a chunk.
+template <int bits> ITQ_FUNC itq_indices itq_indices_of(const itq_pairs & pairs, const int i, const uint32_t q = 0) {
+    const uint32_t lower = i % 2 == 0 ? pairs.even : pairs.odd;
+    const uint32_t above = i % 2 == 0 ? pairs.above_even : pairs.above_odd;
+    return itq_join<bits>(i < 2 ? lower : lower >> 2, i < 2 ? above << 2 : above, q);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Level look-up of the four nibbles in the low half of a word. prmt reaches 8 table bytes, so 16 levels are two tables. Bit 3
+// of a nibble says which; it also switches prmt to copies of the sign bit, which no entry has, so that the table that is
+// not meant gives 0.
+
+// All ones in the bytes that are complemented. Bits 3 and 2 of a nibble of sign are the same: copies of a sign bit, or zeros.
+ITQ_FUNC uint32_t itq_complemented(const uint32_t sign) {
+    return itq_prmt(0, 0x80808080, sign);
+}
+
+// 64 more than the levels, in 1..127.
+template <ggml_type type> ITQ_FUNC uint32_t itq_levels_raised(const itq_indices & index) {
+    const uint32_t lower  = itq_prmt(itq_level_bytes<type>(0), itq_level_bytes<type>(4), index.nibbles);
+    const uint32_t upper  = itq_prmt(itq_level_bytes<type>(8), itq_level_bytes<type>(12), index.nibbles ^ 0x8888);
+    const uint32_t levels = lower | upper;
+    if constexpr (itq_traits<type>::bits == 1) {
+        return levels;
+    } else {
+        // 255 - (64 + level) - 127 = 64 - level: nothing is borrowed from the next byte
+        const uint32_t negative = itq_complemented(index.sign);
+        return (levels ^ negative) - (negative & 0x7F7F7F7F);
+    }
+}
+
+// Levels minus an integer zero-point z, |z| <= 64, as four signed bytes.
+template <ggml_type type> ITQ_FUNC uint32_t itq_levels_minus(const itq_indices & index, const int z) {
+    // The sign bits keep the subtraction from borrowing across bytes: 128 + level + 64 - (64 + z) >= 1.
+    return ((itq_levels_raised<type>(index) | 0x80808080) - (uint32_t) (64 + z) * 0x01010101u) ^ 0x80808080;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -143,38 +241,9 @@ ITQ_FUNC void itq_transpose_symbols(const uint32_t * q, uint32_t (&sym)[2][4]) {
     }
 }
 
-// The level indices of the weights 4n + i, n = 0..7, of a chunk of group g, one per nibble.
-ITQ_FUNC uint32_t itq_index_nibbles(const uint32_t (&sym)[2][4], const uint32_t even, const uint32_t odd, const int g,
-                                    const int i) {
-    const uint32_t q = g % 2 == 0 ? sym[g / 2][i] << 2 : sym[g / 2][i];
-    const uint32_t c = (i % 2 == 0 ? even : odd) >> (i & 2);
-    return itq_select(0xCCCCCCCC, q, c);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Level look-up of the four index nibbles in the low half of a word. prmt reaches 8 table bytes, so the 16 levels are
-// two tables, negative and positive. Bit 3 of the index says which; it also switches prmt to copies of the sign bit,
-// which are the same for all entries of one table: the table that is not meant returns a known constant instead of a
-// level.
-
-// Levels as the sum of two signed bytes, for two dp4a instead of a select: negative + positive.
-ITQ_FUNC uint32_t itq_levels_negative(const uint32_t nibbles) {
-    // Not meant: every entry is negative, so the constant is -1.
-    return itq_prmt(itq_level_bytes(0, 0), itq_level_bytes(4, 0), nibbles);
-}
-ITQ_FUNC uint32_t itq_levels_positive(const uint32_t nibbles_flipped) {
-    // nibbles_flipped = nibbles ^ 0x8888. Not meant: 0. Meant: one more than the level, against the -1 of the other
-    // table.
-    return itq_prmt(itq_level_bytes(8, 1), itq_level_bytes(12, 1), nibbles_flipped);
-}
-
-// Levels minus an integer zero-point z, |z| <= 64, as four signed bytes.
-ITQ_FUNC uint32_t itq_levels_minus(const uint32_t nibbles, const int z) {
-    // With 64 added no entry has its sign bit set, and the table that is not meant gives 0.
-    const uint32_t lo = itq_prmt(itq_level_bytes(0, 64), itq_level_bytes(4, 64), nibbles);
-    const uint32_t hi = itq_prmt(itq_level_bytes(8, 64), itq_level_bytes(12, 64), nibbles ^ 0x8888);
-    // The sign bits keep the subtraction from borrowing across bytes: 128 + level + 64 - (64 + z) >= 1.
-    return ((lo | hi | 0x80808080) - (uint32_t) (64 + z) * 0x01010101u) ^ 0x80808080;
+// The symbols of the weights 4n + i, n = 0..7, of a chunk of group g, in the upper two bits of nibbles.
+ITQ_FUNC uint32_t itq_symbols_of_group(const uint32_t (&sym)[2][4], const int g, const int i) {
+    return g % 2 == 0 ? sym[g / 2][i] << 2 : sym[g / 2][i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -185,79 +254,57 @@ ITQ_FUNC uint32_t itq_spread4(const uint32_t x) {
     return (x & 0xF) * 0x00204081u & 0x01010101;
 }
 
-// Level indices of the weights t = 8*m + 0..7, one per nibble: weight r < 4 in nibble 2r, weight r >= 4 in nibble 2r -
-// 7.
-//   q0, q1: the symbol words of the weights 0..3 and 4..7 (of a block of 256 bytes 8*m % 64 .. + 7 of qs, group = m/8; of
-//   one of 64 bytes 8*m % 16 .. + 7, group = m/2),
-//   sel_window: selector byte m in bits 8..15, byte m - 1 (0 for m = 0) in bits 0..7.
-ITQ_FUNC uint32_t itq_index_nibbles_8(const uint32_t q0, const uint32_t q1, const int group,
-                                      const uint32_t sel_window) {
-    const uint32_t c1 = (sel_window >> 8) ^ (sel_window >> 7) ^ (sel_window >> 2);
-    const uint32_t c0 = (sel_window >> 6) ^ (sel_window >> 4);
-    const uint32_t a  = (q0 >> 2 * group & 0x03030303) << 2 | itq_spread4(c1) << 1 | itq_spread4(c0);
-    const uint32_t b  = (q1 >> 2 * group & 0x03030303) << 2 | itq_spread4(c1 >> 4) << 1 | itq_spread4(c0 >> 4);
-    return a | b << 4;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Symbols of one bit (ITQ2_S, ITQ2_N) are a plane in the order of the selectors, and one prmt reaches all 8 levels.
-
-// The level indices of the weights 4n + i, n = 0..7, of a chunk, one per nibble: q is the chunk's word of symbols.
-ITQ_FUNC uint32_t itq2_s_index_nibbles(const uint32_t q, const uint32_t even, const uint32_t odd, const int i) {
-    const uint32_t symbols = i < 2 ? q << (2 - i) : q >> (i - 2);
-    const uint32_t grids   = (i % 2 == 0 ? even : odd) >> (i & 2);
-    return itq_select(0x33333333, grids, symbols & 0x44444444);
-}
-
-// Level indices of the weights t = 8*m + 0..7, as itq_index_nibbles_8 has them: symbol byte m, and the window of selectors.
-ITQ_FUNC uint32_t itq2_s_index_nibbles_8(const uint32_t q, const uint32_t sel_window) {
-    const uint32_t c1 = (sel_window >> 8) ^ (sel_window >> 7) ^ (sel_window >> 2);
-    const uint32_t c0 = (sel_window >> 6) ^ (sel_window >> 4);
-    const uint32_t a  = itq_spread4(q) << 2 | itq_spread4(c1) << 1 | itq_spread4(c0);
-    const uint32_t b  = itq_spread4(q >> 4) << 2 | itq_spread4(c1 >> 4) << 1 | itq_spread4(c0 >> 4);
-    return a | b << 4;
-}
-
-// The levels of the four index nibbles in the low half of a word, as signed bytes.
-ITQ_FUNC uint32_t itq2_s_look_up(const uint32_t nibbles) {
-    return itq_prmt(itq_level_bytes<GGML_TYPE_ITQ2_S>(0, 0), itq_level_bytes<GGML_TYPE_ITQ2_S>(4, 0), nibbles);
+// Those of the weights t = 8*m + 0..7, one per nibble: weight r < 4 in nibble 2r, weight r >= 4 in nibble 2r - 7.
+//   q0, q1: of two symbol bits the words of the weights 0..3 and 4..7 (of a block of 256 bytes 8*m % 64 .. + 7 of qs, group =
+//   m/8; of one of 64 bytes 8*m % 16 .. + 7, group = m/2), of one bit symbol byte m;
+//   sel_window: selector byte m in bits 8..15, the byte before in bits 0..7.
+template <int bits>
+ITQ_FUNC itq_indices itq_indices_8(const uint32_t q0, const uint32_t q1, const int group, const uint32_t sel_window) {
+    const itq_planes planes = itq_subset_planes(sel_window, 0);
+    itq_indices      index  = { 0, 0 };
+    for (int h = 0; h < 2; ++h) {
+        const uint32_t c2    = itq_spread4(planes.c2 >> (8 + 4 * h));
+        const uint32_t lower = itq_spread4(planes.c1 >> (8 + 4 * h)) << 1 | itq_spread4(planes.c0 >> (8 + 4 * h));
+        uint32_t       nibbles, sign;
+        if constexpr (bits == 1) {
+            sign    = itq_spread4(q0 >> 4 * h) << 3 | c2 << 2;
+            nibbles = sign | lower;
+        } else {
+            sign    = 12 * c2;
+            nibbles = (((h == 0 ? q0 : q1) >> 2 * group & 0x03030303) << 2 | lower) ^ 15 * c2;
+        }
+        index.nibbles |= nibbles << 4 * h;
+        index.sign |= sign << 4 * h;
+    }
+    return index;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks of 64, two chunks. Their activations are in decoded order within each chunk, the chunks one after the other.
 
-// Index words of chunk k of ITQ3_N: four nibbles, of the weights 4n + i with n = 4p + 0..3, in the lower half of
-// index[2*i + p]. Byte i of symbol word m has bits 4k, 4k + 1 of weight 4m + i of the chunk, and after them those of the
-// weight 16 further on, so that nibble k of four words is a half of eight weights of the same i.
+// Indices of chunk k of ITQ3_N: those of the weights 4n + i with n = 4p + 0..3 in the lower half of index[2*i + p]. Byte i
+// of symbol word m has bits 4k, 4k + 1 of weight 4m + i of the chunk, and after them those of the weight 16 further on, so
+// that nibble k of four words is a half of eight weights of the same i.
 //   q: the four symbol words of the block.
-ITQ_FUNC void itq3_n_index_nibbles(const uint32_t (&q)[4], const int k, const uint32_t even, const uint32_t odd,
-                                   uint32_t (&index)[8]) {
+ITQ_FUNC void itq3_n_indices(const uint32_t (&q)[4], const int k, const itq_pairs & pairs, itq_indices (&index)[8]) {
     const uint32_t x0 = itq_select(0x0F0F0F0F, q[0] >> 4 * k, q[1] >> 4 * k << 4);  // m = 0, 1
     const uint32_t x1 = itq_select(0x0F0F0F0F, q[2] >> 4 * k, q[3] >> 4 * k << 4);  // m = 2, 3
     for (int h = 0; h < 2; ++h) {  // i = 2h and, in the upper half, 2h + 1
         const uint32_t sym = itq_prmt(x0, x1, h == 0 ? 0x5140 : 0x7362);
         for (int p = 0; p < 2; ++p) {
-            const uint32_t pairs = itq_prmt(even, odd, p == 0 ? 0x5410 : 0x7632);
-            const uint32_t both  = itq_select(0xCCCCCCCC, p == 0 ? sym << 2 : sym, h == 0 ? pairs : pairs >> 2);
-            index[4 * h + p]     = both;
-            index[4 * h + 2 + p] = both >> 16;
+            const uint32_t lower = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
+            const uint32_t above = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
+            index[4 * h + p]     = itq_join<2>(h == 0 ? lower : lower >> 2, h == 0 ? above << 2 : above,
+                                               p == 0 ? sym << 2 : sym);
+            index[4 * h + 2 + p] = itq_indices::upper_half(index[4 * h + p]);
         }
     }
 }
 
-// The same of ITQ2_N: q is the chunk's word of symbols.
-ITQ_FUNC void itq2_n_index_nibbles(const uint32_t q, const uint32_t even, const uint32_t odd, uint32_t (&index)[8]) {
+// The same of ITQ2_N.
+ITQ_FUNC void itq2_n_indices(const itq_pairs & pairs, itq_indices (&index)[8]) {
     for (int i = 0; i < 4; ++i) {
-        index[2 * i + 0] = itq2_s_index_nibbles(q, even, odd, i);
-        index[2 * i + 1] = index[2 * i + 0] >> 16;
-    }
-}
-
-// The levels of the four index nibbles in the low half of a word, as signed bytes.
-template <ggml_type type> ITQ_FUNC uint32_t itq_look_up(const uint32_t nibbles) {
-    if constexpr (itq_traits<type>::bits == 2) {
-        return itq_levels_minus(nibbles, 0);
-    } else {
-        return itq2_s_look_up(nibbles);
+        index[2 * i + 0] = itq_indices_of<1>(pairs, i);
+        index[2 * i + 1] = itq_indices::upper_half(index[2 * i + 0]);
     }
 }

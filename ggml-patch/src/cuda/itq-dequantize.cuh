@@ -65,13 +65,15 @@ static __device__ __forceinline__ void dequantize_itq3_s(const void * vx, const 
     const uint32_t * x   = (const uint32_t *) vx + ib * ITQ_WORDS;
     const uint8_t *  sel = (const uint8_t *) (x + ITQ_WORD_SEL);
 
-    const uint32_t sel_window = (uint32_t) sel[tid] << 8 | (tid == 0 ? 0 : sel[tid - 1]);
-    const uint32_t index = itq_index_nibbles_8(x[ITQ_WORD_QS + 2 * (tid % 8) + 0], x[ITQ_WORD_QS + 2 * (tid % 8) + 1],
-                                               tid / 8, sel_window);
-    const uint32_t level_lo = itq_levels_minus(index, 0);
-    const uint32_t level_hi = itq_levels_minus(index >> 16, 0);
+    const uint32_t    last       = x[ITQ_WORD_DZ];
+    const uint32_t    before     = tid == 0 ? itq_word_before(last >> 16) >> 24 : sel[tid - 1];
+    const itq_indices index      = itq_indices_8<2>(x[ITQ_WORD_QS + 2 * (tid % 8) + 0],
+                                                    x[ITQ_WORD_QS + 2 * (tid % 8) + 1], tid / 8,
+                                                    (uint32_t) sel[tid] << 8 | before);
+    const uint32_t    level_lo   = itq_levels_minus<GGML_TYPE_ITQ3_S>(index, 0);
+    const uint32_t    level_hi   = itq_levels_minus<GGML_TYPE_ITQ3_S>(itq_indices::upper_half(index), 0);
 
-    const float2 dz = itq_half2_bits(x[ITQ_WORD_DZ]);
+    const float2 dz = itq_half2_bits(last & ITQ_WITHOUT_STATE);
     itq_store_rotated_back<256>(yy, level_lo, level_hi, dz.x, dz.y, tid);
 }
 
@@ -81,19 +83,20 @@ static __device__ __forceinline__ void dequantize_itq(const void * vx, const int
     using traits                     = itq_traits<type>;
     const typename traits::block * x = (const typename traits::block *) vx + ib;
 
-    const uint32_t sel_window = (uint32_t) x->sel[tid] << 8 | (tid == 0 ? 0 : x->sel[tid - 1]);
-    uint32_t       index;
+    const uint32_t before     = tid == 0 ? itq_load_before(*x, 0) >> 24 : x->sel[tid - 1];
+    const uint32_t sel_window = (uint32_t) x->sel[tid] << 8 | before;
+    itq_indices    index;
     if constexpr (traits::bits == 2) {
         constexpr int lanes = traits::length / 4 / ITQ_VALUES;  // that read the same symbols, a group each
-        index               = itq_index_nibbles_8(tq_load_word(x->qs, 2 * (tid % lanes) + 0),
-                                                  tq_load_word(x->qs, 2 * (tid % lanes) + 1), tid / lanes, sel_window);
+        index               = itq_indices_8<2>(tq_load_word(x->qs, 2 * (tid % lanes) + 0),
+                                               tq_load_word(x->qs, 2 * (tid % lanes) + 1), tid / lanes, sel_window);
     } else {
-        index = itq2_s_index_nibbles_8(x->qs[tid], sel_window);
+        index = itq_indices_8<1>(x->qs[tid], 0, 0, sel_window);
     }
-    const uint32_t level_lo = itq_look_up<type>(index);
-    const uint32_t level_hi = itq_look_up<type>(index >> 16);
+    const uint32_t level_lo = itq_levels_minus<type>(index, 0);
+    const uint32_t level_hi = itq_levels_minus<type>(itq_indices::upper_half(index), 0);
 
-    itq_store_rotated_back<traits::length>(yy, level_lo, level_hi, __half2float(x->d), 0.0f, tid);
+    itq_store_rotated_back<traits::length>(yy, level_lo, level_hi, itq_scale_beside_state(x->d), 0.0f, tid);
 }
 
 #define ITQ_DEQUANTIZE(NAME, name, ...)                                                                     \

@@ -95,10 +95,7 @@ using itq_fragment_scales_of =
     std::conditional_t<ggml_cuda_is_itq_64(type), itq_fragment_scales_64, itq_fragment_scales>;
 
 // What the bytes that stand for weights are too large by.
-template <ggml_type type>
-constexpr int itq_fragment_offset = type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_ITQ3_N   ? 64
-                                    : type == GGML_TYPE_ITQ2_S || type == GGML_TYPE_ITQ2_N ? 0
-                                                                                           : 1;
+template <ggml_type type> constexpr int itq_fragment_offset = ggml_cuda_is_itq(type) ? 64 : 1;
 
 // The sum of a column's bytes from the number that the sum of the products begins with. Garbage may be any number.
 template <ggml_type type> static __device__ __forceinline__ float itq_fragment_sum(const int start) {
@@ -113,7 +110,7 @@ ITQ_FUNC constexpr int64_t itq_fragment_bytes(const int64_t ncols) {
 // Blocks of ITQ3_S lie in shared memory as the lanes want them, 16 rows side by side. A lane has 16 bytes of its own for
 // the symbols, twice, and for the selector bits: words k - 1, k, k + 1, k + 2 of sel, the chunks k and k + 2 and what
 // stands before them. These eight parts ("quads") of a row are copied word by word, some words to two places. For k = 0
-// there is nothing before; its place has the scale. Quads are 4 words more apart than 16 rows, which spreads them over the
+// the place of the word before has scale and zero-point, with the start state. Quads are 4 words more apart than 16 rows, which spreads them over the
 // banks: symbols in even quads, selectors in odd ones.
 #define ITQ_QUAD_WORDS (4 * 16 + 4)
 #define ITQ_QUADS      8
@@ -143,16 +140,6 @@ static __device__ __forceinline__ uint32_t itq_kept(const uint32_t x, const int 
 #endif
 }
 
-// Four levels of ITQ2_S from 4*symbol on, by the pair of subset bits (c1, c0), or, swapped, (c0, c1).
-ITQ_FUNC constexpr uint32_t itq2_s_table_word(const int symbol, const bool swapped) {
-    uint32_t word = 0;
-    for (int pair = 0; pair < 4; ++pair) {
-        const int subset = swapped ? pair % 2 * 2 + pair / 2 : pair;
-        word |= ((uint32_t) itq_traits<GGML_TYPE_ITQ2_S>::level(4 * symbol + subset) & 0xFF) << 8 * pair;
-    }
-    return word;
-}
-
 // Where a lane finds its parts of blocks in the ring, and how it takes them apart.
 
 // Blocks as they are: the rows lane/4 and lane/4 + 8 of the first stage, and the bytes after that where they begin, 0 or 2.
@@ -166,13 +153,14 @@ template <ggml_type type> struct itq_fragment_lane {
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
-// First words of the tables of levels of symbols of two bits, up and down, see itq_table_word.
-struct itq3_fragment_tables {
-    uint32_t by_pair[2];
-    uint32_t by_symbol[2][2];
+// First words of the tables of levels, up and down: by a nibble, and by its complement.
+template <ggml_type type> struct itq_fragment_tables {
+    uint32_t up, down;
     uint32_t minus;  // -1
 
-    __device__ __forceinline__ void fill(const int lane);
+    __device__ __forceinline__ itq_fragment_tables(const int lane) :
+        up(itq_kept(itq_level_bytes<type>(0), lane)), down(itq_kept(itq_level_bytes<type>(15, true), lane)),
+        minus(itq_kept(0xFFFFFFFF, lane)) {}
 };
 
 template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
@@ -181,21 +169,20 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     const char * others;  // the quad whose symbols must be moved by 4 bits
     int          turn;    // by so many, to the left
     uint32_t     mask;    // of the symbols in place
-    uint32_t     inside;  // 0 where nothing stands before the first chunk, else 1
+    bool         first;   // whether the first chunk is that of the block
     uint32_t     zero;
 
-    itq3_fragment_tables tables;
+    itq_fragment_tables<GGML_TYPE_ITQ3_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) {
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) : tables(lane) {
         const int c = lane % 4;
         const int h = c / 2;
         own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
         others      = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * (c ^ 2));
         turn        = itq_kept(4 + 24 * h, lane);
         mask        = itq_kept(0x0F0F0F0F << 4 * h, lane);
-        inside      = (c + 3) / 4;
+        first       = c == 0;
         zero        = itq_kept(0, lane);
-        tables.fill(lane);
     }
 };
 
@@ -204,13 +191,11 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
     int              x[2];
     int              c;
     uint32_t         zero;
-    uint32_t         inside;  // 0 where nothing stands before the first chunk, else 1
-    // First words of the table of levels by (c1, c0) and by (c0, c1).
-    uint32_t         levels[2];
+
+    itq_fragment_tables<GGML_TYPE_ITQ2_S> tables;
 
     __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
-        rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), inside((c + 3) / 4),
-        levels{ itq_kept(itq2_s_table_word(0, false), lane), itq_kept(itq2_s_table_word(0, true), lane) } {}
+        rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), tables(lane) {}
 };
 
 // Blocks of 64.
@@ -221,103 +206,85 @@ struct itq_fragment_lane_64 {
     uint32_t     zero;
     uint32_t     words;   // bytes of two words that make one of the block
     uint32_t     scales;  // and of the last words of two rows, that make their two scales
+    uint32_t     turn;    // to the right, the last word to its scale
 
     __device__ __forceinline__ itq_fragment_lane_64(const uint32_t * row0, const int lane) :
         own((const char *) (row0 + ITQ_QUAD_WORDS * 2 * (lane % 4))), active(lane / 4 % 4 == lane % 4),
-        two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0) {}
+        two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0), turn(0) {}
 
     // block: where this lane's are in memory, in row lane/4. In row lane/4 + 8 they begin at the same half of a word.
     __device__ __forceinline__ void begin(const char * block, const int lane) {
         const bool half = (uintptr_t) block & 2;
         words           = itq_kept(half ? 0x5432 : 0x3210, lane);
         scales          = itq_kept(half ? 0x7632 : 0x5410, lane);
+        turn            = itq_kept(half ? 16 : 0, lane);
     }
 };
 
-template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_N> : itq_fragment_lane_64 {
-    itq3_fragment_tables tables;
+#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                             \
+    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                                 \
+        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                               \
+                                                                                                                    \
+        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :     \
+            itq_fragment_lane_64(row0, lane), tables(lane) {}                                                       \
+    };
+ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
-        itq_fragment_lane_64(row0, lane) {
-        tables.fill(lane);
+// Levels of four nibbles and 64 more, in two parts: for products each, which saves merging them. With one symbol bit the two
+// tables, of which the one that is not meant gives 0. With more, the bytes with those of c2 = 1 complemented, 129 too small
+// as signed numbers; and -1 in these, products with which are subtracted 129 times.
+template <ggml_type type>
+static __device__ __forceinline__ void itq_fragment_levels(const itq_fragment_tables<type> & tables,
+                                                           const itq_indices & index, uint32_t & first,
+                                                           uint32_t & second) {
+    const uint32_t down = index.nibbles * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
+    first               = itq_prmt(tables.up, itq_level_bytes<type>(4), index.nibbles);
+    second              = itq_prmt(tables.down, itq_level_bytes<type>(11, true), down);
+    if constexpr (itq_traits<type>::bits > 1) {
+        const uint32_t levels = first | second;
+        second                = itq_complemented(index.sign);
+        first                 = levels ^ second;
     }
-};
-
-template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_N> : itq_fragment_lane_64 {
-    uint32_t levels[2];
-
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
-        itq_fragment_lane_64(row0, lane),
-        levels{ itq_kept(itq2_s_table_word(0, false), lane), itq_kept(itq2_s_table_word(0, true), lane) } {}
-};
-
-// Four levels and 64 more, in 1 .. 127, by the lower two bits of an index of which n is the upper two: a symbol and a pair
-// of subset bits, one of them above the other. The bits of a pair are (c0, c1) at even weights and (c1, c0) at odd ones.
-// down: by the complement of the index.
-ITQ_FUNC constexpr uint32_t itq_table_word(const bool pair_above, const int odd, const bool down, const int n) {
-    uint32_t word = 0;
-    for (int b = 0; b < 4; ++b) {
-        const int index  = down ? 15 - (4 * n + b) : 4 * n + b;
-        const int symbol = pair_above ? index % 4 : index / 4;
-        const int pair   = pair_above ? index / 4 : index % 4;
-        const int subset = odd ? pair : pair % 2 * 2 + pair / 2;
-        word |= (uint32_t) (itq_traits<GGML_TYPE_ITQ3_S>::level(4 * symbol + subset) + 64) << 8 * b;
-    }
-    return word;
 }
 
-__device__ __forceinline__ void itq3_fragment_tables::fill(const int lane) {
-    minus = itq_kept(0xFFFFFFFF, lane);
-    for (int down = 0; down < 2; ++down) {
-        by_pair[down] = itq_kept(itq_table_word(true, 0, down, 0), lane);
-        for (int odd = 0; odd < 2; ++odd) {
-            by_symbol[odd][down] = itq_kept(itq_table_word(false, odd, down, 0), lane);
+// The two parts merged.
+template <ggml_type type>
+static __device__ __forceinline__ uint32_t itq_fragment_merged(const uint32_t first, const uint32_t second) {
+    if constexpr (itq_traits<type>::bits > 1) {
+        return first - (second & 0x7F7F7F7F);
+    } else {
+        return first | second;
+    }
+}
+
+// What has the indices of a step in two halves, the words of a step.
+template <ggml_type type, typename own> struct itq_fragments_of {
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at, uint32_t (&first)[2],
+                                         uint32_t (&second)[2]) const {
+        itq_indices index = ((const own *) this)->indices(s);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            itq_fragment_levels<type>(at.tables, index, first[w], second[w]);
+            index = itq_indices::upper_half(index);
         }
     }
-}
-
-// The levels of four indices and 64 more, of weights t with t % 2 = odd, as the sum of two words. Of two tables, for
-// the lower and the upper eight indices, the one that is not meant gives copies of a sign bit, 0.
-static __device__ __forceinline__ void itq3_fragment_levels(const itq3_fragment_tables & tables, const bool pair_above,
-                                                            const int odd, const uint32_t up, uint32_t & lower,
-                                                            uint32_t & upper) {
-    const uint32_t up_first   = pair_above ? tables.by_pair[0] : tables.by_symbol[odd][0];
-    const uint32_t down_first = pair_above ? tables.by_pair[1] : tables.by_symbol[odd][1];
-    const uint32_t down       = up * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
-    lower                     = itq_prmt(up_first, itq_table_word(pair_above, odd, false, 1), up);
-    upper                     = itq_prmt(down_first, itq_table_word(pair_above, odd, true, 1), down);
-}
-
-// Indices of four weights and of the four of the next word, from pairs of subset bits and symbols of two groups, of which
-// the symbols stay where they are: those of group 0 are the lower bits of their nibbles, so that the pair is above, and
-// those of group 1 the upper ones. lower: whether the pairs are the lower halves of their nibbles.
-static __device__ __forceinline__ uint32_t itq3_fragment_indices(const int group, const bool lower, const uint32_t pair,
-                                                                 const uint32_t symbols) {
-    return group == 0 ? itq_select(0xCCCCCCCC, lower ? pair << 2 : pair, symbols)
-                      : itq_select(0xCCCCCCCC, symbols, lower ? pair : pair >> 2);
-}
-
-// As itq_subset_planes and itq_subset_pairs, but for the order of the bits in pairs of even weights, (c0, c1), which makes
-// both words of pairs from c1 and c0 moved by one, of which the planes have common parts.
-static __device__ __forceinline__ void itq_fragment_pairs(const uint32_t before, const uint32_t sel, uint32_t & even,
-                                                          uint32_t & odd) {
-    const uint32_t sel_1 = itq_funnel_left(before, sel, 1);
-    const uint32_t sel_3 = itq_funnel_left(before, sel, 3);
-    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
-    const uint32_t c1    = sel ^ sel_1 ^ itq_funnel_left(before, sel, 6);
-    even                 = itq_select(0x55555555, c1, sel_3 ^ sel_5);
-    odd                  = itq_select(0xAAAAAAAA, c1, sel_1 ^ sel_3);
-}
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at, uint32_t (&word)[2]) const {
+        uint32_t second[2];
+        step(s, at, word, second);
+        word[0] = itq_fragment_merged<type>(word[0], second[0]);
+        word[1] = itq_fragment_merged<type>(word[1], second[1]);
+    }
+};
 
 // What a lane keeps of its 64 weights of a block.
 template <ggml_type type> struct itq_fragments;
 
-template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
-    uint32_t sym[4];   // per i: nibble n has the symbols of both groups of weight 4n + i
-    uint32_t even[2];  // per group: pairs of subset bits (c0, c1) of the even and (c1, c0) of the odd weights
-    uint32_t odd[2];
-    uint32_t dz;
-    float    d;
+template <>
+struct itq_fragments<GGML_TYPE_ITQ3_S> : itq_fragments_of<GGML_TYPE_ITQ3_S, itq_fragments<GGML_TYPE_ITQ3_S>> {
+    uint32_t  sym[4];    // per i: nibble n has the symbols of both groups of weight 4n + i
+    itq_pairs pairs[2];  // per group
+    uint32_t  dz;        // without the start state
+    float     d;
 
     // Row lane/4 + 8*r of a block of the stage that begins this many bytes after the ring.
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at, const int r,
@@ -342,30 +309,16 @@ template <> struct itq_fragments<GGML_TYPE_ITQ3_S> {
         sym[2]              = itq_prmt(hi01, hi23, 0x5410);
         sym[3]              = itq_prmt(hi01, hi23, 0x7632);
 
-        itq_fragment_pairs(s.x * at.inside, s.y, even[0], odd[0]);  // a product is not on the pipe of shifts
-        itq_fragment_pairs(s.z, s.w, even[1], odd[1]);
-        dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4);  // lane c = 0 has it
-        d  = itq_half2_bits(dz).x;
+        pairs[0] = itq_pairs_of_chunk<2>(s.y, at.first ? itq_word_before(s.x >> 16) : s.x);
+        pairs[1] = itq_pairs_of_chunk<2>(s.w, s.z);
+        dz       = __shfl_sync(0xFFFFFFFF, s.x, 0, 4) & ITQ_WITHOUT_STATE;  // lane c = 0 has it
+        d        = itq_half2_bits(dz).x;
     }
 
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
-                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) const {
-        const int      g    = s / 4;
-        const int      i    = s % 4;
-        const uint32_t pair = i % 2 == 0 ? even[g] : odd[g];
-        uint32_t       up   = itq3_fragment_indices(g, i < 2, pair, sym[i]);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            itq3_fragment_levels(at.tables, g == 0, i % 2, up, lower[w], upper[w]);
-            up >>= 16;
-        }
-    }
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at,
-                                         uint32_t (&word)[2]) {
-        uint32_t upper[2];
-        step(s, at, word, upper);
-        word[0] |= upper[0];
-        word[1] |= upper[1];
+    __device__ __forceinline__ itq_indices indices(const int s) const {
+        const int g = s / 4;
+        const int i = s % 4;
+        return itq_indices_of<2>(pairs[g], i, g == 0 ? sym[i] << 2 : sym[i]);
     }
 };
 
@@ -394,10 +347,12 @@ static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_
     last = v[n];
 }
 
-template <> struct itq_fragments<GGML_TYPE_ITQ3_N> {
+template <>
+struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_fragments_of<GGML_TYPE_ITQ3_N, itq_fragments<GGML_TYPE_ITQ3_N>> {
     uint32_t sym[2]
                 [2];  // per chunk and h: nibble 4q + m has the symbols of the weights 4m + 2h + q and, above, 16 more
-    uint32_t pairs[2][2];  // per chunk and p: pairs of subset bits of the weights 16p + 4m + q and, above, 2 more
+    uint32_t lower[2][2];  // per chunk and p: pairs of bits of the weights 16p + 4m + q and, above, 2 more
+    uint32_t above[2][2];
     uint32_t last;
 
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at, const int r,
@@ -413,32 +368,22 @@ template <> struct itq_fragments<GGML_TYPE_ITQ3_N> {
             sym[k][0] = itq_prmt(x0, x1, 0x5140);
             sym[k][1] = itq_prmt(x0, x1, 0x7362);
 
-            uint32_t even, odd;
-            itq_fragment_pairs(k == 0 ? 0 : v[4], v[4 + k], even, odd);
-            pairs[k][0] = itq_prmt(even, odd, 0x5410);
-            pairs[k][1] = itq_prmt(even, odd, 0x7632);
+            const itq_pairs pairs =
+                itq_pairs_of_chunk<2>(v[4 + k], k == 0 ? itq_word_before(last >> at.turn) : v[4]);
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                lower[k][p] = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
+                above[k][p] = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
+            }
         }
     }
 
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at,
-                                         uint32_t (&lower)[2], uint32_t (&upper)[2]) const {
-        const int      p    = s / 4;
-        const int      k    = s / 2 % 2;
-        const int      h    = s % 2;
-        const uint32_t pair = pairs[k][p];
-        uint32_t       up   = itq3_fragment_indices(p, h == 0, pair, sym[k][h]);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            itq3_fragment_levels(at.tables, p == 0, w, up, lower[w], upper[w]);
-            up >>= 16;
-        }
-    }
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at,
-                                         uint32_t (&word)[2]) const {
-        uint32_t upper[2];
-        step(s, at, word, upper);
-        word[0] += upper[0];  // which may go to the pipe of products, too
-        word[1] += upper[1];
+    __device__ __forceinline__ itq_indices indices(const int s) const {
+        const int p = s / 4;
+        const int k = s / 2 % 2;
+        const int h = s % 2;
+        return itq_join<2>(h == 0 ? lower[k][p] : lower[k][p] >> 2, h == 0 ? above[k][p] << 2 : above[k][p],
+                           p == 0 ? sym[k][h] << 2 : sym[k][h]);
     }
 };
 
@@ -452,60 +397,49 @@ static __device__ __forceinline__ void tq_fragment_words(const uint32_t * tile, 
         q[l] = itq_prmt(aligned[l], aligned[l + 1], bytes);
     }
 }
+static __device__ __forceinline__ uint16_t tq_fragment_half(const uint32_t * tile, const int x) {
+    return ((const uint16_t *) tile)[x / 2];
+}
 static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile, const int x) {
-    return __half2float(((const half *) tile)[x / 2]);
+    return itq_half2_bits(tq_fragment_half(tile, x)).x;
 }
 
 // Two chunks with symbols of one bit.
-struct itq2_fragments {
-    uint32_t q[2];     // per chunk: symbols
-    uint32_t even[2];  // and pairs of subset bits of the even and of the odd weights
-    uint32_t odd[2];
+template <ggml_type type> struct itq2_fragments : itq_fragments_of<type, itq2_fragments<type>> {
+    itq_pairs pairs[2];  // per chunk
 
-    __device__ __forceinline__ void step(const int s, const uint32_t (&levels)[2], uint32_t (&word)[2]) const {
-        const bool     swapped = s % 2 == 0;
-        const uint32_t index   = itq2_s_index_nibbles(q[s / 4], even[s / 4], odd[s / 4], s % 4);
-        word[0]                = itq_prmt(levels[swapped], itq2_s_table_word(1, swapped), index);
-        word[1]                = itq_prmt(levels[swapped], itq2_s_table_word(1, swapped), index >> 16);
+    __device__ __forceinline__ itq_indices indices(const int s) const {
+        return itq_indices_of<1>(pairs[s / 4], s % 4);
     }
 };
 
-template <> struct itq_fragments<GGML_TYPE_ITQ2_N> : itq2_fragments {
+template <> struct itq_fragments<GGML_TYPE_ITQ2_N> : itq2_fragments<GGML_TYPE_ITQ2_N> {
     uint32_t last;
 
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ2_N> & at, const int r,
                                          const uint32_t stage, const int block) {
         uint32_t v[4];
         itq_fragment_words_64<GGML_TYPE_ITQ2_N>(at, r, stage, block, v, last);
-        q[0] = v[0];
-        q[1] = v[1];
-        itq_fragment_pairs(0, v[2], even[0], odd[0]);
-        itq_fragment_pairs(v[2], v[3], even[1], odd[1]);
-    }
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_N> & at,
-                                         uint32_t (&word)[2]) const {
-        itq2_fragments::step(s, at.levels, word);
+        pairs[0] = itq_pairs_of_chunk<1>(v[2], itq_word_before(last >> at.turn), v[0]);
+        pairs[1] = itq_pairs_of_chunk<1>(v[3], v[2], v[1]);
     }
 };
 
-template <> struct itq_fragments<GGML_TYPE_ITQ2_S> : itq2_fragments {
+template <> struct itq_fragments<GGML_TYPE_ITQ2_S> : itq2_fragments<GGML_TYPE_ITQ2_S> {
     float d;
 
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at, const int r,
                                          const uint32_t stage, const int block) {
         const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
         const int        x    = at.x[r] + (int) sizeof(block_itq2_s) * block;
+        const uint32_t   last = tq_fragment_half(tile, x + (int) offsetof(block_itq2_s, d));
+        uint32_t         q[2];
         uint32_t         sel[3];  // from the word before the first chunk's on
         tq_fragment_words(tile, x + 8 * at.c, q);
         tq_fragment_words(tile, x + (int) sizeof(block_itq2_s::qs) - 4 + 8 * at.c, sel);
-        itq_fragment_pairs(sel[0] * at.inside, sel[1], even[0], odd[0]);
-        itq_fragment_pairs(sel[1], sel[2], even[1], odd[1]);
-        d = tq_fragment_scale(tile, x + sizeof(block_itq2_s::qs) + sizeof(block_itq2_s::sel));
-    }
-
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<GGML_TYPE_ITQ2_S> & at,
-                                         uint32_t (&word)[2]) const {
-        itq2_fragments::step(s, at.levels, word);
+        pairs[0] = itq_pairs_of_chunk<1>(sel[1], at.c == 0 ? itq_word_before(last) : sel[0], q[0]);
+        pairs[1] = itq_pairs_of_chunk<1>(sel[2], sel[1], q[1]);
+        d        = itq_half2_bits(last & 0xFFFFFFC0).x;
     }
 };
 

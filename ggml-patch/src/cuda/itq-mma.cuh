@@ -140,10 +140,16 @@ template <int parts> static __device__ __forceinline__ float itq_mma_sum_of(cons
     return parts == 1 ? part[0] : part[0] + part[1];
 }
 
-// With few columns there is room for two products a step, which saves merging the two tables of levels.
-static constexpr __host__ __device__ bool itq_mma_two_tables(const ggml_type type, const int ngroups) {
-    return (type == GGML_TYPE_ITQ3_S || type == GGML_TYPE_ITQ3_N) && ngroups <= 2;
+// With few columns there is room for two products a step, which saves merging the two parts of levels.
+static constexpr __host__ __device__ bool itq_mma_two_parts(const ggml_type type, const int ngroups) {
+    return ggml_cuda_is_itq(type) && ngroups <= 2;
 }
+
+// Whether the second part is of the complemented levels, see itq_fragment_levels.
+template <ggml_type type> constexpr bool itq_mma_complements = false;
+#define ITQ_MMA_COMPLEMENTS(NAME, name, bits, ...) \
+    template <> constexpr bool itq_mma_complements<GGML_TYPE_##NAME> = (bits) > 1;
+ITQ_TYPES(ITQ_MMA_COMPLEMENTS)
 
 // A pointer that the compiler does not see through, to global memory still: it would take the sum apart and add up the
 // parts again at every use.
@@ -198,7 +204,7 @@ static __device__ __forceinline__ void
 itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
               const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
               uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
-    constexpr bool two_tables = itq_mma_two_tables(type, ngroups);
+    constexpr bool two_parts  = itq_mma_two_parts(type, ngroups);
     constexpr bool is_64      = ggml_cuda_is_itq_64(type);
     constexpr int  columns    = itq_fragment_columns<type>;
 
@@ -227,7 +233,7 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
     // Of blocks of 64 the scales of the sums, and what they make of the origin, exact: they have 11 bits.
     [[maybe_unused]] float d[4], origin[4];
     if constexpr (is_64) {
-        const uint32_t own = itq_prmt(w[0].last, w[1].last, at.scales);
+        const uint32_t own = itq_prmt(w[0].last, w[1].last, at.scales) & 0xFFC0FFC0;  // without the start states
 #pragma unroll
         for (int l = 0; l < 2; ++l) {
             const float2 rows = itq_half2_bits(__shfl_sync(0xFFFFFFFF, own, at.two[l], 4));
@@ -281,6 +287,7 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
     };
     if constexpr (ngroups < 8) {
         int acc[ngroups][4];
+        int complemented[ngroups][4] = {};
 #pragma unroll
         for (int n = 0; n < ngroups; ++n) {
             load(b[n], n, 0);
@@ -289,7 +296,7 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             uint32_t a[2][4];
-            if constexpr (two_tables) {
+            if constexpr (two_parts) {
                 uint32_t p[2][2], q[2][2];
                 w[0].step(s, at, p[0], q[0]);
                 w[1].step(s, at, p[1], q[1]);
@@ -306,8 +313,8 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
                 const uint32_t b0 = s % 2 == 0 ? b[n].x : b[n].z;
                 const uint32_t b1 = s % 2 == 0 ? b[n].y : b[n].w;
                 itq_mma(acc[n], a[0], b0, b1);
-                if constexpr (two_tables) {
-                    itq_mma(acc[n], a[1], b0, b1);
+                if constexpr (two_parts) {
+                    itq_mma(itq_mma_complements<type> ? complemented[n] : acc[n], a[1], b0, b1);
                 }
                 if (s % 2 == 1 && s < 7) {
                     load(b[n], n, s + 1);
@@ -316,6 +323,12 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
         }
 #pragma unroll
         for (int n = 0; n < ngroups; ++n) {
+            if constexpr (two_parts && itq_mma_complements<type>) {
+#pragma unroll
+                for (int l = 0; l < 4; ++l) {
+                    acc[n][l] -= 129 * complemented[n][l];
+                }
+            }
             end(n, acc[n]);
         }
     } else {

@@ -109,7 +109,8 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         itq_mmq_load4(q + 4, x_tile + i * tile::stride() + ITQ_WORD_QS + 8 * j + 4);
         itq_mmq_load4(sel + 0, x_tile + i * tile::stride() + ITQ_WORD_SEL + 0);
         itq_mmq_load4(sel + 4, x_tile + i * tile::stride() + ITQ_WORD_SEL + 4);
-        const float2 dz = itq_half2_bits(x_tile[i * tile::stride() + ITQ_WORD_DZ]);
+        const uint32_t last = x_tile[i * tile::stride() + ITQ_WORD_DZ];
+        const float2   dz   = itq_half2_bits(last & ITQ_WITHOUT_STATE);
         ggml_cuda_syncwarp();  // both lanes of a row have read it
 
         const float z_int = fminf(fmaxf(rintf(dz.y), -64.0f), 64.0f);
@@ -121,16 +122,15 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         for (int g = 0; g < 4; ++g) {
             // Selects between registers: j differs within the warp, so it must not index them.
             const uint32_t cur  = j == 0 ? sel[2 * g] : sel[2 * g + 1];
-            const uint32_t prev = j == 0 ? (g == 0 ? 0 : sel[g == 0 ? 0 : 2 * g - 1]) : sel[2 * g];
-            uint32_t       c1, c0, even, odd;
-            itq_subset_planes(cur, prev, c1, c0);
-            itq_subset_pairs(c1, c0, even, odd);
-            uint32_t level[8];
+            const uint32_t prev =
+                j == 0 ? (g == 0 ? itq_word_before(last >> 16) : sel[g == 0 ? 0 : 2 * g - 1]) : sel[2 * g];
+            const itq_pairs pairs = itq_pairs_of_chunk<2>(cur, prev);
+            uint32_t        level[8];
 #pragma unroll
             for (int l = 0; l < 4; ++l) {
-                const uint32_t index = itq_index_nibbles(sym, even, odd, g, l);
-                level[2 * l + 0]     = itq_levels_minus(index, z);
-                level[2 * l + 1]     = itq_levels_minus(index >> 16, z);
+                const itq_indices index = itq_indices_of<2>(pairs, l, itq_symbols_of_group(sym, g, l));
+                level[2 * l + 0]        = itq_levels_minus<GGML_TYPE_ITQ3_S>(index, z);
+                level[2 * l + 1]        = itq_levels_minus<GGML_TYPE_ITQ3_S>(itq_indices::upper_half(index), z);
             }
             itq_mmq_store4(x_tile + i * tile::stride() + 32 * j + 8 * g + 0, level + 0);
             itq_mmq_store4(x_tile + i * tile::stride() + 32 * j + 8 * g + 4, level + 4);
@@ -169,27 +169,25 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq2_s(const cha
         }
         const block_itq2_s * bxi = (const block_itq2_s *) x + kbx0 + i * stride;
 
-        const uint32_t q        = tq_load_word(bxi->qs, k);
-        const uint32_t sel      = tq_load_word(bxi->sel, k);
-        const uint32_t sel_prev = k == 0 ? 0 : tq_load_word(bxi->sel, k - 1);
-        uint32_t       c1, c0, even, odd;
-        itq_subset_planes(sel, sel_prev, c1, c0);
-        itq_subset_pairs(c1, c0, even, odd);
+        const itq_pairs pairs =
+            itq_pairs_of_chunk<1>(tq_load_word(bxi->sel, k), itq_load_before(*bxi, k), tq_load_word(bxi->qs, k));
         // The weights 4n and 4n + 1, then 4n + 2 and 4n + 3, in odd chunks the other way round: so the eight threads of a
         // row, one phase of a 16 byte access, reach all banks.
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int part = (k + h) % 2;
-            uint32_t  level[4];
+            const int       part  = (k + h) % 2;
+            const itq_pairs moved = { pairs.even >> 2 * part, pairs.odd >> 2 * part, pairs.above_even >> 2 * part,
+                                      pairs.above_odd >> 2 * part };
+            uint32_t        level[4];
 #pragma unroll
             for (int l = 0; l < 2; ++l) {
-                const uint32_t index = itq2_s_index_nibbles(q >> 2 * part, even >> 2 * part, odd >> 2 * part, l);
-                level[2 * l + 0]     = itq2_s_look_up(index);
-                level[2 * l + 1]     = itq2_s_look_up(index >> 16);
+                const itq_indices index = itq_indices_of<1>(moved, l);
+                level[2 * l + 0]        = itq_levels_minus<GGML_TYPE_ITQ2_S>(index, 0);
+                level[2 * l + 1]        = itq_levels_minus<GGML_TYPE_ITQ2_S>(itq_indices::upper_half(index), 0);
             }
             itq_mmq_store4(x_tile + i * tile::stride() + 32 * (k % 2) + 8 * (k / 2) + 4 * part, level);
         }
-        ((float *) x_tile)[tile::scale(i) + k] = __half2float(bxi->d) * (1.0f / 32.0f);
+        ((float *) x_tile)[tile::scale(i) + k] = itq_scale_beside_state(bxi->d) * (1.0f / 32.0f);
     }
 }
 
@@ -220,15 +218,16 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq_n(const char
         }
         const block & bxi = ((const block *) x)[kbx0 + i * stride + k / 2];
 
-        uint32_t index[8], level[8];
+        itq_indices index[8];
+        uint32_t    level[8];
         itq_load_chunk<of>(bxi, k % 2, index);
 #pragma unroll
         for (int w = 0; w < 8; ++w) {
-            level[w] = itq_look_up<of>(index[w]);
+            level[w] = itq_levels_minus<of>(index[w], 0);
         }
         itq_mmq_store4(x_tile + i * tile::stride() + 8 * k + 0, level + 0);
         itq_mmq_store4(x_tile + i * tile::stride() + 8 * k + 4, level + 4);
-        ((float *) x_tile)[tile::scale(i) + k] = __half2float(bxi.d) * (1.0f / 32.0f);
+        ((float *) x_tile)[tile::scale(i) + k] = itq_scale_beside_state(bxi.d) * (1.0f / 32.0f);
     }
 }
 

@@ -67,49 +67,65 @@ template <int n> static __device__ __forceinline__ void itq_load_words(const voi
     }
 }
 
+// A scale that holds a start state, without it.
+static __device__ __forceinline__ float itq_scale_beside_state(const half & d) {
+    uint16_t bits;
+    memcpy(&bits, &d, sizeof(bits));
+    return itq_half2_bits(bits & 0xFFFFFFC0).x;
+}
+
 // Word of data that starts at an even address.
 static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const int i) {
     const uint16_t * x16 = (const uint16_t *) x + 2 * i;
     return x16[0] | (uint32_t) x16[1] << 16;
 }
 
-// The index words of chunk k of a block of 64, see itq3_n_index_nibbles.
+// The selectors before chunk k of a block without a zero-point.
+template <typename block>
+static __device__ __forceinline__ uint32_t itq_load_before(const block & x, const int k) {
+    uint16_t last;
+    memcpy(&last, &x.d, sizeof(last));
+    return k == 0 ? itq_word_before(last) : tq_load_word(x.sel, k - 1);
+}
+
+// The indices of chunk k of a block of 64, see itq3_n_indices.
 template <ggml_type type>
 static __device__ __forceinline__ void itq_load_chunk(const typename itq_traits<type>::block & x, const int k,
-                                                      uint32_t (&index)[8]) {
+                                                      itq_indices (&index)[8]) {
     static_assert(itq_traits<type>::length == 64, "other blocks have another order of symbols");
-    uint32_t c1, c0, even, odd;
-    itq_subset_planes(tq_load_word(x.sel, k), k == 0 ? 0 : tq_load_word(x.sel, 0), c1, c0);
-    itq_subset_pairs(c1, c0, even, odd);
-    if constexpr (itq_traits<type>::bits == 2) {
+    constexpr int  bits   = itq_traits<type>::bits;
+    const uint32_t sel    = tq_load_word(x.sel, k);
+    const uint32_t before = itq_load_before(x, k);
+    if constexpr (bits == 2) {
         const uint32_t q[4] = { tq_load_word(x.qs, 0), tq_load_word(x.qs, 1), tq_load_word(x.qs, 2),
                                 tq_load_word(x.qs, 3) };
-        itq3_n_index_nibbles(q, k, even, odd, index);
+        itq3_n_indices(q, k, itq_pairs_of_chunk<bits>(sel, before), index);
     } else {
-        itq2_n_index_nibbles(tq_load_word(x.qs, k), even, odd, index);
+        itq2_n_indices(itq_pairs_of_chunk<bits>(sel, before, tq_load_word(x.qs, k)), index);
     }
 }
 
-// A chunk of 32 weights in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
+// The eight weights of an index times the activations of two words, 64 times the sum of which is too much.
+template <ggml_type type>
+static __device__ __forceinline__ int itq_dot_raised(const itq_indices & index, const int u0, const int u1, int sumi) {
+    sumi = ggml_cuda_dp4a(itq_levels_raised<type>(index), u0, sumi);
+    return ggml_cuda_dp4a(itq_levels_raised<type>(itq_indices::upper_half(index)), u1, sumi);
+}
+
+// A chunk of 32 weights of ITQ3_S in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
 // word and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
 static __device__ __forceinline__ float itq_dot_chunk(const uint32_t (&sym)[2][4], const int g, const uint32_t sel,
-                                                      const uint32_t sel_prev, const float z, const int4 * y,
+                                                      const uint32_t before, const float z, const int4 * y,
                                                       const uint32_t ds) {
-    uint32_t c1, c0, even, odd;
-    itq_subset_planes(sel, sel_prev, c1, c0);
-    itq_subset_pairs(c1, c0, even, odd);
+    const itq_pairs pairs = itq_pairs_of_chunk<2>(sel, before);
 
     int u[8];
     itq_load_words(y, u);
-    int sumi = 0;
+    int sumi = -64 * q8_1x4_s(ds);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t negative = itq_index_nibbles(sym, even, odd, g, i);
-        const uint32_t positive = negative ^ 0x88888888;
-        sumi                    = ggml_cuda_dp4a(itq_levels_negative(negative), u[2 * i + 0], sumi);
-        sumi                    = ggml_cuda_dp4a(itq_levels_positive(positive), u[2 * i + 0], sumi);
-        sumi                    = ggml_cuda_dp4a(itq_levels_negative(negative >> 16), u[2 * i + 1], sumi);
-        sumi                    = ggml_cuda_dp4a(itq_levels_positive(positive >> 16), u[2 * i + 1], sumi);
+        const itq_indices index = itq_indices_of<2>(pairs, i, itq_symbols_of_group(sym, g, i));
+        sumi                    = itq_dot_raised<GGML_TYPE_ITQ3_S>(index, u[2 * i + 0], u[2 * i + 1], sumi);
     }
     return q8_1x4_d(ds) * (sumi - z * q8_1x4_s(ds));
 }
@@ -161,14 +177,15 @@ static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restr
     uint32_t sym[2][4];
     itq_transpose_symbols(q, sym);
 
-    const float2 dz = itq_half2_bits(x[ITQ_WORD_DZ]);
-    int          ds[2];
+    const uint32_t last = x[ITQ_WORD_DZ];
+    const float2   dz   = itq_half2_bits(last & ITQ_WITHOUT_STATE);
+    int            ds[2];
     itq_load_words((const int2 *) y->ds + h, ds);
     float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
         const int k = 2 * (2 * h + g) + j;
-        sum += itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? 0 : x[ITQ_WORD_SEL + k - 1], dz.y,
+        sum += itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1], dz.y,
                              (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
     }
     return dz.x * (1.0f / 32.0f) * sum;
@@ -188,26 +205,20 @@ static __device__ __forceinline__ float vec_dot_itq2_s_q8_1(const void * __restr
     float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-        const int      k        = 2 * (2 * h + g) + j;
-        const uint32_t sel      = tq_load_word(x->sel, k);
-        const uint32_t sel_prev = k == 0 ? 0 : tq_load_word(x->sel, k - 1);
-        const uint32_t q        = tq_load_word(x->qs, k);
-        uint32_t       c1, c0, even, odd;
-        itq_subset_planes(sel, sel_prev, c1, c0);
-        itq_subset_pairs(c1, c0, even, odd);
+        const int       k = 2 * (2 * h + g) + j;
+        const itq_pairs pairs =
+            itq_pairs_of_chunk<1>(tq_load_word(x->sel, k), itq_load_before(*x, k), tq_load_word(x->qs, k));
 
         int u[8];
         itq_load_words((const int4 *) y->qs + 2 * (2 * h + g), u);
-        int sumi = 0;
+        int sumi = -64 * q8_1x4_s(ds[g]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t index = itq2_s_index_nibbles(q, even, odd, i);
-            sumi                 = ggml_cuda_dp4a(itq2_s_look_up(index), u[2 * i + 0], sumi);
-            sumi                 = ggml_cuda_dp4a(itq2_s_look_up(index >> 16), u[2 * i + 1], sumi);
+            sumi = itq_dot_raised<GGML_TYPE_ITQ2_S>(itq_indices_of<1>(pairs, i), u[2 * i + 0], u[2 * i + 1], sumi);
         }
         sum += q8_1x4_d(ds[g]) * sumi;
     }
-    return __half2float(x->d) * (1.0f / 32.0f) * sum;
+    return itq_scale_beside_state(x->d) * (1.0f / 32.0f) * sum;
 }
 
 // Types with blocks of 64: lane l takes chunk l.
@@ -220,24 +231,19 @@ static __device__ __forceinline__ float vec_dot_itq_n_q8_1(const void * __restri
     const int            k = iqs / VDR_ITQ_N_Q8_1_MMVQ;
     const block_q8_n_h * y = (const block_q8_n_h *) bq8_1;
 
-    uint32_t index[8];
+    itq_indices index[8];
     itq_load_chunk<type>(x, k, index);
-    int sumi = 0;
+    int sumi = k == 0 ? -64 * y->sum : 0;  // of both chunks
 #pragma unroll
     for (int w = 0; w < 8; w += 2) {
         int u[2];
         itq_load_words((const int2 *) y->qs + 4 * k + w / 2, u);
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
-            if constexpr (itq_traits<type>::bits == 2) {
-                sumi = ggml_cuda_dp4a(itq_levels_negative(index[w + p]), u[p], sumi);
-                sumi = ggml_cuda_dp4a(itq_levels_positive(index[w + p] ^ 0x8888), u[p], sumi);
-            } else {
-                sumi = ggml_cuda_dp4a(itq2_s_look_up(index[w + p]), u[p], sumi);
-            }
+            sumi = ggml_cuda_dp4a(itq_levels_raised<type>(index[w + p]), u[p], sumi);
         }
     }
-    return __half2float(x.d) * (1.0f / 32.0f) * (y->d * sumi);
+    return itq_scale_beside_state(x.d) * (1.0f / 32.0f) * (y->d * sumi);
 }
 
 // Lane l = 2*j + s takes bytes 16*s .. 16*s + 15 of half j of qs.
