@@ -166,6 +166,13 @@ static inline unsigned int __umulhi(const unsigned int a, const unsigned int b) 
 static inline int __popc(const unsigned int x) {
     return __builtin_popcount(x);
 }
+static inline unsigned int __brev(unsigned int x) {
+    unsigned int reversed = 0;
+    for (int i = 0; i < 32; ++i, x >>= 1) {
+        reversed = reversed << 1 | (x & 1);
+    }
+    return reversed;
+}
 static inline unsigned int __funnelshift_l(const unsigned int lo, const unsigned int hi, const unsigned int n) {
     return (unsigned int) (((uint64_t) hi << 32 | lo) << n % 32 >> 32);
 }
