@@ -20,13 +20,13 @@ static float half(const uint8_t * bytes) {
 
 // A trellis type of blocks of 256 or 64 weights with 2- or 1-bit symbols.
 static void trellis(int bits, int length, bool has_z, const int8_t * levels, const uint8_t * block, float * w) {
-    const uint8_t * sel = block + length / 8 * bits;
-    const uint8_t * end = sel + length / 8;
-    const uint8_t * last = has_z ? end + 2 : end;
-    const auto      s    = [&](int t) { return t < 0 ? last[0] >> (-1 - t) & 1 : sel[t / 8] >> t % 8 & 1; };
+    const uint8_t * sel       = block + length / 8 * bits;
+    const uint8_t * end       = sel + length / 8;
+    const uint8_t * last      = has_z ? end + 2 : end;
+    const auto      s         = [&](int t) { return t < 0 ? last[0] >> (-1 - t) & 1 : sel[t / 8] >> t % 8 & 1; };
     const uint8_t   number[2] = { (uint8_t) (last[0] & 0xc0), last[1] };
     const float     z         = has_z ? half(number) : 0.0f;
-    const int       n   = length / 4;
+    const int       n         = length / 4;
     for (int t = 0; t < length; ++t) {
         const int q  = bits == 2 ? block[t % n] >> 2 * (t / n) & 3 : block[t / 8] >> t % 8 & 1;
         const int c2 = s(t) ^ s(t - 5) ^ s(t - 6);
@@ -44,7 +44,8 @@ static void trellis(int bits, int length, bool has_z, const int8_t * levels, con
             }
         }
     }
-    const float scale = half(has_z ? end : number) * (length == 256 ? 0x1p-9f : 0x1p-8f);  // of 1/32 and the root of the length
+    const float scale =
+        half(has_z ? end : number) * (length == 256 ? 0x1p-9f : 0x1p-8f);  // of 1/32 and the root of the length
     for (int t = 0; t < length; ++t) {
         w[t] *= scale;
     }

@@ -159,12 +159,11 @@ ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before,
 
 // Eight nibbles to look levels up by; with more than one symbol bit, the upper two bits of those of sign are c2.
 struct itq_indices {
-    uint32_t nibbles, sign;
+    uint32_t             nibbles, sign;
     ITQ_FUNC itq_indices upper_half(const itq_indices & x) { return { x.nibbles >> 16, x.sign >> 16 }; }
 };
 // lower and above: pairs, in the lower and in the upper two bits of the nibbles; q: symbols of two bits in the upper ones.
-template <int bits>
-ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const uint32_t q = 0) {
+template <int bits> ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const uint32_t q = 0) {
     return { itq_select(0xCCCCCCCC, bits == 1 ? above : q ^ above, lower), above };
 }
 // Of the weights 4n + i, n = 0..7, of a chunk.
@@ -294,8 +293,8 @@ ITQ_FUNC void itq3_n_indices(const uint32_t (&q)[4], const int k, const itq_pair
         for (int p = 0; p < 2; ++p) {
             const uint32_t lower = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
             const uint32_t above = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
-            index[4 * h + p]     = itq_join<2>(h == 0 ? lower : lower >> 2, h == 0 ? above << 2 : above,
-                                               p == 0 ? sym << 2 : sym);
+            index[4 * h + p] =
+                itq_join<2>(h == 0 ? lower : lower >> 2, h == 0 ? above << 2 : above, p == 0 ? sym << 2 : sym);
             index[4 * h + 2 + p] = itq_indices::upper_half(index[4 * h + p]);
         }
     }

@@ -65,13 +65,12 @@ static __device__ __forceinline__ void dequantize_itq3_s(const void * vx, const 
     const uint32_t * x   = (const uint32_t *) vx + ib * ITQ_WORDS;
     const uint8_t *  sel = (const uint8_t *) (x + ITQ_WORD_SEL);
 
-    const uint32_t    last       = x[ITQ_WORD_DZ];
-    const uint32_t    before     = tid == 0 ? itq_word_before(last >> 16) >> 24 : sel[tid - 1];
-    const itq_indices index      = itq_indices_8<2>(x[ITQ_WORD_QS + 2 * (tid % 8) + 0],
-                                                    x[ITQ_WORD_QS + 2 * (tid % 8) + 1], tid / 8,
-                                                    (uint32_t) sel[tid] << 8 | before);
-    const uint32_t    level_lo   = itq_levels_minus<GGML_TYPE_ITQ3_S>(index, 0);
-    const uint32_t    level_hi   = itq_levels_minus<GGML_TYPE_ITQ3_S>(itq_indices::upper_half(index), 0);
+    const uint32_t    last   = x[ITQ_WORD_DZ];
+    const uint32_t    before = tid == 0 ? itq_word_before(last >> 16) >> 24 : sel[tid - 1];
+    const itq_indices index  = itq_indices_8<2>(x[ITQ_WORD_QS + 2 * (tid % 8) + 0], x[ITQ_WORD_QS + 2 * (tid % 8) + 1],
+                                                tid / 8, (uint32_t) sel[tid] << 8 | before);
+    const uint32_t    level_lo = itq_levels_minus<GGML_TYPE_ITQ3_S>(index, 0);
+    const uint32_t    level_hi = itq_levels_minus<GGML_TYPE_ITQ3_S>(itq_indices::upper_half(index), 0);
 
     const float2 dz = itq_half2_bits(last & ITQ_WITHOUT_STATE);
     itq_store_rotated_back<256>(yy, level_lo, level_hi, dz.x, dz.y, tid);
@@ -88,8 +87,8 @@ static __device__ __forceinline__ void dequantize_itq(const void * vx, const int
     itq_indices    index;
     if constexpr (traits::bits == 2) {
         constexpr int lanes = traits::length / 4 / ITQ_VALUES;  // that read the same symbols, a group each
-        index               = itq_indices_8<2>(tq_load_word(x->qs, 2 * (tid % lanes) + 0),
-                                               tq_load_word(x->qs, 2 * (tid % lanes) + 1), tid / lanes, sel_window);
+        index = itq_indices_8<2>(tq_load_word(x->qs, 2 * (tid % lanes) + 0), tq_load_word(x->qs, 2 * (tid % lanes) + 1),
+                                 tid / lanes, sel_window);
     } else {
         index = itq_indices_8<1>(x->qs[tid], 0, 0, sel_window);
     }

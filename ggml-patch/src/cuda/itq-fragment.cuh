@@ -174,7 +174,8 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
 
     itq_fragment_tables<GGML_TYPE_ITQ3_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) : tables(lane) {
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        tables(lane) {
         const int c = lane % 4;
         const int h = c / 2;
         own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
@@ -210,7 +211,8 @@ struct itq_fragment_lane_64 {
 
     __device__ __forceinline__ itq_fragment_lane_64(const uint32_t * row0, const int lane) :
         own((const char *) (row0 + ITQ_QUAD_WORDS * 2 * (lane % 4))), active(lane / 4 % 4 == lane % 4),
-        two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0), turn(0) {}
+        two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0),
+        turn(0) {}
 
     // block: where this lane's are in memory, in row lane/4. In row lane/4 + 8 they begin at the same half of a word.
     __device__ __forceinline__ void begin(const char * block, const int lane) {
@@ -221,12 +223,12 @@ struct itq_fragment_lane_64 {
     }
 };
 
-#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                             \
-    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                                 \
-        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                               \
-                                                                                                                    \
-        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :     \
-            itq_fragment_lane_64(row0, lane), tables(lane) {}                                                       \
+#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                         \
+    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                             \
+        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                           \
+                                                                                                                \
+        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) : \
+            itq_fragment_lane_64(row0, lane), tables(lane) {}                                                   \
     };
 ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 
@@ -237,9 +239,10 @@ template <ggml_type type>
 static __device__ __forceinline__ void itq_fragment_levels(const itq_fragment_tables<type> & tables,
                                                            const itq_indices & index, uint32_t & first,
                                                            uint32_t & second) {
-    const uint32_t down = index.nibbles * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
-    first               = itq_prmt(tables.up, itq_level_bytes<type>(4), index.nibbles);
-    second              = itq_prmt(tables.down, itq_level_bytes<type>(11, true), down);
+    const uint32_t down =
+        index.nibbles * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
+    first  = itq_prmt(tables.up, itq_level_bytes<type>(4), index.nibbles);
+    second = itq_prmt(tables.down, itq_level_bytes<type>(11, true), down);
     if constexpr (itq_traits<type>::bits > 1) {
         const uint32_t levels = first | second;
         second                = itq_complemented(index.sign);
@@ -368,8 +371,7 @@ struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_fragments_of<GGML_TYPE_ITQ3_N, itq_
             sym[k][0] = itq_prmt(x0, x1, 0x5140);
             sym[k][1] = itq_prmt(x0, x1, 0x7362);
 
-            const itq_pairs pairs =
-                itq_pairs_of_chunk<2>(v[4 + k], k == 0 ? itq_word_before(last >> at.turn) : v[4]);
+            const itq_pairs pairs = itq_pairs_of_chunk<2>(v[4 + k], k == 0 ? itq_word_before(last >> at.turn) : v[4]);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
                 lower[k][p] = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
@@ -408,9 +410,7 @@ static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile,
 template <ggml_type type> struct itq2_fragments : itq_fragments_of<type, itq2_fragments<type>> {
     itq_pairs pairs[2];  // per chunk
 
-    __device__ __forceinline__ itq_indices indices(const int s) const {
-        return itq_indices_of<1>(pairs[s / 4], s % 4);
-    }
+    __device__ __forceinline__ itq_indices indices(const int s) const { return itq_indices_of<1>(pairs[s / 4], s % 4); }
 };
 
 template <> struct itq_fragments<GGML_TYPE_ITQ2_N> : itq2_fragments<GGML_TYPE_ITQ2_N> {

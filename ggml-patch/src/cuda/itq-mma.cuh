@@ -204,9 +204,9 @@ static __device__ __forceinline__ void
 itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
               const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
               uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
-    constexpr bool two_parts  = itq_mma_two_parts(type, ngroups);
-    constexpr bool is_64      = ggml_cuda_is_itq_64(type);
-    constexpr int  columns    = itq_fragment_columns<type>;
+    constexpr bool two_parts = itq_mma_two_parts(type, ngroups);
+    constexpr bool is_64     = ggml_cuda_is_itq_64(type);
+    constexpr int  columns   = itq_fragment_columns<type>;
 
     // Where the bytes of the groups begin that may not be full.
     [[maybe_unused]] const char * begins[ngroups] = {};

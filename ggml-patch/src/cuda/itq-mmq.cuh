@@ -121,7 +121,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
             // Selects between registers: j differs within the warp, so it must not index them.
-            const uint32_t cur  = j == 0 ? sel[2 * g] : sel[2 * g + 1];
+            const uint32_t cur = j == 0 ? sel[2 * g] : sel[2 * g + 1];
             const uint32_t prev =
                 j == 0 ? (g == 0 ? itq_word_before(last >> 16) : sel[g == 0 ? 0 : 2 * g - 1]) : sel[2 * g];
             const itq_pairs pairs = itq_pairs_of_chunk<2>(cur, prev);

@@ -81,8 +81,7 @@ static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const
 }
 
 // The selectors before chunk k of a block without a zero-point.
-template <typename block>
-static __device__ __forceinline__ uint32_t itq_load_before(const block & x, const int k) {
+template <typename block> static __device__ __forceinline__ uint32_t itq_load_before(const block & x, const int k) {
     uint16_t last;
     memcpy(&last, &x.d, sizeof(last));
     return k == 0 ? itq_word_before(last) : tq_load_word(x.sel, k - 1);
@@ -185,8 +184,9 @@ static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restr
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
         const int k = 2 * (2 * h + g) + j;
-        sum += itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1], dz.y,
-                             (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
+        sum +=
+            itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1],
+                          dz.y, (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
     }
     return dz.x * (1.0f / 32.0f) * sum;
 }

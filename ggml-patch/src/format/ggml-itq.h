@@ -49,8 +49,8 @@
 
 // In units of d/32, index 8*symbol + subset; the upper half mirrors the lower. They fit 7 bits: level + 64 is an unsigned
 // operand that cannot saturate maddubs or dpbusd. No other file writes them out.
-#define ITQ3_S_LEVELS                                                                           \
-    {                                                                                           \
+#define ITQ3_S_LEVELS                                                                                \
+    {                                                                                                \
         -59, -45, -37, -32, -27, -25, -21, -18, -16, -14, -11, -9, -7, -5, -3, -1, /* symbol 0, 1 */ \
         1,   3,   5,   7,   9,   11,  14,  16,  18,  21,  25,  27, 32, 37, 45, 59, /* symbol 2, 3 */ \
     }
@@ -214,18 +214,18 @@ ITQ_INLINE void itq_decode_levels(int bits, int length, const int8_t * table, co
 #define ITQ_LAST_0(block) (&(block)->d)
 
 // Of each type: name_decode_levels, the levels of a block; name_state, its start state; name_scale, the bits of d.
-#define ITQ_DEFINE_DECODE_LEVELS(NAME, name, bits, n_levels, length, has_z, number)                                \
-    ITQ_INLINE int name##_state(const block_##name * x) {                                                          \
-        return itq_start_state(ITQ_LAST_##has_z(x));                                                               \
-    }                                                                                                              \
-    ITQ_INLINE uint16_t name##_scale(const block_##name * x) {                                                     \
-        uint16_t d;                                                                                                \
-        memcpy(&d, &x->d, sizeof(d));                                                                              \
-        return (has_z) ? d : (uint16_t) (d & ~ITQ_STATE_MASK);                                                     \
-    }                                                                                                              \
-    static inline void name##_decode_levels(const block_##name * x, int8_t * levels) {                             \
-        static const int8_t table[n_levels] = NAME##_LEVELS;                                                       \
-        itq_decode_levels(bits, length, table, x->qs, x->sel, name##_state(x), levels);                            \
+#define ITQ_DEFINE_DECODE_LEVELS(NAME, name, bits, n_levels, length, has_z, number)     \
+    ITQ_INLINE int name##_state(const block_##name * x) {                               \
+        return itq_start_state(ITQ_LAST_##has_z(x));                                    \
+    }                                                                                   \
+    ITQ_INLINE uint16_t name##_scale(const block_##name * x) {                          \
+        uint16_t d;                                                                     \
+        memcpy(&d, &x->d, sizeof(d));                                                   \
+        return (has_z) ? d : (uint16_t) (d & ~ITQ_STATE_MASK);                          \
+    }                                                                                   \
+    static inline void name##_decode_levels(const block_##name * x, int8_t * levels) {  \
+        static const int8_t table[n_levels] = NAME##_LEVELS;                            \
+        itq_decode_levels(bits, length, table, x->qs, x->sel, name##_state(x), levels); \
     }
 ITQ_TYPES(ITQ_DEFINE_DECODE_LEVELS)
 

@@ -23,8 +23,8 @@
 // Largest magnitude of a rotated weight: squares and sums of 256 of them stay finite.
 #define ITQ_MAGNITUDE_LIMIT 0x1p56f
 
-#define ITQ_F16_MAX 65504.0f
-#define ITQ_F16_NAN 0x7e00
+#define ITQ_F16_MAX       65504.0f
+#define ITQ_F16_NAN       0x7e00
 // The largest scale whose lowest bits are zero.
 #define ITQ_F16_MAX_STATE 63488.0f
 
@@ -188,7 +188,8 @@ ITQ_INLINE void itq_start(const struct itq_code * code, int start, const float *
 }
 
 // Least-squares refit, xl = <x, L> and ll = <L, L> for the levels L: d, and d/32, the levels' unit.
-ITQ_INLINE void itq_refit(const struct itq_code * code, const float * xl, const float * ll, ggml_half * d, float * unit) {
+ITQ_INLINE void itq_refit(const struct itq_code * code, const float * xl, const float * ll, ggml_half * d,
+                          float * unit) {
     for (int l = 0; l < ITQ_LANES; ++l) {
         d[l]    = itq_storable(code, 32.0f * (xl[l] / ll[l]));
         unit[l] = ggml_fp16_to_fp32(d[l]) * 0.03125f;
