@@ -48,14 +48,65 @@ static inline __m256 itq_halves_to_floats(__m128i halves) {
 
 #    if defined(ITQ_AVX512)
 
-// Levels plus 64 of weights 64*word .. 64*word + 63 of a block of `length`. The subsets and what symbols have in the order of
-// the selectors are planes of bits, which are masks.
+// The byte of selectors before the first: the lowest bits of the bytes of a state that is spread, side by side.
+ITQ_INLINE uint8_t itq_byte_before(int state) {
+    return (uint8_t) (itq_spread_state(state) * 0x0102040810204080 >> 56);
+}
+
+// Subsets of weights 64*word .. 64*word + 63 of a block, added to what index has of them above the lowest three bits, of which
+// it has none.
+#        if defined(__AVX512VBMI__)
+// A byte per weight with the seven selectors that its subset depends on, s[t-6 .. t], s[t] in bit 6, comes from one
+// multishift; a table of 128 entries turns it into the subset.
+ITQ_INLINE __m512i itq_add_subsets(__m512i index, const uint8_t * sel, int state, const int word) {
+#            define S1(w)                                                                                        \
+                (4 * (((w) >> 6 ^ (w) >> 1 ^ (w)) & 1) + 2 * (((w) >> 5 ^ (w) >> 3 ^ (w) >> 2 ^ (w) >> 1) & 1) + \
+                 (((w) >> 4 ^ (w) >> 2) & 1))
+#            define S8(w) \
+                S1(w), S1((w) + 1), S1((w) + 2), S1((w) + 3), S1((w) + 4), S1((w) + 5), S1((w) + 6), S1((w) + 7)
+#            define S32(w) S8(w), S8((w) + 8), S8((w) + 16), S8((w) + 24)
+    static const uint8_t subsets[128] = { S32(0), S32(32), S32(64), S32(96) };
+#            undef S1
+#            undef S8
+#            undef S32
+    // Weights 8j .. 8j+7 of a word depend on its bytes j-1 and j: these go to the low 16 bits of lane j, out of the 16 bytes
+    // that begin one word earlier; a block has eight bytes or more before its selectors.
+    const __m512i at      = _mm512_setr_epi64(0x0807, 0x0908, 0x0A09, 0x0B0A, 0x0C0B, 0x0D0C, 0x0E0D, 0x0F0E);
+    const __m512i windows = _mm512_set1_epi64(0x0908070605040302);  // s[t-6] of weight 8j + i is bit 2 + i of lane j
+
+    __m128i bytes = _mm_loadu_si128((const __m128i *) (sel - 8 + 8 * word));
+    if (word == 0) {
+        bytes = _mm_insert_epi8(bytes, itq_byte_before(state), 7);
+    }
+    const __m512i lanes  = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), at);
+    const __m512i states = _mm512_multishift_epi64_epi8(windows, lanes);
+    const __m512i found =
+        _mm512_permutex2var_epi8(_mm512_loadu_si512(subsets), states, _mm512_loadu_si512(subsets + 64));
+    return _mm512_or_si512(index, found);
+}
+#        else
+// Planes of bits, which are masks.
+ITQ_INLINE __m512i itq_add_subsets(__m512i index, const uint8_t * sel, int state, const int word) {
+    const uint64_t p = word > 0 ? sel[8 * word - 1] : itq_byte_before(state);
+    uint64_t       s;
+    memcpy(&s, sel + 8 * word, sizeof(s));
+    const uint64_t s4 = s << 4 | p >> 4;
+    const uint64_t s5 = s << 5 | p >> 3;
+    const uint64_t c2 = s ^ s5 ^ (s << 6 | p >> 2);
+    const uint64_t c1 = (s << 1 | p >> 7) ^ (s << 3 | p >> 5) ^ s4 ^ s5;
+    const uint64_t c0 = (s << 2 | p >> 6) ^ s4;
+    index             = _mm512_mask_add_epi8(index, c2, index, _mm512_set1_epi8(4));
+    index             = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
+    return _mm512_mask_add_epi8(index, c0, index, _mm512_set1_epi8(1));
+}
+#        endif
+
+// Levels plus 64 of weights 64*word .. 64*word + 63 of a block of `length`. What symbols have in the
+// order of the selectors are planes of bits, which are masks.
 ITQ_INLINE __m512i itq_levels_64(const int bits, const int length, const int8_t * levels, const uint8_t * qs,
                                  const uint8_t * sel, int state, const int word) {
-    uint64_t c2, c1, c0, plane;
-    itq_subsets(sel, word, state, &c2, &c1, &c0);
-
-    __m512i index;
+    uint64_t plane;
+    __m512i  index;
     if (bits == 1) {
         memcpy(&plane, qs + 8 * word, sizeof(plane));
         index = _mm512_maskz_mov_epi8(plane, _mm512_set1_epi8(8));
@@ -70,9 +121,7 @@ ITQ_INLINE __m512i itq_levels_64(const int bits, const int length, const int8_t 
         }
         index = _mm512_and_si512(q, _mm512_set1_epi8(0x18));
     }
-    index = _mm512_mask_add_epi8(index, c2, index, _mm512_set1_epi8(4));
-    index = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
-    index = _mm512_mask_add_epi8(index, c0, index, _mm512_set1_epi8(1));
+    index = itq_add_subsets(index, sel, state, word);
     if (bits == 3) {
         memcpy(&plane, qs + length / 4 + 8 * word, sizeof(plane));
         index = _mm512_mask_add_epi8(index, plane, index, _mm512_set1_epi8(32));
