@@ -140,16 +140,15 @@ template <int parts> static __device__ __forceinline__ float itq_mma_sum_of(cons
     return parts == 1 ? part[0] : part[0] + part[1];
 }
 
-// With few columns there is room for two products a step, which saves merging the two parts of levels.
-static constexpr __host__ __device__ bool itq_mma_two_parts(const ggml_type type, const int ngroups) {
-    return ggml_cuda_is_itq(type) && ngroups <= 2;
-}
-
-// Whether the second part is of the complemented levels, see itq_fragment_levels.
+// Whether the second part of levels is what was complemented, see itq_fragment_levels.
 template <ggml_type type> constexpr bool itq_mma_complements = false;
 #define ITQ_MMA_COMPLEMENTS(NAME, name, bits, ...) \
     template <> constexpr bool itq_mma_complements<GGML_TYPE_##NAME> = (bits) > 1;
 ITQ_TYPES(ITQ_MMA_COMPLEMENTS)
+
+// With few columns there is room for two products a step, which saves merging the two parts.
+template <ggml_type type, int ngroups>
+constexpr bool itq_mma_two_parts = ggml_cuda_is_itq(type) && ngroups <= (itq_mma_complements<type> ? 1 : 2);
 
 // A pointer that the compiler does not see through, to global memory still: it would take the sum apart and add up the
 // parts again at every use.
@@ -204,7 +203,7 @@ static __device__ __forceinline__ void
 itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
               const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
               uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
-    constexpr bool two_parts = itq_mma_two_parts(type, ngroups);
+    constexpr bool two_parts = itq_mma_two_parts<type, ngroups>;
     constexpr bool is_64     = ggml_cuda_is_itq_64(type);
     constexpr int  columns   = itq_fragment_columns<type>;
 
