@@ -42,7 +42,7 @@ def test_a_model_is_quantized_layer_by_layer(
     assert "15 matrices whose rows are no multiple of 256 are in ITQ3_N: 3.25 bits a weight" in messages.getvalue()
     assert "equalized 6 sets of channels" in messages.getvalue()
     facts, found = metadata(tmp_path / "out.gguf"), types(tmp_path / "out.gguf")
-    assert facts["itq3s.version"] == 2 and facts["general.file_type"] == gguf.LlamaFileType["MOSTLY_ITQ3_S"]
+    assert facts["itq3s.version"] == 3 and facts["general.file_type"] == gguf.LlamaFileType["MOSTLY_ITQ3_S"]
     coded = {row.name: row.weights for row in done.rows if row.type == "ITQ3_N"}
     share = 1 - coded["token_embd.weight"] / sum(coded.values())
     assert facts["itq3s.calibrated_share"] == pytest.approx(share)
@@ -80,4 +80,4 @@ def test_experts_with_rows_of_two_kinds_have_a_type_for_each(
     made(model, tmp_path / "y.gguf", calibration=tmp_path / "hessians", pure=True)
     found = types(tmp_path / "y.gguf")
     assert found["blk.0.ffn_down_exps.weight"] == ITQ3_N and found["blk.0.ffn_up_exps.weight"] == ITQ3_S
-    assert metadata(tmp_path / "y.gguf")["itq3s.version"] == 2
+    assert metadata(tmp_path / "y.gguf")["itq3s.version"] == 3

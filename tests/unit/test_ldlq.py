@@ -34,9 +34,9 @@ def test_much_better_where_inputs_are_correlated(row: TrellisType) -> None:
         )
         for options in (ldlq.Search(1, 0, "fast"), ldlq.Search(4, 16, "fast"), ldlq.Search())
     ]
-    # One survivor alone pays more where levels are few: 0.53 at 3 bits, 0.72 at 2.
-    assert costs[2] < costs[1] < costs[0] < {2: 0.6, 1: 0.8}[row.format.symbol_bits] * plain
-    assert costs[2] < 0.2 * plain
+    # One survivor alone is hardly better than nearest rounding, 0.73 to 1.02 of it; all of them leave 0.07 to 0.11.
+    assert costs[2] < costs[1] < 0.2 * costs[0]
+    assert costs[2] < 0.13 * plain
 
 
 @of_types
