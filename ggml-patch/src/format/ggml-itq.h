@@ -165,18 +165,23 @@ ITQ_INLINE uint8_t itq_selectors_before(int state) {
     return before;
 }
 
-// The subsets of 64 weights at once: bit i of *c2, *c1 and *c0 belongs to weight 64*word + i.
-ITQ_INLINE void itq_subsets(const uint8_t * sel, int word, int state, uint64_t * c2, uint64_t * c1, uint64_t * c0) {
-    uint64_t       s = 0;
-    const uint64_t p = word > 0 ? sel[8 * word - 1] : itq_selectors_before(state);
-    for (int i = 0; i < 8; ++i) {
-        s |= (uint64_t) sel[8 * word + i] << 8 * i;
-    }
+// The subsets of 64 weights at once, of their selectors s and the byte p before them: bit i of *c2, *c1 and *c0 belongs to
+// weight i.
+ITQ_INLINE void itq_subsets_of_word(uint64_t s, uint64_t p, uint64_t * c2, uint64_t * c1, uint64_t * c0) {
     const uint64_t s4 = s << 4 | p >> 4;
     const uint64_t s5 = s << 5 | p >> 3;
     *c2               = s ^ s5 ^ (s << 6 | p >> 2);
     *c1               = (s << 1 | p >> 7) ^ (s << 3 | p >> 5) ^ s4 ^ s5;
     *c0               = (s << 2 | p >> 6) ^ s4;
+}
+
+// The same of word `word` of a block's selectors.
+ITQ_INLINE void itq_subsets(const uint8_t * sel, int word, int state, uint64_t * c2, uint64_t * c1, uint64_t * c0) {
+    uint64_t s = 0;
+    for (int i = 0; i < 8; ++i) {
+        s |= (uint64_t) sel[8 * word + i] << 8 * i;
+    }
+    itq_subsets_of_word(s, word > 0 ? sel[8 * word - 1] : itq_selectors_before(state), c2, c1, c0);
 }
 
 // Byte of qs, and bit of the byte, where the symbol of weight t begins, in a block of `length` weights. Symbols of one

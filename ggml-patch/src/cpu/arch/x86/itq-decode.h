@@ -87,16 +87,11 @@ ITQ_INLINE __m512i itq_add_subsets(__m512i index, const uint8_t * sel, int state
 #        else
 // Planes of bits, which are masks.
 ITQ_INLINE __m512i itq_add_subsets(__m512i index, const uint8_t * sel, int state, const int word) {
-    const uint64_t p = word > 0 ? sel[8 * word - 1] : itq_byte_before(state);
-    uint64_t       s;
+    uint64_t s, c2, c1, c0;
     memcpy(&s, sel + 8 * word, sizeof(s));
-    const uint64_t s4 = s << 4 | p >> 4;
-    const uint64_t s5 = s << 5 | p >> 3;
-    const uint64_t c2 = s ^ s5 ^ (s << 6 | p >> 2);
-    const uint64_t c1 = (s << 1 | p >> 7) ^ (s << 3 | p >> 5) ^ s4 ^ s5;
-    const uint64_t c0 = (s << 2 | p >> 6) ^ s4;
-    index             = _mm512_mask_add_epi8(index, c2, index, _mm512_set1_epi8(4));
-    index             = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
+    itq_subsets_of_word(s, word > 0 ? sel[8 * word - 1] : itq_byte_before(state), &c2, &c1, &c0);
+    index = _mm512_mask_add_epi8(index, c2, index, _mm512_set1_epi8(4));
+    index = _mm512_mask_add_epi8(index, c1, index, _mm512_set1_epi8(2));
     return _mm512_mask_add_epi8(index, c0, index, _mm512_set1_epi8(1));
 }
 #        endif
