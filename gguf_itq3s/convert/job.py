@@ -115,12 +115,9 @@ def encoder_of(options: ConvertOptions, messages: TextIO) -> Encoder:
         UserError: the search cannot be, or the library is asked for and cannot be used.
     """
     effort = "default" if options.effort in ("auto", "best") else options.effort
-    # With one start scale the widest search takes less time than the default's three with a narrow one, and loses less.
-    quick = options.calibrate and options.effort == "auto"
-    changed = dict(ldlq.WIDEST) if options.effort == "best" or quick else {}
-    changed |= {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
+    changed = {key: getattr(options, key) for key in ("segment", "lookahead") if getattr(options, key) is not None}
     try:
-        search = ldlq.Search(effort="fast" if quick else effort, **changed)
+        search = replace(ldlq.SEARCHES[options.effort], **changed)
         if options.damping is not None and not options.damping > 0:
             raise ValueError(f"damping {options.damping}: it must be more than 0")
     except ValueError as error:

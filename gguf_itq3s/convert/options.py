@@ -61,8 +61,8 @@ class ConvertOptions:
         fallback: what takes the place of a trellis type in rows that are not whole blocks, one of
             :data:`gguf_itq3s.checkpoint.policy.FALLBACK_KINDS`.
         codec: of trellis types, ``trellis`` or ``ternary``.
-        effort: of trellis types, one of :data:`EFFORTS`; ``best`` is ``default`` with a wider calibrated search,
-            ``auto`` is ``default``, or ``fast`` with that wider search where ``calibrate``.
+        effort: of trellis types, one of :data:`EFFORTS`; of a search with feedback,
+            :data:`gguf_itq3s.rounding.ldlq.SEARCHES`.
         damping: of the Hessians, share of the mean diagonal.
         segment: columns that the calibrated search commits at a time.
         lookahead: columns it searches past them before.

@@ -10,7 +10,7 @@ from gguf_itq3s.rounding import ldlq
 SEARCHES = [
     ldlq.Search(),
     ldlq.Search(4, 16, "fast"),
-    ldlq.Search(39, 25, "fast"),
+    ldlq.Search(16, effort="default"),
     ldlq.Search(1, 0, "fast"),
     ldlq.Search(64, 0, "fast"),
     ldlq.Search(3, 7),

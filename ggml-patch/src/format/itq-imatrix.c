@@ -146,7 +146,7 @@ static double mean_importance(const float * imatrix, int64_t n) {
         if (mean == 0.0) {                                                                                      \
             return quantize_##name##_effort(src, dst, nrows, n_per_row, ITQ_CODEC_TRELLIS, ITQ_EFFORT_DEFAULT); \
         }                                                                                                       \
-        const struct itq_search search = { ITQ_LDLQ_SEGMENT, ITQ_LDLQ_LOOKAHEAD, ITQ_EFFORT_DEFAULT };          \
+        const struct itq_search search = { ITQ_LDLQ_SEGMENT, ITQ_LDLQ_LOOKAHEAD, ITQ_EFFORT_FAST };             \
         struct cached_factor *  cached = acquire_factor(length, imatrix, n_per_row, mean);                      \
         const size_t            size   = quantize_##name##_ldlq(src, dst, nrows, &cached->factor, search);      \
         release_factor(cached);                                                                                 \

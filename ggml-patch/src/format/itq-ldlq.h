@@ -29,8 +29,8 @@ struct itq_search {
 };
 
 // Measured defaults (docs/calibration.md).
-#define ITQ_LDLQ_SEGMENT   8
-#define ITQ_LDLQ_LOOKAHEAD 16
+#define ITQ_LDLQ_SEGMENT   39
+#define ITQ_LDLQ_LOOKAHEAD 25
 #define ITQ_LDLQ_DAMPING   0.003
 
 // What every type has:
