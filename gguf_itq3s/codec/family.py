@@ -14,7 +14,15 @@ import gguf
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from .formats import ITQ2_N_FORMAT, ITQ2_S_FORMAT, ITQ3_N_FORMAT, ITQ3_S_FORMAT, Format
+from .formats import (
+    ITQ2_N_FORMAT,
+    ITQ2_S_FORMAT,
+    ITQ3_N_FORMAT,
+    ITQ3_S_FORMAT,
+    ITQ4_N_FORMAT,
+    ITQ4_S_FORMAT,
+    Format,
+)
 
 Member = TypeVar("Member", bound=IntEnum)
 
@@ -96,9 +104,11 @@ _ITQ3_S: Final = _row(ITQ3_S_FORMAT, 510, LlamaFileType.MOSTLY_IQ3_S, fallback=_
 # What the mix of IQ2_XXS has at more bits is in Q2_K, and of its larger relatives in IQ3_S.
 _ITQ2_N: Final = _row(ITQ2_N_FORMAT, 514, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_N.type})
 _ITQ2_S: Final = _row(ITQ2_S_FORMAT, 512, LlamaFileType.MOSTLY_IQ2_XXS, {Type.Q2_K: _ITQ3_S.type}, _ITQ2_N.type)
+_ITQ4_N: Final = _row(ITQ4_N_FORMAT, 517, LlamaFileType.MOSTLY_IQ4_XS)
+_ITQ4_S: Final = _row(ITQ4_S_FORMAT, 516, LlamaFileType.MOSTLY_IQ4_XS, fallback=_ITQ4_N.type)
 
 #: The types, the first the one that is taken where none is named.
-FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ3_N, _ITQ2_N)}
+FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ4_S, _ITQ3_N, _ITQ2_N, _ITQ4_N)}
 DEFAULT: Final = next(iter(FAMILY.values()))
 
 

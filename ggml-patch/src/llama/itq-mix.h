@@ -10,8 +10,10 @@
 #define ITQ_FTYPES(X)                            \
     X(ITQ3_S, "3.125", IQ3_S, Q2_K, ITQ3_N)      \
     X(ITQ2_S, "2.0625", IQ2_XXS, ITQ3_S, ITQ2_N) \
+    X(ITQ4_S, "4.0625", IQ4_XS, Q2_K, ITQ4_N)    \
     X(ITQ3_N, "3.25", IQ3_S, Q2_K, IQ4_NL)       \
-    X(ITQ2_N, "2.25", IQ2_XXS, ITQ3_N, IQ4_NL)
+    X(ITQ2_N, "2.25", IQ2_XXS, ITQ3_N, IQ4_NL)   \
+    X(ITQ4_N, "4.25", IQ4_XS, Q2_K, IQ4_NL)
 
 // Cases of upstream's switches: the name of a file type, the file type of a type, the type of a file type.
 #define ITQ_FTYPE_NAME(NAME, bits, ...)                    \
