@@ -108,7 +108,9 @@ _ITQ4_N: Final = _row(ITQ4_N_FORMAT, 517, LlamaFileType.MOSTLY_IQ4_XS)
 _ITQ4_S: Final = _row(ITQ4_S_FORMAT, 516, LlamaFileType.MOSTLY_IQ4_XS, fallback=_ITQ4_N.type)
 
 #: The types, the first the one that is taken where none is named.
-FAMILY: Final[Mapping[Type, TrellisType]] = {row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ4_S, _ITQ3_N, _ITQ2_N, _ITQ4_N)}
+FAMILY: Final[Mapping[Type, TrellisType]] = {
+    row.type: row for row in (_ITQ3_S, _ITQ2_S, _ITQ4_S, _ITQ3_N, _ITQ2_N, _ITQ4_N)
+}
 DEFAULT: Final = next(iter(FAMILY.values()))
 
 
