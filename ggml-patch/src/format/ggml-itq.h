@@ -58,12 +58,12 @@
         1,   3,   5,   7,   9,   11,  14,  16,  18,  21,  25,  27, 32, 37, 45, 59, /* symbol 2, 3 */ \
     }
 #define ITQ2_S_LEVELS { -61, -41, -32, -25, -18, -13, -7, -3, 3, 7, 13, 18, 25, 32, 41, 61 }
-#define ITQ4_S_LEVELS                                                                                            \
-    {                                                                                                            \
-        -61, -50, -43, -38, -34, -31, -29, -27, -25, -24, -22, -21, -19, -18, -17, -15, /* symbol 0, 1 */        \
-        -15, -13, -12, -11, -11, -9,  -8,  -8,  -7,  -5,  -5,  -4,  -3,  -2,  -1,  -1,  /* symbol 2, 3 */        \
-        1,   1,   2,   3,   4,   5,   5,   7,   8,   8,   9,   11,  11,  12,  13,  15,  /* symbol 4, 5 */        \
-        15,  17,  18,  19,  21,  22,  24,  25,  27,  29,  31,  34,  38,  43,  50,  61,  /* symbol 6, 7 */        \
+#define ITQ4_S_LEVELS                                                                                     \
+    {                                                                                                     \
+        -61, -50, -43, -38, -34, -31, -29, -27, -25, -24, -22, -21, -19, -18, -17, -15, /* symbol 0, 1 */ \
+        -15, -13, -12, -11, -11, -9,  -8,  -8,  -7,  -5,  -5,  -4,  -3,  -2,  -1,  -1,  /* symbol 2, 3 */ \
+        1,   1,   2,   3,   4,   5,   5,   7,   8,   8,   9,   11,  11,  12,  13,  15,  /* symbol 4, 5 */ \
+        15,  17,  18,  19,  21,  22,  24,  25,  27,  29,  31,  34,  38,  43,  50,  61,  /* symbol 6, 7 */ \
     }
 #define ITQ3_N_LEVELS ITQ3_S_LEVELS
 #define ITQ2_N_LEVELS ITQ2_S_LEVELS
@@ -83,9 +83,10 @@ typedef struct {
 } block_itq2_s;
 
 typedef struct {
-    uint8_t   qs[QK_ITQ4_S / 4 + QK_ITQ4_S / 8];  // symbols: the lower two bits as in ITQ3_S, then the third, as in ITQ2_S
-    uint8_t   sel[QK_ITQ4_S / 8];                 // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
-    ggml_half d;                                  // scale and start state
+    uint8_t
+        qs[QK_ITQ4_S / 4 + QK_ITQ4_S / 8];  // symbols: the lower two bits as in ITQ3_S, then the third, as in ITQ2_S
+    uint8_t   sel[QK_ITQ4_S / 8];           // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                            // scale and start state
 } block_itq4_s;
 
 typedef struct {
@@ -101,9 +102,10 @@ typedef struct {
 } block_itq2_n;
 
 typedef struct {
-    uint8_t   qs[QK_ITQ4_N / 4 + QK_ITQ4_N / 8];  // symbols: the lower two bits as in ITQ3_N, then the third, as in ITQ2_N
-    uint8_t   sel[QK_ITQ4_N / 8];                 // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
-    ggml_half d;                                  // scale and start state
+    uint8_t
+        qs[QK_ITQ4_N / 4 + QK_ITQ4_N / 8];  // symbols: the lower two bits as in ITQ3_N, then the third, as in ITQ2_N
+    uint8_t   sel[QK_ITQ4_N / 8];           // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                            // scale and start state
 } block_itq4_n;
 
 // Activations of blocks of 64 (GGML_TYPE_Q8_N_H), rotated like them; never in a file.

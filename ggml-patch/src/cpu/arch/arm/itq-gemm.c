@@ -802,30 +802,30 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
 #    define COPY_ZERO_POINT_1(to, from) (to) = (from)
 #    define COPY_ZERO_POINT_0(to, from)
 
-#    define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                           \
-        void itq_repack_##name(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {          \
-            struct row_reader readers[ITQ_PANEL_ROWS];                                                              \
-            open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                                       \
-            for (int64_t b = 0; b < nb; ++b) {                                                                      \
-                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                         \
-                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                        \
-                for (int i = 0; i < QUARTERS; ++i) {                                                                \
-                    repack_plane(readers, b, offsetof(block_##name, sel), 0, i, codes->sel);                        \
-                    if ((bits) == 1) {                                                                              \
-                        repack_plane(readers, b, 0, 3, i, codes->qs);                                               \
-                    } else {                                                                                        \
-                        repack_symbols(readers, b, i, codes->qs);                                                   \
-                    }                                                                                               \
-                    if ((bits) == 3) {                                                                              \
-                        repack_plane(readers, b, QK_ITQ / 4, 1, i, codes->qs + 16);                                 \
-                    }                                                                                               \
-                }                                                                                                   \
-                for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                          \
-                    const block_##name * x = block_at(&readers[r], b);                                              \
-                    scales->d[r]           = x->d;                                                                  \
-                    COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                                    \
-                }                                                                                                   \
-            }                                                                                                       \
+#    define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                  \
+        void itq_repack_##name(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
+            struct row_reader readers[ITQ_PANEL_ROWS];                                                     \
+            open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                              \
+            for (int64_t b = 0; b < nb; ++b) {                                                             \
+                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                \
+                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                               \
+                for (int i = 0; i < QUARTERS; ++i) {                                                       \
+                    repack_plane(readers, b, offsetof(block_##name, sel), 0, i, codes->sel);               \
+                    if ((bits) == 1) {                                                                     \
+                        repack_plane(readers, b, 0, 3, i, codes->qs);                                      \
+                    } else {                                                                               \
+                        repack_symbols(readers, b, i, codes->qs);                                          \
+                    }                                                                                      \
+                    if ((bits) == 3) {                                                                     \
+                        repack_plane(readers, b, QK_ITQ / 4, 1, i, codes->qs + 16);                        \
+                    }                                                                                      \
+                }                                                                                          \
+                for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                 \
+                    const block_##name * x = block_at(&readers[r], b);                                     \
+                    scales->d[r]           = x->d;                                                         \
+                    COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                           \
+                }                                                                                          \
+            }                                                                                              \
         }
 ITQ_TYPES_256(REPACK_256)
 

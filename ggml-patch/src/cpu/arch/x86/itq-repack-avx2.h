@@ -101,9 +101,9 @@ static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift
         struct row_reader readers[ITQ_PANEL_ROWS];                                                          \
         open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                                   \
         for (int64_t b = 0; b < nb; ++b) {                                                                  \
-            itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                     \
-            itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                    \
-            uint32_t(*plane)[ITQ_PANEL_ROWS] = codes->qs + ((bits) == 1 ? 0 : 16);                          \
+            itq_codes_##name *  codes         = itq_codes_of_##name(panel, b);                              \
+            itq_scales_##name * scales        = itq_scales_of_##name(panel, b);                             \
+            uint32_t (*plane)[ITQ_PANEL_ROWS] = codes->qs + ((bits) == 1 ? 0 : 16);                         \
             for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                      \
                 const block_##name * x = (const block_##name *) block_at(&readers[r], b);                   \
                 repack_plane(x->sel, codes->sel, r);                                                        \
