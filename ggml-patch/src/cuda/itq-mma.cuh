@@ -45,7 +45,8 @@ template <ggml_type type> struct itq_mma_ring {
     static constexpr int row_bytes  = ITQ_MMA_UNIT * bs;
     static constexpr int copy_bytes = 4;
     static constexpr int row_words  = row_bytes / 4;
-    static constexpr int lanes      = row_words < 32 ? row_words : 32;  // that copy
+    static constexpr int lanes      = row_words < 32 ? row_words : 32;  // that copy, a word or more each
+    static constexpr int each       = row_words / lanes;
     static_assert(row_bytes % 4 == 0, "a unit is a number of words");
     // A word more for blocks that do not start at a word, one that is read past the end.
     static constexpr int stride = row_bytes / 4 + 2;
@@ -61,6 +62,7 @@ template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr int copy_bytes = 4;
     static constexpr int row_words  = row_bytes / 4;
     static constexpr int lanes      = 32;
+    static constexpr int each       = 1;
     static constexpr int words      = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
     static_assert(ITQ_MMA_ROWS == 16, "the rows of a tile");
 
@@ -70,12 +72,13 @@ template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
 template <ggml_type type> struct itq_mma_ring_64 {
     static constexpr int bs        = ggml_cuda_type_traits<type>::bs;
     static constexpr int row_bytes = ITQ_MMA_UNIT * itq_fragment_blocks<type> * bs;
-    static constexpr int words     = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
+    static constexpr int words     = ITQ_MMA_UNIT * itq_tile_words_64<type>;
 
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
 };
-template <> struct itq_mma_ring<GGML_TYPE_ITQ3_N> : itq_mma_ring_64<GGML_TYPE_ITQ3_N> {};
-template <> struct itq_mma_ring<GGML_TYPE_ITQ2_N> : itq_mma_ring_64<GGML_TYPE_ITQ2_N> {};
+#define ITQ_MMA_RING_64(NAME, ...) \
+    template <> struct itq_mma_ring<GGML_TYPE_##NAME> : itq_mma_ring_64<GGML_TYPE_##NAME> {};
+ITQ_TYPES_64(ITQ_MMA_RING_64)
 
 struct itq_mma_shape {
     int      nblocks;  // of a row, blocks of the type
@@ -403,7 +406,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     constexpr bool                 two_buffers  = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
     [[maybe_unused]] constexpr int blocks_at_a_time =
-        type != GGML_TYPE_ITQ3_S && type != GGML_TYPE_ITQ3_N && ngroups == 1 && !has_fusion ? unit : 1;
+        !itq_mma_complements<type> && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq_mma_shared[];
     const int               lane = threadIdx.x;
@@ -479,7 +482,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                         }
                     }
                 } else {
-                    itq_copy_async<4>(to + ring::row(i), from);
+#pragma unroll
+                    for (int k = 0; k < ring::each; ++k) {
+                        itq_copy_async<4>(to + ring::row(i) + 32 * k, from + 4 * 32 * k);
+                    }
                 }
             };
             if (ring::lanes == 32 || lane < ring::lanes) {
@@ -498,19 +504,22 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     }
                 }
             }
-            if constexpr (ring::row_words > ring::lanes && type != GGML_TYPE_ITQ3_S) {
-                static_assert(ring::row_words == 33, "a lane a row for the rest");
+            constexpr int copied = ring::lanes * ring::each;
+            if constexpr (ring::row_words > copied && type != GGML_TYPE_ITQ3_S) {
+                static_assert(ring::row_words == copied + 1, "a lane a row for the rest");
                 if (lane < next_nrows) {
                     const char * from = next_from - from_byte + itq_mma_product(lane, shape.stride_row_x);
-                    itq_copy_async<4>(to - lane + ring::row(lane) + 32, from + 4 * 32);
+                    itq_copy_async<4>(to - lane + ring::row(lane) + copied, from + 4 * copied);
                 }
             }
         } else if constexpr (is_64) {
-            // Word lane % 8 of those that hold block lane/8 of four.
-            const auto copy = [&](const int i, const int b, const char * from) {
-                itq_copy_async<4>(to + b * ITQ_TILE_WORDS + ring::row(i), from + b * (per_256 * bs));
-            };
-            if (lane % 8 < itq_quad_words_64<type>) {
+            // Word lane % 8 of those that hold block lane/8 of four; lane 0 of the eight also the ninth of a row that is
+            // not whole.
+            constexpr int tile_words = itq_tile_words_64<type>;
+            constexpr int quad_words = itq_quad_words_64<type>;
+
+            [[maybe_unused]] uint32_t * const ninths = to - (lane_tiles - tiles) + ITQ_TILE_WORDS;
+            if (lane % 8 < quad_words) {
                 if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * (unit * per_256) < shape.nblocks) {
                     const char * from[2] = { next_from, next_from + shape.stride_row_x };
 #pragma unroll
@@ -521,9 +530,23 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
 #pragma unroll
                         for (int b = 0; b < unit; ++b) {
-                            copy(i, b, from[i % 2]);
+                            itq_copy_async<4>(to + b * tile_words + ring::row(i), from[i % 2] + b * (per_256 * bs));
                         }
                         from[i % 2] = itq_mma_anew(from[i % 2] + 2 * (uint64_t) shape.stride_row_x);
+                    }
+                    if constexpr (quad_words > 8) {
+                        static_assert(ITQ_MMA_ROWS == 16, "two rows a lane");
+#pragma unroll
+                        for (int i = lane / 4; i < ITQ_MMA_ROWS; i += 8) {
+                            const char * from =
+                                next_from - from_byte + lane % 4 * bs + itq_mma_product(i, shape.stride_row_x);
+                            from += 4 * 8 - ((uintptr_t) from & 2);
+#pragma unroll
+                            for (int b = 0; b < unit; ++b) {
+                                itq_copy_async<4>(ninths + b * tile_words + ring::row(i) + lane % 4,
+                                                  from + b * (per_256 * bs));
+                            }
+                        }
                     }
                 } else {
                     // Blocks that are not there are 0: their activations are, but a scale may be no number.
@@ -531,17 +554,24 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     const int    left = shape.nblocks * bs - next_unit * ring::row_bytes - from_byte;
 #pragma unroll 1
                     for (int i = 0; i < next_nrows; ++i) {
-                        const int at = 4 * (lane % 8) - (int) ((uintptr_t) from & 2);
 #pragma unroll
-                        for (int b = 0; b < unit; ++b) {
-                            const int rest = left - b * (per_256 * bs) - at;
-                            if (rest >= 4) {
-                                copy(i, b, from + at);
-                            } else if (rest == 2) {
-                                itq_copy_async_half_word(to + b * ITQ_TILE_WORDS + ring::row(i),
-                                                         from + at + b * (per_256 * bs));
-                            } else {
-                                to[b * ITQ_TILE_WORDS + ring::row(i)] = 0;
+                        for (int w = 0; w < quad_words; w += 8) {
+                            if (w > 0 && lane % 8 > 0) {
+                                break;
+                            }
+                            const int at = 4 * (w + lane % 8) - (int) ((uintptr_t) from & 2);
+#pragma unroll
+                            for (int b = 0; b < unit; ++b) {
+                                uint32_t * const word =
+                                    (w == 0 ? to : ninths + lane / 8) + b * tile_words + ring::row(i);
+                                const int rest = left - b * (per_256 * bs) - at;
+                                if (rest >= 4) {
+                                    itq_copy_async<4>(word, from + at + b * (per_256 * bs));
+                                } else if (rest == 2) {
+                                    itq_copy_async_half_word(word, from + at + b * (per_256 * bs));
+                                } else {
+                                    *word = 0;
+                                }
                             }
                         }
                         from += shape.stride_row_x;
@@ -550,8 +580,9 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
             }
         } else if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * unit < shape.nblocks) {
             // From the word on in which a unit begins. A word that it ends in is whole, as the row goes on.
-            constexpr int words = ring::row_words + 1;
-            constexpr int lanes = words < 32 ? words : 32;
+            constexpr int words  = ring::row_words + 1;
+            constexpr int lanes  = words < 32 ? words : 32;
+            constexpr int copied = words / lanes * lanes;
             if (lanes == 32 || lane < lanes) {
                 const char * from[2] = { next_from, next_from + shape.stride_row_x };
 #pragma unroll
@@ -560,15 +591,18 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 }
 #pragma unroll
                 for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
-                    itq_copy_async<4>(to + lane + ring::row(i), from[i % 2]);
+#pragma unroll
+                    for (int k = 0; k < copied; k += lanes) {
+                        itq_copy_async<4>(to + lane + ring::row(i) + k, from[i % 2] + 4 * k);
+                    }
                     from[i % 2] += 2 * (uint64_t) shape.stride_row_x;
                 }
             }
-            if constexpr (words > lanes) {
-                static_assert(words == 34, "two lanes a row for the rest");
+            if constexpr (words > copied) {
+                static_assert(words == copied + 2, "two lanes a row for the rest");
                 const char * from = next_from + itq_mma_product(lane / 2, shape.stride_row_x);
                 from -= (uintptr_t) from & 2;
-                itq_copy_async<4>(to + ring::row(lane / 2) + 32 + lane % 2, from + 4 * (32 + lane % 2));
+                itq_copy_async<4>(to + ring::row(lane / 2) + copied + lane % 2, from + 4 * (copied + lane % 2));
             }
         } else {
             constexpr int steps = (ring::row_words + 1 + 31) / 32;
