@@ -140,7 +140,7 @@ ITQ_FUNC void itq_interleave(const uint32_t upper, const uint32_t lower, uint32_
 
 // Pairs of bits of the nibbles of a chunk, of its even and its odd weights: the lower two of a nibble, c1 and c0, with more
 // than one symbol bit complemented by c2; in above, q and c2, or c2 twice, which is what symbols are complemented by; and, in
-// the upper bit of third, third symbol bits complemented by c2.
+// the lower bit of third, third symbol bits complemented by c2.
 struct itq_pairs {
     uint32_t even, odd, above_even, above_odd;
     uint32_t third_even = 0, third_odd = 0;
@@ -158,14 +158,14 @@ ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before,
         itq_interleave(planes.c2, planes.c2, pairs.above_even, pairs.above_odd);
     }
     if constexpr (bits == 3) {
-        pairs.third_odd  = q ^ planes.c2;
-        pairs.third_even = pairs.third_odd << 1;
+        pairs.third_even = q ^ planes.c2;
+        pairs.third_odd  = pairs.third_even >> 1;
     }
     return pairs;
 }
 
-// Eight nibbles to look levels up by; with more than one symbol bit, the upper two bits of those of sign are c2; the upper
-// bit of those of third, where there is one, says which 16 levels are meant.
+// Eight nibbles to look levels up by; with more than one symbol bit, the upper two bits of those of sign are c2. Where there
+// is a third, it says of which 16 levels they are: nibble n of four has n or n + 4, a byte of the lower or of the upper ones.
 struct itq_indices {
     uint32_t             nibbles, sign, third;
     ITQ_FUNC itq_indices upper_half(const itq_indices & x) { return { x.nibbles >> 16, x.sign >> 16, x.third >> 16 }; }
@@ -174,7 +174,8 @@ struct itq_indices {
 // upper ones.
 template <int bits>
 ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const uint32_t third, const uint32_t q) {
-    return { itq_select(0xCCCCCCCC, bits == 1 ? above : q ^ above, lower), above, third };
+    return { itq_select(0xCCCCCCCC, bits == 1 ? above : q ^ above, lower), above,
+             bits == 3 ? itq_select(0x44444444, third, 0x32103210) : 0 };
 }
 // Of the weights 4n + i, n = 0..7, of a chunk.
 template <int bits> ITQ_FUNC itq_indices itq_indices_of(const itq_pairs & pairs, const int i, const uint32_t q = 0) {
@@ -197,11 +198,6 @@ template <ggml_type type> ITQ_FUNC uint32_t itq_levels_16(const int first, const
     return lower | upper;
 }
 
-// The seven bits of a raised level, of a where the upper bit of a nibble of which is set, of b elsewhere.
-ITQ_FUNC uint32_t itq_select_levels(const uint32_t which, const uint32_t a, const uint32_t b) {
-    return itq_select(itq_prmt(0x80808080, 0x80808080, which), a, b);
-}
-
 // All ones in the bytes that are complemented. Bits 3 and 2 of a nibble of sign are the same: copies of a sign bit, or zeros.
 ITQ_FUNC uint32_t itq_complemented(const uint32_t sign) {
     return itq_prmt(0, 0x80808080, sign);
@@ -211,7 +207,7 @@ ITQ_FUNC uint32_t itq_complemented(const uint32_t sign) {
 template <ggml_type type> ITQ_FUNC uint32_t itq_levels_raised(const itq_indices & index) {
     uint32_t levels = itq_levels_16<type>(0, index.nibbles);
     if constexpr (itq_traits<type>::bits == 3) {
-        levels = itq_select_levels(index.third, itq_levels_16<type>(16, index.nibbles), levels);
+        levels = itq_prmt(levels, itq_levels_16<type>(16, index.nibbles), index.third);
     }
     if constexpr (itq_traits<type>::bits == 1) {
         return levels;
@@ -291,7 +287,7 @@ template <int bits>
 ITQ_FUNC itq_indices itq_indices_8(const uint32_t q0, const uint32_t q1, const int group, const uint32_t sel_window,
                                    const uint32_t q2 = 0) {
     const itq_planes planes = itq_subset_planes(sel_window, 0);
-    itq_indices      index  = { 0, 0, 0 };
+    itq_indices      index  = { 0, 0, bits == 3 ? 0x32103210u : 0 };
     for (int h = 0; h < 2; ++h) {
         const uint32_t c2    = itq_spread4(planes.c2 >> (8 + 4 * h));
         const uint32_t lower = itq_spread4(planes.c1 >> (8 + 4 * h)) << 1 | itq_spread4(planes.c0 >> (8 + 4 * h));
@@ -306,7 +302,7 @@ ITQ_FUNC itq_indices itq_indices_8(const uint32_t q0, const uint32_t q1, const i
         index.nibbles |= nibbles << 4 * h;
         index.sign |= sign << 4 * h;
         if constexpr (bits == 3) {
-            index.third |= (itq_spread4(q2 >> 4 * h) ^ c2) << 3 << 4 * h;
+            index.third |= (itq_spread4(q2 >> 4 * h) ^ c2) << 2 << 4 * h;
         }
     }
     return index;

@@ -262,14 +262,14 @@ static __device__ __forceinline__ void itq_fragment_levels(const itq_fragment_ta
     first  = itq_prmt(tables.up[0], itq_level_bytes<type>(4), index.nibbles);
     second = itq_prmt(tables.down[0], itq_level_bytes<type>(11, true), down);
     if constexpr (itq_traits<type>::bits > 1) {
-        uint32_t levels = first | second;
+        const uint32_t levels = first | second;
+        second                = itq_complemented(index.sign);
+        first                 = levels ^ second;
         if constexpr (itq_traits<type>::bits == 3) {
             const uint32_t upper = itq_prmt(tables.up[1], itq_level_bytes<type>(20), index.nibbles) |
                                    itq_prmt(tables.down[1], itq_level_bytes<type>(27, true), down);
-            levels               = itq_select_levels(index.third, upper, levels);
+            first                = itq_prmt(first, upper ^ second, index.third);
         }
-        second = itq_complemented(index.sign);
-        first  = levels ^ second;
     }
 }
 
