@@ -80,12 +80,12 @@ ITQ_FUNC uint32_t itq_prmt(const uint32_t a, const uint32_t b, const uint32_t se
 #endif
 }
 
-// Upper 32 bits of (hi:lo) << shift, 0 < shift < 32.
+// Upper 32 bits of (hi:lo) << shift, 0 <= shift < 32.
 ITQ_FUNC uint32_t itq_funnel_left(const uint32_t lo, const uint32_t hi, const int shift) {
 #if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
     return __funnelshift_l(lo, hi, shift);
 #else
-    return hi << shift | lo >> (32 - shift);
+    return ((uint64_t) hi << 32 | lo) << shift >> 32;
 #endif
 }
 
@@ -119,16 +119,17 @@ ITQ_FUNC uint32_t itq_word_before(const uint32_t last) {
 #define ITQ_WITHOUT_STATE 0xFFC0FFFF
 
 // Selector word of a chunk and the word before it to the subset index as three bit planes, bit b of weight t = 32*k + b.
+// Where the chunk does not begin at a word: the two words that it lies in, bits 32 - at .. 63 - at, at <= 16.
 struct itq_planes {
     uint32_t c2, c1, c0;
 };
-ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before) {
-    const uint32_t sel_4 = itq_funnel_left(before, sel, 4);
-    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
+ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before, const int at = 0) {
+    const uint32_t sel_4 = itq_funnel_left(before, sel, at + 4);
+    const uint32_t sel_5 = itq_funnel_left(before, sel, at + 5);
     itq_planes     planes;
-    planes.c2 = sel ^ sel_5 ^ itq_funnel_left(before, sel, 6);
-    planes.c1 = itq_funnel_left(before, sel, 1) ^ itq_funnel_left(before, sel, 3) ^ sel_4 ^ sel_5;
-    planes.c0 = itq_funnel_left(before, sel, 2) ^ sel_4;
+    planes.c2 = itq_funnel_left(before, sel, at) ^ sel_5 ^ itq_funnel_left(before, sel, at + 6);
+    planes.c1 = itq_funnel_left(before, sel, at + 1) ^ itq_funnel_left(before, sel, at + 3) ^ sel_4 ^ sel_5;
+    planes.c0 = itq_funnel_left(before, sel, at + 2) ^ sel_4;
     return planes;
 }
 
@@ -147,8 +148,9 @@ struct itq_pairs {
 };
 // q: the chunk's word of symbols of one bit, or of third bits.
 template <int bits>
-ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0) {
-    const itq_planes planes = itq_subset_planes(sel, before);
+ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0,
+                                      const int at = 0) {
+    const itq_planes planes = itq_subset_planes(sel, before, at);
     itq_pairs        pairs;
     if constexpr (bits == 1) {
         itq_interleave(planes.c1, planes.c0, pairs.even, pairs.odd);
@@ -239,12 +241,13 @@ ITQ_FUNC constexpr int itq_decoded_offset(const int t) {
     return 128 * (t / 32 % 2) + 32 * (t / 64) + 8 * (t % 4) + t % 32 / 4;
 }
 
-// Byte i of four words to word i.
-ITQ_FUNC void itq_transpose_bytes(const uint32_t (&x)[4], uint32_t (&to)[4]) {
-    const uint32_t lo01 = itq_prmt(x[0], x[1], 0x5140);
-    const uint32_t lo23 = itq_prmt(x[2], x[3], 0x5140);
-    const uint32_t hi01 = itq_prmt(x[0], x[1], 0x7362);
-    const uint32_t hi23 = itq_prmt(x[2], x[3], 0x7362);
+// Byte i of four words to word i; with lower and upper exchanged, byte (i + 2) % 4.
+ITQ_FUNC void itq_transpose_bytes(const uint32_t (&x)[4], uint32_t (&to)[4], const uint32_t lower = 0x5140,
+                                  const uint32_t upper = 0x7362) {
+    const uint32_t lo01 = itq_prmt(x[0], x[1], lower);
+    const uint32_t lo23 = itq_prmt(x[2], x[3], lower);
+    const uint32_t hi01 = itq_prmt(x[0], x[1], upper);
+    const uint32_t hi23 = itq_prmt(x[2], x[3], upper);
     to[0]               = itq_prmt(lo01, lo23, 0x5410);
     to[1]               = itq_prmt(lo01, lo23, 0x7632);
     to[2]               = itq_prmt(hi01, hi23, 0x5410);

@@ -129,9 +129,12 @@ ITQ_FUNC constexpr int itq_quad_source(const int quad, const int w) {
 // the block begins; that may be in its middle, so there is a word more than it has, or half of one. A ninth word of each of
 // the four blocks of a row is in one quad more.
 template <ggml_type type>
-constexpr int itq_quad_words_64 = (int) (sizeof(typename itq_traits<type>::block) + sizeof(half)) / 4;
+constexpr int itq_block_words = (int) (sizeof(typename itq_traits<type>::block) + sizeof(half)) / 4;
 template <ggml_type type>
-constexpr int itq_tile_words_64 = ITQ_TILE_WORDS + (itq_quad_words_64<type> > 8 ? ITQ_QUAD_WORDS : 0);
+constexpr int itq_tile_words_64 = ITQ_TILE_WORDS + (itq_block_words<type> > 8 ? ITQ_QUAD_WORDS : 0);
+
+// Blocks of ITQ4_S lie as in the file, from the word on in which they begin, each row of them at a multiple of 16 bytes.
+#define ITQ_ROW_WORDS 36
 
 // A lane's own number, but one that the compiler knows nothing of, so that it keeps it in a register: left to itself it
 // makes what is made easily anew before every use.
@@ -196,22 +199,39 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     }
 };
 
-template <ggml_type type> struct itq_fragment_lane_256 {
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
     const uint32_t * rows[2];
     int              x[2];
     int              c;
     uint32_t         zero;
 
-    itq_fragment_tables<type> tables;
+    itq_fragment_tables<GGML_TYPE_ITQ2_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane_256(const uint32_t * row0, const uint32_t * row1, const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), tables(lane) {}
 };
-template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> : itq_fragment_lane_256<GGML_TYPE_ITQ2_S> {
-    using itq_fragment_lane_256::itq_fragment_lane_256;
-};
-template <> struct itq_fragment_lane<GGML_TYPE_ITQ4_S> : itq_fragment_lane_256<GGML_TYPE_ITQ4_S> {
-    using itq_fragment_lane_256::itq_fragment_lane_256;
+
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ4_S> {
+    // Of row lane/4 of the first stage.
+    const char * symbols;  // the words of this lane's half
+    const char * chunk;    // as many words after the first as the first chunk has chunks before it
+    const char * row;      // the first word
+    int          turn;     // of symbols in word 2m, to the right, and 4 less that of those in word 2m + 1, to the left
+    bool         first;    // whether the first chunk is that of the block
+    bool         half;     // whether the first block of a unit begins in the middle of a word
+    uint32_t     zero;
+
+    itq_fragment_tables<GGML_TYPE_ITQ4_S> tables;
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        row((const char *) row0), turn(lane % 4 / 2 * 4), first(lane % 4 == 0), half(false), zero(itq_kept(0, lane)),
+        tables(lane) {
+        symbols = row + sizeof(uint32_t) * (8 * (lane % 2));
+        chunk   = row + sizeof(uint32_t) * (turn + lane % 2);
+    }
+
+    // block: where a unit begins in memory, in row lane/4 or as well in row lane/4 + 8.
+    __device__ __forceinline__ void begin(const char * block, const int) { half = (uintptr_t) block & 2; }
 };
 
 // Blocks of 64.
@@ -441,29 +461,47 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
     itq_pairs pairs[2];  // per group
     float     d;
 
+    // A block that begins in the middle of a word is not put in place. Symbols: the last two bytes are put before the first
+    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. Third bits and
+    // selectors: two words of each chunk, in which it begins in the middle; or at the second.
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ4_S> & at, const int r,
                                          const uint32_t stage, const int block) {
-        const uint32_t * tile = (const uint32_t *) ((const char *) at.rows[r] + stage);
-        const int        x    = at.x[r] + (int) sizeof(block_itq4_s) * block;
-        const int        j    = at.c % 2;
-        const int        h    = at.c / 2;
-        const uint32_t   last = tq_fragment_half(tile, x + (int) offsetof(block_itq4_s, d));
-        uint32_t         q[8];
-        tq_fragment_words(tile, x + 32 * j, q);
+        const bool     half = at.half != (block % 2 == 1);
+        const uint32_t from = stage + sizeof(uint32_t) * (16 * ITQ_ROW_WORDS * block + ITQ_ROW_WORDS * 8 * r);
+
+        const uint4    a    = ((const uint4 *) (at.symbols + from))[0];
+        const uint4    b    = ((const uint4 *) (at.symbols + from))[1];
+        const uint32_t q[8] = {
+            itq_prmt(a.x, ((const uint32_t *) (at.symbols + from))[8], half ? 0x3254 : 0x3210),
+            a.y,
+            a.z,
+            a.w,
+            b.x,
+            b.y,
+            b.z,
+            b.w,
+        };
         uint32_t v[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            v[m] = itq_select(0x0F0F0F0F, q[2 * m] >> 4 * h, q[2 * m + 1] << (4 - 4 * h));
+            v[m] = itq_select(0x0F0F0F0F, q[2 * m] >> at.turn, q[2 * m + 1] << (4 - at.turn));
         }
-        itq_transpose_bytes(v, sym);
+        itq_transpose_bytes(v, sym, half ? 0x7362 : 0x5140, half ? 0x5140 : 0x7362);
+        sym[2] = itq_funnel_left(sym[2], sym[2], half ? 28 : 0);  // the last weights are first
+        sym[3] = itq_funnel_left(sym[3], sym[3], half ? 28 : 0);
 
+        const uint32_t   last = *((const uint16_t *) (at.row + from + offsetof(block_itq4_s, d) + (half ? 2 : 0)));
+        const uint32_t * from_before = (const uint32_t *) (at.chunk + from + (half ? 4 : 0)) - 1;
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-            const int k = 4 * h + 2 * g + j;
-            uint32_t  third[1], sel[2];  // sel: from the word before the chunk on
-            tq_fragment_words(tile, x + QK_ITQ4_S / 4 + 4 * k, third);
-            tq_fragment_words(tile, x + (int) offsetof(block_itq4_s, sel) - 4 + 4 * k, sel);
-            pairs[g] = itq_pairs_of_chunk<3>(sel[1], k == 0 ? itq_word_before(last) : sel[0], third[0]);
+            const uint32_t * third  = from_before + QK_ITQ4_S / 16 + 2 * g;
+            const uint32_t * sel    = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
+            uint32_t         before = sel[0];
+            if (g == 0) {
+                before = itq_prmt(before, itq_word_before(last), !at.first ? 0x3210 : half ? 0x3276 : 0x7654);
+            }
+            const int shift = half ? 16 : 0;
+            pairs[g]        = itq_pairs_of_chunk<3>(sel[1], before, itq_funnel_left(third[0], third[1], shift), shift);
         }
         d = itq_half2_bits(last & 0xFFFFFFC0).x;
     }

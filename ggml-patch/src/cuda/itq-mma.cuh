@@ -45,8 +45,7 @@ template <ggml_type type> struct itq_mma_ring {
     static constexpr int row_bytes  = ITQ_MMA_UNIT * bs;
     static constexpr int copy_bytes = 4;
     static constexpr int row_words  = row_bytes / 4;
-    static constexpr int lanes      = row_words < 32 ? row_words : 32;  // that copy, a word or more each
-    static constexpr int each       = row_words / lanes;
+    static constexpr int lanes      = row_words < 32 ? row_words : 32;  // that copy
     static_assert(row_bytes % 4 == 0, "a unit is a number of words");
     // A word more for blocks that do not start at a word, one that is read past the end.
     static constexpr int stride = row_bytes / 4 + 2;
@@ -62,11 +61,18 @@ template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr int copy_bytes = 4;
     static constexpr int row_words  = row_bytes / 4;
     static constexpr int lanes      = 32;
-    static constexpr int each       = 1;
     static constexpr int words      = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
     static_assert(ITQ_MMA_ROWS == 16, "the rows of a tile");
 
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
+};
+
+template <> struct itq_mma_ring<GGML_TYPE_ITQ4_S> {
+    static constexpr int bs        = ggml_cuda_type_traits<GGML_TYPE_ITQ4_S>::bs;
+    static constexpr int row_bytes = ITQ_MMA_UNIT * bs;
+    static constexpr int words     = ITQ_MMA_UNIT * ITQ_MMA_ROWS * ITQ_ROW_WORDS;
+
+    static constexpr __host__ __device__ int row(const int i) { return ITQ_ROW_WORDS * i; }
 };
 
 template <ggml_type type> struct itq_mma_ring_64 {
@@ -79,6 +85,9 @@ template <ggml_type type> struct itq_mma_ring_64 {
 #define ITQ_MMA_RING_64(NAME, ...) \
     template <> struct itq_mma_ring<GGML_TYPE_##NAME> : itq_mma_ring_64<GGML_TYPE_##NAME> {};
 ITQ_TYPES_64(ITQ_MMA_RING_64)
+
+// Whether a block is copied in the words that hold it, wherever it begins.
+template <ggml_type type> constexpr bool itq_mma_by_block = ggml_cuda_is_itq_64(type) || type == GGML_TYPE_ITQ4_S;
 
 struct itq_mma_shape {
     int      nblocks;  // of a row, blocks of the type
@@ -399,6 +408,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     constexpr int                  bs           = ring::bs;
     constexpr int                  unit         = ITQ_MMA_UNIT;
     constexpr bool                 is_64        = ggml_cuda_is_itq_64(type);
+    constexpr bool                 by_block     = itq_mma_by_block<type>;
     constexpr int                  per_256      = itq_fragment_blocks<type>;
     constexpr int                  parts        = itq_mma_parts<type>;
     constexpr int                  column_lanes = 4 * per_256;  // that have activations of a column
@@ -459,9 +469,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     // This lane's word of a block (ITQ3_S) or unit in a row of x, and its place in the ring.
     constexpr bool by_lane     = aligned || type == GGML_TYPE_ITQ3_S;
     const int      from_word   = type == GGML_TYPE_ITQ3_S ? itq_quad_source(lane / 4, lane % 4) : by_lane ? lane : 0;
-    const int      from_byte   = is_64 ? lane / 8 * bs : 4 * from_word;  // of blocks of 64: of the lane's
+    constexpr int  block_lanes = 32 / per_256;                                        // that copy a block
+    const int      from_byte   = by_block ? lane / block_lanes * bs : 4 * from_word;  // of blocks of 64: of the lane's
     uint32_t *     lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S || is_64 ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
-                                          : by_lane                         ? lane
+                                          : by_lane || by_block             ? lane
                                                                             : 0);
     // The copies of a warp's units: tiles of the CUDA block, matrices, units of the warp's share.
     int            next_tile   = warp_k < nunits ? blockIdx.x : shape.tiles;
@@ -482,10 +493,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                         }
                     }
                 } else {
-#pragma unroll
-                    for (int k = 0; k < ring::each; ++k) {
-                        itq_copy_async<4>(to + ring::row(i) + 32 * k, from + 4 * 32 * k);
-                    }
+                    itq_copy_async<4>(to + ring::row(i), from);
                 }
             };
             if (ring::lanes == 32 || lane < ring::lanes) {
@@ -504,48 +512,59 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     }
                 }
             }
-            constexpr int copied = ring::lanes * ring::each;
-            if constexpr (ring::row_words > copied && type != GGML_TYPE_ITQ3_S) {
-                static_assert(ring::row_words == copied + 1, "a lane a row for the rest");
+            if constexpr (ring::row_words > ring::lanes && type != GGML_TYPE_ITQ3_S) {
+                static_assert(ring::row_words == 33, "a lane a row for the rest");
                 if (lane < next_nrows) {
                     const char * from = next_from - from_byte + itq_mma_product(lane, shape.stride_row_x);
-                    itq_copy_async<4>(to - lane + ring::row(lane) + copied, from + 4 * copied);
+                    itq_copy_async<4>(to - lane + ring::row(lane) + 32, from + 4 * 32);
                 }
             }
-        } else if constexpr (is_64) {
-            // Word lane % 8 of those that hold block lane/8 of four; lane 0 of the eight also the ninth of a row that is
-            // not whole.
-            constexpr int tile_words = itq_tile_words_64<type>;
-            constexpr int quad_words = itq_quad_words_64<type>;
+        } else if constexpr (by_block) {
+            // Word `own` of those that hold block lane/block_lanes of the 256 weights; where there is one more than lanes, it
+            // has a place of its own, and without all rows the first lane copies it too.
+            constexpr int block_words = itq_block_words<type>;
+            constexpr int tile_words  = ring::words / unit;
+            constexpr int step        = per_256 * bs;
+            const int     own         = lane % block_lanes;
 
-            [[maybe_unused]] uint32_t * const ninths = to - (lane_tiles - tiles) + ITQ_TILE_WORDS;
-            if (lane % 8 < quad_words) {
+            const auto last_word = [&](const int i, const int block, const int b) {
+                const int place = is_64 ? ITQ_TILE_WORDS + block : block_lanes;
+                return to - (lane_tiles - tiles) + b * tile_words + ring::row(i) + place;
+            };
+            if (own < block_words) {
                 if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * (unit * per_256) < shape.nblocks) {
-                    const char * from[2] = { next_from, next_from + shape.stride_row_x };
+                    // Blocks an odd number of halves apart do not begin at the same half of a word.
+                    constexpr int starts = step % 4 == 0 ? 1 : unit;
+                    const char *  from[2][starts];
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        from[r] += 4 * (lane % 8) - ((uintptr_t) from[r] & 2);
+#pragma unroll
+                        for (int b = 0; b < starts; ++b) {
+                            from[r][b] = next_from + r * (uint64_t) shape.stride_row_x + b * step;
+                            from[r][b] += 4 * own - ((uintptr_t) from[r][b] & 2);
+                        }
                     }
 #pragma unroll
                     for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
 #pragma unroll
                         for (int b = 0; b < unit; ++b) {
-                            itq_copy_async<4>(to + b * tile_words + ring::row(i), from[i % 2] + b * (per_256 * bs));
+                            itq_copy_async<4>(to + b * tile_words + ring::row(i),
+                                              from[i % 2][b % starts] + b / starts * step);
                         }
-                        from[i % 2] = itq_mma_anew(from[i % 2] + 2 * (uint64_t) shape.stride_row_x);
+#pragma unroll
+                        for (int b = 0; b < starts; ++b) {
+                            from[i % 2][b] = itq_mma_anew(from[i % 2][b] + 2 * (uint64_t) shape.stride_row_x);
+                        }
                     }
-                    if constexpr (quad_words > 8) {
-                        static_assert(ITQ_MMA_ROWS == 16, "two rows a lane");
+                    if constexpr (block_words > block_lanes) {
 #pragma unroll
-                        for (int i = lane / 4; i < ITQ_MMA_ROWS; i += 8) {
+                        for (int e = lane; e < ITQ_MMA_ROWS * per_256 * unit; e += 32) {
+                            const int    i     = e % ITQ_MMA_ROWS;
+                            const int    block = e / ITQ_MMA_ROWS % per_256;
+                            const int    b     = e / ITQ_MMA_ROWS / per_256;
                             const char * from =
-                                next_from - from_byte + lane % 4 * bs + itq_mma_product(i, shape.stride_row_x);
-                            from += 4 * 8 - ((uintptr_t) from & 2);
-#pragma unroll
-                            for (int b = 0; b < unit; ++b) {
-                                itq_copy_async<4>(ninths + b * tile_words + ring::row(i) + lane % 4,
-                                                  from + b * (per_256 * bs));
-                            }
+                                next_from - from_byte + block * bs + b * step + itq_mma_product(i, shape.stride_row_x);
+                            itq_copy_async<4>(last_word(i, block, b), from + 4 * block_lanes - ((uintptr_t) from & 2));
                         }
                     }
                 } else {
@@ -555,20 +574,21 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
 #pragma unroll 1
                     for (int i = 0; i < next_nrows; ++i) {
 #pragma unroll
-                        for (int w = 0; w < quad_words; w += 8) {
-                            if (w > 0 && lane % 8 > 0) {
-                                break;
-                            }
-                            const int at = 4 * (w + lane % 8) - (int) ((uintptr_t) from & 2);
+                        for (int b = 0; b < unit; ++b) {
+                            const char * const block = from + b * step;
 #pragma unroll
-                            for (int b = 0; b < unit; ++b) {
+                            for (int w = 0; w < block_words; w += block_lanes) {
+                                if (w > 0 && own > 0) {
+                                    break;
+                                }
+                                const int        at   = 4 * (own + w) - (int) ((uintptr_t) block & 2);
+                                const int        rest = left - b * step - at;
                                 uint32_t * const word =
-                                    (w == 0 ? to : ninths + lane / 8) + b * tile_words + ring::row(i);
-                                const int rest = left - b * (per_256 * bs) - at;
+                                    w == 0 ? to + b * tile_words + ring::row(i) : last_word(i, lane / block_lanes, b);
                                 if (rest >= 4) {
-                                    itq_copy_async<4>(word, from + at + b * (per_256 * bs));
+                                    itq_copy_async<4>(word, block + at);
                                 } else if (rest == 2) {
-                                    itq_copy_async_half_word(word, from + at + b * (per_256 * bs));
+                                    itq_copy_async_half_word(word, block + at);
                                 } else {
                                     *word = 0;
                                 }
@@ -580,9 +600,8 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
             }
         } else if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * unit < shape.nblocks) {
             // From the word on in which a unit begins. A word that it ends in is whole, as the row goes on.
-            constexpr int words  = ring::row_words + 1;
-            constexpr int lanes  = words < 32 ? words : 32;
-            constexpr int copied = words / lanes * lanes;
+            constexpr int words = ring::row_words + 1;
+            constexpr int lanes = words < 32 ? words : 32;
             if (lanes == 32 || lane < lanes) {
                 const char * from[2] = { next_from, next_from + shape.stride_row_x };
 #pragma unroll
@@ -591,18 +610,15 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 }
 #pragma unroll
                 for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
-#pragma unroll
-                    for (int k = 0; k < copied; k += lanes) {
-                        itq_copy_async<4>(to + lane + ring::row(i) + k, from[i % 2] + 4 * k);
-                    }
+                    itq_copy_async<4>(to + lane + ring::row(i), from[i % 2]);
                     from[i % 2] += 2 * (uint64_t) shape.stride_row_x;
                 }
             }
-            if constexpr (words > copied) {
-                static_assert(words == copied + 2, "two lanes a row for the rest");
+            if constexpr (words > lanes) {
+                static_assert(words == 34, "two lanes a row for the rest");
                 const char * from = next_from + itq_mma_product(lane / 2, shape.stride_row_x);
                 from -= (uintptr_t) from & 2;
-                itq_copy_async<4>(to + ring::row(lane / 2) + copied + lane % 2, from + 4 * (copied + lane % 2));
+                itq_copy_async<4>(to + ring::row(lane / 2) + 32 + lane % 2, from + 4 * (32 + lane % 2));
             }
         } else {
             constexpr int steps = (ring::row_words + 1 + 31) / 32;
@@ -673,9 +689,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
         for (int matrix = 0; matrix < nmatrices; ++matrix) {
             float sum[ngroups][itq_mma_sums<type>] = { { 0.0f } };
 
-            if constexpr (is_64) {
+            if constexpr (by_block) {
                 const int last = max(nrows_of(tile), 1) - 1;
-                at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x + lane % 4 * bs,
+                at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x +
+                             (is_64 ? lane % 4 * bs : 0),
                          lane);
             } else if constexpr (!by_lane) {
                 const char * row  = rows_of(tile, matrix);
