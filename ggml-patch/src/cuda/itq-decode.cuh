@@ -314,8 +314,8 @@ ITQ_FUNC itq_indices itq_indices_8(const uint32_t q0, const uint32_t q1, const i
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks of 64, two chunks. Their activations are in decoded order within each chunk, the chunks one after the other.
 
-// Indices of chunk k of more than one symbol bit: those of the weights 4n + i with n = 4p + 0..3 in the lower half of index[2*i + p]. Byte i
-// of symbol word m has bits 4k, 4k + 1 of weight 4m + i of the chunk, and after them those of the weight 16 further on, so
+// Indices of chunk k of more than one symbol bit: those of the weights 4n + i with n = 4p + 0..3 in the lower half of
+// index[2*i + p]. Byte i of symbol word m has bits 4k, 4k + 1 of weight 4m + i of the chunk, and after them those of the weight 16 further on, so
 // that nibble k of four words is a half of eight weights of the same i.
 //   q: the four words of symbols of two bits of the block.
 template <int bits>

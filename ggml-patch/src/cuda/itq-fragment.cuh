@@ -27,8 +27,8 @@ template <ggml_type type> constexpr int itq_fragment_columns = 8 / itq_fragment_
 ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
     return 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * w;
 }
-// ITQ3_S and ITQ4_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights 4n + i of its
-// chunk, n = 0..7.
+// ITQ3_S and ITQ4_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights
+// 4n + i of its chunk, n = 0..7.
 ITQ_FUNC constexpr int itq3_s_fragment_position(const int t) {
     const int j = t / 32 % 2, g = t / 64, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (g % 2) + i, j + 2 * (g / 2), n / 4) + n % 4;
@@ -38,8 +38,8 @@ ITQ_FUNC constexpr int itq2_s_fragment_position(const int t) {
     const int k = t / 32, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (k % 2) + i, k / 2, n / 4) + n % 4;
 }
-// ITQ3_N and ITQ4_N: lane c decodes block c; step s = 4p + 2k + h has the weights 4n + i of chunk k, n = 4p .. 4p + 3, with i = 2h
-// in word 0, with i = 2h + 1 in word 1. ITQ2_N: the two chunks of lane c are those of ITQ2_S.
+// ITQ3_N and ITQ4_N: lane c decodes block c; step s = 4p + 2k + h has the weights 4n + i of chunk k, n = 4p .. 4p + 3, with
+// i = 2h in word 0, with i = 2h + 1 in word 1. ITQ2_N: the two chunks of lane c are those of ITQ2_S.
 ITQ_FUNC constexpr int itq3_n_fragment_position(const int t) {
     const int k = t / 32 % 2, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (n / 4) + 2 * k + i / 2, t / 64, i % 2) + n % 4;
