@@ -15,6 +15,7 @@ from ..checkpoint.request import Request
 from ..checkpoint.stock import STOCK_TYPES
 from ..codec import formats
 from ..codec.family import DEFAULT, FAMILY
+from ..rounding.ldlq import SEARCHES
 
 #: Output types that upstream's converter writes: the file has the same bytes as its file.
 PLAIN_OUTTYPES: Final = ("f32", "f16", "bf16", "q8_0", "auto")
@@ -25,8 +26,8 @@ TRELLIS_OUTTYPES: Final = tuple(row.identifier for row in FAMILY.values())
 OUTTYPES: Final = (*TRELLIS_OUTTYPES, "tq1_0", "tq2_0", *(t for t in STOCK_OUTTYPES if t != "q8_0"), *PLAIN_OUTTYPES)
 #: Types that tensors may be given by name.
 TENSOR_TYPES: Final = tuple(qtype.name.lower() for qtype in GIVEN_TYPES)
-#: Of the trellis types: those of the codec, and the widest calibrated search.
-EFFORTS: Final = ("auto", *formats.EFFORTS, "best")
+#: Of the trellis types.
+EFFORTS: Final = tuple(SEARCHES)
 TERNARY_MODES: Final = ("auto", "force", "off")
 TERNARY_TYPES: Final = ("tq2_0", "tq1_0")
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from gguf_itq3s.rounding import ldlq
 
-#: Searches of every kind: default, short segments, the longest sight, none.
+#: Searches of every kind: default, which has the longest sight, short segments, several start scales, no sight.
 SEARCHES = [
     ldlq.Search(),
     ldlq.Search(4, 16, "fast"),
