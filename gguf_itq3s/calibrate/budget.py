@@ -48,8 +48,8 @@ TYPES: Final[Mapping[int, tuple[Type, ...]]] = {
         sorted((*(qtype for qtype, kind in FAMILY.items() if kind.format.block == block), *others), key=bits_per_weight)
     )
     for block, others in (
-        (BLOCK, (Type.IQ4_XS, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0)),
-        (SHORT_BLOCK, (Type.IQ4_NL, Type.Q5_0, Type.Q5_1, Type.Q8_0)),
+        (BLOCK, (Type.Q5_K, Type.Q6_K, Type.Q8_0)),
+        (SHORT_BLOCK, (Type.Q5_0, Type.Q5_1, Type.Q8_0)),
     )
 }
 #: A stack of experts' matrices, and the layer that it is of.

@@ -5,6 +5,7 @@ A block holds n consecutive weights of a row (docs/format.md)::
 
     uint8 qs[n * b / 8]   symbols of b bits    2: q[t] = (qs[t % (n/4)] >> 2*(t / (n/4))) & 3
                                                1: q[t] = (qs[t / 8] >> (t % 8)) & 1
+                                               3: the two lower bits as of 2, then the third ones as of 1
     uint8 sel[n / 8]      selector bits        s[t] = (sel[t / 8] >> (t % 8)) & 1
     fp16  d               scale
     fp16  z               zero-point in level units, where the format has one
@@ -70,6 +71,24 @@ def _unpack_bits(packed: ByteArray) -> IndexArray:
     return np.unpackbits(np.ascontiguousarray(packed), axis=0, bitorder="little")
 
 
+def _pack_symbols(symbols: IndexArray, bits: int) -> ByteArray:
+    """uint8 (n, m) of so many bits -> (n * bits / 8, m)."""
+    if bits == 1:
+        return _pack_bits(symbols)
+    low = _pack_planes(symbols & np.uint8(3))
+    return low if bits == 2 else np.concatenate([low, _pack_bits(symbols >> np.uint8(2))])
+
+
+def _unpack_symbols(packed: ByteArray, bits: int) -> IndexArray:
+    """The inverse of :func:`_pack_symbols`: uint8 (n * bits / 8, m) -> (n, m)."""
+    if bits == 1:
+        return _unpack_bits(packed)
+    if bits == 2:
+        return _unpack_planes(packed)
+    low, high = np.split(packed, [2 * packed.shape[0] // 3])
+    return _unpack_planes(low) | _unpack_bits(high) << np.uint8(2)
+
+
 def pack(path: Path, z: npt.NDArray[np.float16], fmt: Format = FORMAT) -> ByteArray:
     """Blocks from their parts.
 
@@ -82,8 +101,7 @@ def pack(path: Path, z: npt.NDArray[np.float16], fmt: Format = FORMAT) -> ByteAr
         uint8 (m, bytes of a block).
     """
     blocks = np.empty((path.indices.shape[1], fmt.block_bytes), dtype=np.uint8)
-    pack_symbols = _pack_bits if fmt.symbol_bits == 1 else _pack_planes
-    blocks[:, : fmt.symbol_bytes] = pack_symbols(path.indices >> np.uint8(3)).T
+    blocks[:, : fmt.symbol_bytes] = _pack_symbols(path.indices >> np.uint8(3), fmt.symbol_bits).T
     blocks[:, fmt.symbol_bytes : fmt.scale_offset] = _pack_bits(path.selectors).T
     numbers = np.stack([path.d, z] if fmt.zero_point else [path.d], axis=1).astype("<f2").view("<u2")
     numbers[:, -1] |= path.start
@@ -106,7 +124,7 @@ def unpack(blocks: ByteArray, fmt: Format = FORMAT) -> tuple[Path, npt.NDArray[n
     """
     if blocks.ndim != 2 or blocks.shape[1] != fmt.block_bytes:
         raise ValueError(f"{fmt.name} blocks have shape (m, {fmt.block_bytes}), not {blocks.shape}")
-    symbols = (_unpack_bits if fmt.symbol_bits == 1 else _unpack_planes)(blocks[:, : fmt.symbol_bytes].T)
+    symbols = _unpack_symbols(blocks[:, : fmt.symbol_bytes].T, fmt.symbol_bits)
     selectors = _unpack_bits(blocks[:, fmt.symbol_bytes : fmt.scale_offset].T)
     numbers = np.ascontiguousarray(blocks[:, fmt.scale_offset :]).view("<u2").astype(np.uint16)
     start = (numbers[:, -1] & STATE_MASK).astype(np.uint8)

@@ -14,13 +14,17 @@ from .family import FAMILY
 
 ITQ3_S: Final = Type["ITQ3_S"]
 ITQ2_S: Final = Type["ITQ2_S"]
+ITQ4_S: Final = Type["ITQ4_S"]
 ITQ3_N: Final = Type["ITQ3_N"]
 ITQ2_N: Final = Type["ITQ2_N"]
+ITQ4_N: Final = Type["ITQ4_N"]
 #: ``general.file_type`` of a file whose matrices are mostly in the type.
 MOSTLY_ITQ3_S: Final = LlamaFileType["MOSTLY_ITQ3_S"]
 MOSTLY_ITQ2_S: Final = LlamaFileType["MOSTLY_ITQ2_S"]
+MOSTLY_ITQ4_S: Final = LlamaFileType["MOSTLY_ITQ4_S"]
 MOSTLY_ITQ3_N: Final = LlamaFileType["MOSTLY_ITQ3_N"]
 MOSTLY_ITQ2_N: Final = LlamaFileType["MOSTLY_ITQ2_N"]
+MOSTLY_ITQ4_N: Final = LlamaFileType["MOSTLY_ITQ4_N"]
 
 #: Types that need no built library: gguf-py quantizes them in numpy, or this package does.
 NUMPY_TYPES: Final = frozenset(

@@ -177,8 +177,8 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--effort", choices=EFFORTS, default=ConvertOptions.effort,
-        help="how far is searched: fast tries one start scale, default three; where statistics are given auto tries "
-        "one and best three, and both look further, elsewhere they are default (default: %(default)s)",
+        help="how far is searched: fast tries one start scale, default three; where statistics are given, auto and "
+        "best look further, auto with one for types of 2 and 3 bits in blocks of 256 (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--fold-norms", action=argparse.BooleanOptionalAction, default=ConvertOptions.fold_norms,

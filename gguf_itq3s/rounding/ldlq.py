@@ -23,7 +23,7 @@ rounded before they are added), so the C quantizer reproduces every byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -87,7 +87,7 @@ class Search:
 
     Attributes:
         lookahead: columns searched past a segment before it is committed.
-        effort: start scales, one of :data:`gguf_itq3s.codec.formats.EFFORTS`.
+        effort: start scales, one of :data:`gguf_itq3s.codec.formats.EFFORTS`, or ``auto``, by the format.
 
     Raises:
         ValueError: a length is out of range, or the effort unknown.
@@ -95,7 +95,7 @@ class Search:
 
     segment: int = WINDOW - LOOKAHEAD
     lookahead: int = LOOKAHEAD
-    effort: str = "fast"
+    effort: str = "auto"
 
     def __post_init__(self) -> None:
         if self.segment < 1 or not 0 <= self.lookahead <= LOOKAHEAD or self.segment + self.lookahead > WINDOW:
@@ -103,13 +103,15 @@ class Search:
                 f"segment {self.segment}, lookahead {self.lookahead}: the segment must be 1 or more, the lookahead "
                 f"0 to {LOOKAHEAD}, and both at most {WINDOW} in all"
             )
-        check_effort(self.effort)
+        if self.effort != "auto":
+            check_effort(self.effort)
 
 
 #: Searches by what a user asks for. One start scale and the widest search take 0.6 to 0.9 of the time of three and a
 #: segment of 8 with a lookahead of 16, and lose 1 to 2% less (docs/calibration.md).
 SEARCHES: Final = {
-    "auto": Search(), "fast": Search(8, 16), "default": Search(16, effort="default"), "best": Search(effort="default")
+    "auto": Search(), "fast": Search(8, 16, "fast"), "default": Search(16, effort="default"),
+    "best": Search(effort="default"),
 }  # fmt: skip
 
 
@@ -250,6 +252,8 @@ def quantize(
         ValueError: the shapes do not match, or a weight is NaN, infinite or beyond the range of the format.
     """
     options, fmt = options or Search(), trellis_type(qtype).format
+    if options.effort == "auto":
+        options = replace(options, effort=fmt.calibrated_effort)
     weights = np.asarray(array, dtype=np.float32)
     check_shape(weights, factor)
     if library is None:

@@ -24,8 +24,9 @@ class ITQ3SConfig(QuantizationConfigMixin):
     """Options of the quantization, for ``from_pretrained(..., quantization_config=ITQ3SConfig())``.
 
     Attributes:
-        qtype: ``itq3_s`` or ``itq2_s``, in whose place layers that their blocks of 256 do not fit have ``itq3_n`` or
-            ``itq2_n``, which can be asked for too; ``tq2_0`` or ``tq1_0`` for models that were trained ternary.
+        qtype: ``itq3_s``, ``itq2_s`` or ``itq4_s``, in whose place layers that their blocks of 256 do not fit have
+            ``itq3_n``, ``itq2_n`` or ``itq4_n``, which can be asked for too; ``tq2_0`` or ``tq1_0`` for models that
+            were trained ternary.
         modules_to_not_convert: linear layers and parameters of experts that stay as they are, by name or by a part of
             it between dots, such as ``lm_head``, ``mlp`` or ``layers.0``. None for the output head alone, whatever the
             class calls it. Tied matrices, routers and matrices whose columns are no multiple of 64 (of 256 for the

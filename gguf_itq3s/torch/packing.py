@@ -29,8 +29,8 @@ def quantize(
     error of each block.
 
     Args:
-        weight: (rows, columns), a tensor on any device or an array; columns a multiple of 256, of 64 for ITQ3_N and
-            ITQ2_N.
+        weight: (rows, columns), a tensor on any device or an array; columns a multiple of 256, of 64 for types in
+            blocks of 64.
         qtype: a trellis type, TQ1_0 or TQ2_0.
         effort: of the trellis encoder, ``fast`` or ``default``.
         threads: of the C library; None for one a processor.

@@ -37,7 +37,7 @@ class Ggml:
         self.lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
 
     def type_number(self, name: str) -> int:
-        for number in [*range(64), *range(510, 516)]:
+        for number in [*range(64), *range(510, 518)]:
             found = self.lib.ggml_type_name(number)
             if found and found.decode().lower() == name.lower():
                 return number

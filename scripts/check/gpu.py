@@ -34,7 +34,7 @@ from scripts.bench import random_model  # noqa: E402
 PARTS: Final = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "src", "tests", "tools", "vendor")
 BACKENDS: Final = ("blas", "cpu", "cuda", "vulkan")
 PROGRAMS: Final = ("test-backend-ops", "llama-perplexity", "llama-bench")
-TYPES: Final = ("itq3_s", "itq2_s", "itq3_n", "itq2_n", "tq1_0", "tq2_0")
+TYPES: Final = ("itq3_s", "itq2_s", "itq4_s", "itq3_n", "itq2_n", "itq4_n", "tq1_0", "tq2_0")
 MEASURED: Final = (*TYPES, "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
 #: Rows and length of the timed product, gate and up of a 70B Llama in one, past the L2 cache of any card; its columns.
 ROWS, LENGTH, COLUMNS = 57344, 8192, (1, 4, 8, 16, 64, 128, 512)

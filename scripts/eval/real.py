@@ -68,6 +68,8 @@ SUMMARY: Final = {
     "iq2_xxs-imatrix": "llama.cpp's IQ2_XXS, with an importance matrix", "itq2_s-fisher": "**our ITQ2_S**, calibrated",
     "q3_k-imatrix": "llama.cpp's Q3_K, with an importance matrix", "itq3_s": "**our ITQ3_S**, without data",
     "iq3_s-imatrix": "llama.cpp's IQ3_S, with an importance matrix", "itq3_s-fisher": "**our ITQ3_S**, calibrated",
+    "iq4_xs-imatrix": "llama.cpp's IQ4_XS, with an importance matrix", "itq4_s": "**our ITQ4_S**, without data",
+    "itq4_s-fisher": "**our ITQ4_S**, calibrated",
 }  # fmt: skip
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_S / IQ3_S, both without data", "itq3_s", "iq3_s"),
@@ -80,6 +82,10 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_S `--layerwise --fisher` / IQ3_S, imatrix", "itq3_s-fisher", "iq3_s-imatrix"),
     ("ITQ2_S `--layerwise --fisher` / IQ2_XXS, imatrix", "itq2_s-fisher", "iq2_xxs-imatrix"),
     ("ITQ2_S `--layerwise --fisher` / Q2_K, imatrix", "itq2_s-fisher", "q2_k-imatrix"),
+    ("ITQ4_S, no data / IQ4_XS, imatrix", "itq4_s", "iq4_xs-imatrix"),
+    ("ITQ4_S `--layerwise --fisher` / Q4_K, imatrix", "itq4_s-fisher", "q4_k-imatrix"),
+    ("ITQ4_N `--layerwise` / IQ4_NL, imatrix", "itq4_n-calibrate", "iq4_nl-imatrix"),
+    ("mix of ITQ4_S `--layerwise` / mix of Q4_K_M, imatrix", "mix-itq4_s-calibrate", "mix-q4_k_m-imatrix"),
     ("ITQ3_N `--layerwise --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", "q3_k-imatrix"),
     ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
     ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
@@ -128,7 +134,7 @@ def every_row() -> list[Row]:
 
 def is_short(row: Row) -> bool:
     """Whether a row is for models with rows that are no multiple of 256."""
-    return row.key.removeprefix("mix-").startswith(("itq3_n", "itq2_n", "iq4_nl", "q3_k_s"))
+    return row.key.removeprefix("mix-").startswith(("itq3_n", "itq2_n", "itq4_n", "iq4_nl", "q3_k_s"))
 
 
 def has_short_rows(path: Path) -> bool:

@@ -318,7 +318,7 @@ static const struct type types[] = {
 #define EACH_TYPE(t)    for (const struct type * t = types; t < types + sizeof(types) / sizeof(*types); ++t)
 #define EACH_TRELLIS(t) EACH_TYPE(t) if (t->rotated)
 
-#define MAX_BLOCK_BYTES sizeof(block_itq3_s)
+#define MAX_BLOCK_BYTES sizeof(block_itq4_s)
 
 static ggml_half scale_of(const struct type * t, const char * block) {
     ggml_half d;

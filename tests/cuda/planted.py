@@ -28,8 +28,8 @@ FAULTS = (
     # of the neighbour.
     (
         "itq-mmq.cuh",
-        "(kbx0 + i_src * stride) * ITQ_WORDS",
-        "(kbx0 + i_src * (stride + (emulate::fault == 4))) * ITQ_WORDS",
+        "[kbx0 + i_src * stride].qs",
+        "[kbx0 + i_src * (stride + (emulate::fault == 4))].qs",
     ),
     (
         "itq-mmq.cuh",
@@ -56,15 +56,15 @@ FAULTS = (
     # Our functions for MMVQ: the selectors before the first chunk are 0.
     (
         "itq-vecdot.cuh",
-        "k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1]",
-        "k == 0 ? (emulate::fault == 9 ? 0 : itq_word_before(last >> 16)) : x[ITQ_WORD_SEL + k - 1]",
+        "return k == 0 ? itq_word_before(last)",
+        "return k == 0 ? (emulate::fault == 9 ? 0 : itq_word_before(last))",
     ),
     # Blocks of 64: no selector word before the second chunk; the scale of the other of two blocks; activations from
     # behind the end of a row.
     (
         "itq-vecdot.cuh",
-        "k == 0 ? itq_word_before(last) : tq_load_word(x.sel, k - 1);",
-        "k == 0 ? itq_word_before(last) : emulate::fault == 10 ? 0 : tq_load_word(x.sel, k - 1);",
+        ": itq_load_word<block>(x.sel, k - 1);",
+        ": emulate::fault == 10 ? 0 : itq_load_word<block>(x.sel, k - 1);",
     ),
     (
         "itq-mmq.cuh",
@@ -90,13 +90,13 @@ FAULTS = (
     ),
     (
         "itq-fragment.cuh",
-        "k == 0 ? itq_word_before(last >> at.turn) : v[4]);",
-        "k == 0 ? itq_word_before(last >> at.turn) : emulate::fault == 15 ? 0 : v[4]);",
+        "k == 0 ? itq_word_before(last >> at.turn) : v[words - 2];",
+        "k == 0 ? itq_word_before(last >> at.turn) : emulate::fault == 15 ? 0 : v[words - 2];",
     ),
     (
         "itq-mma.cuh",
-        "to[b * ITQ_TILE_WORDS + ring::row(i)] = 0;",
-        "to[b * ITQ_TILE_WORDS + ring::row(i)] = emulate::fault == 16 ? ~0u : 0;",
+        "*word = 0;",
+        "*word = emulate::fault == 16 ? ~0u : 0;",
     ),
     (
         "itq-mma.cuh",

@@ -106,13 +106,13 @@ def test_devices(device: Device, name: str, nsm: int, smpbo: int) -> None:
     check(*product(device, name, 200, row_blocks(name, 6), 2))
 
 
-@pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
+@pytest.mark.parametrize("name", ["itq4_s", "tq1_0", "tq2_0"])
 @pytest.mark.parametrize("offset", [0, 2])
 def test_rows_that_do_not_start_at_words(device: Device, name: str, offset: int) -> None:
     check(*product(device, name, 20, 5, 2, offset))
 
 
-@pytest.mark.parametrize("name", ["itq3_s", "itq3_n"])
+@pytest.mark.parametrize("name", ["itq3_s", "itq4_s", "itq3_n", "itq4_n"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_order_of_threads(device: Device, name: str, seed: int) -> None:
     device.configure(nsm=1, seed=seed)

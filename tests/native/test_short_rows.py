@@ -20,7 +20,7 @@ from gguf_itq3s.calibrate import budget
 from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.transform import BLOCK, SHORT_BLOCK
-from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S
+from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S, ITQ4_N
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
 
@@ -60,7 +60,7 @@ def test_types_for_a_size_are_those_that_a_row_allows(
         found = {qtype for name, qtype in types(tmp_path / "x.gguf").items() if "norm" not in name}
         assert found <= set(budget.TYPES[SHORT_BLOCK]) and len(found) > 1
         assert done.plan is not None and bits - 0.2 < done.plan.here[0] <= bits
-    assert set(budget.TYPES[SHORT_BLOCK]) >= {ITQ2_N, ITQ3_N, Type.IQ4_NL, Type.Q8_0}
+    assert set(budget.TYPES[SHORT_BLOCK]) >= {ITQ2_N, ITQ3_N, ITQ4_N, Type.Q8_0}
     assert not {ITQ2_N, ITQ3_N} & set(budget.TYPES[BLOCK])
 
 

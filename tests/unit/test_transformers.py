@@ -19,6 +19,7 @@ from transformers import dynamic_module_utils, modeling_gguf_pytorch_utils
 from gguf_files import rewritten
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.codec import ternary
+from gguf_itq3s.codec.family import FAMILY, TrellisType, is_trellis
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from gguf_itq3s.torch import PackedLinear
@@ -77,24 +78,23 @@ def test_what_stays(uneven: Callable[[str], Path]) -> None:
     assert len(names("q_proj", "layer", "proj", "model.layers.0.ml")) == 13
 
 
-@pytest.mark.parametrize("qtype", ["itq3_s", "itq2_s"])
+@pytest.mark.parametrize("row", [row for row in FAMILY.values() if is_trellis(row.fallback)], ids=lambda row: row.name)
 def test_columns_that_are_no_multiple_of_256_are_in_blocks_of_64(
-    qtype: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    row: TrellisType, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """By the config and out of the converter's file; saved, they are what they were."""
-    folder, out = checkpoint("llama-odd"), tmp_path / "model.gguf"
+    folder, out, qtype = checkpoint("llama-odd"), tmp_path / "model.gguf", row.identifier
     convert(ConvertOptions.of(folder, out, outtype=qtype, pure=True, effort="fast"), io.StringIO())
     models = [load(folder, ITQ3SConfig(qtype, **FAST), dtype=torch.float32), load_gguf(out, dtype=torch.float32)]
-    short = {"itq3_s": "ITQ3_N", "itq2_s": "ITQ2_N"}
     for number, model in enumerate(models):
         layers = packed(model)
         assert layers.keys() - {"lm_head"} == packed(models[0]).keys()
         for name, layer in layers.items():
             assert name == "lm_head" or torch.equal(layer.weight, packed(models[0])[name].weight)
             if name.endswith("down_proj"):
-                assert layer.in_features == 320 and layer.qtype.name == short[qtype]
+                assert layer.in_features == 320 and layer.qtype == row.fallback
             else:
-                assert layer.in_features == 256 and layer.qtype.name.lower() == qtype
+                assert layer.in_features == 256 and layer.qtype == row.type
         model.save_pretrained(tmp_path / str(number))
         again = load(tmp_path / str(number))
         assert {name: repr(layer) for name, layer in packed(again).items()} == {

@@ -25,8 +25,10 @@ def test_the_table() -> None:
     assert facts == {
         "ITQ3_S": (510, 510, "ITQ3_S - 3.125 bpw", 256, 100),
         "ITQ2_S": (512, 512, "ITQ2_S - 2.0625 bpw", 256, 66),
+        "ITQ4_S": (516, 516, "ITQ4_S - 4.0625 bpw", 256, 130),
         "ITQ3_N": (513, 513, "ITQ3_N - 3.25 bpw", 64, 26),
         "ITQ2_N": (514, 514, "ITQ2_N - 2.25 bpw", 64, 18),
+        "ITQ4_N": (517, 517, "ITQ4_N - 4.25 bpw", 64, 34),
     }
     assert DEFAULT.name == "ITQ3_S" and FILE_VERSION == 3
     assert not set(FORMER) & {row.type.value for row in FAMILY.values()}

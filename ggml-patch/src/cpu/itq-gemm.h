@@ -56,32 +56,14 @@ ITQ_INLINE void itq_level_table(int bits, const int8_t * levels, int i, int rest
     }
 }
 
+// Numbers of the blocks of 16 rows, of types without a zero-point and with one.
 typedef struct {
-    uint32_t sel[8][ITQ_PANEL_ROWS];
-    uint32_t qs[16][ITQ_PANEL_ROWS];
-} itq_codes_itq3_s;
-typedef struct {
-    uint32_t sel[8][ITQ_PANEL_ROWS];
-    uint32_t qs[8][ITQ_PANEL_ROWS];
-} itq_codes_itq2_s;
-typedef struct {
-    uint32_t sel[2][ITQ_PANEL_ROWS];
-    uint32_t qs[4][ITQ_PANEL_ROWS];
-} itq_codes_itq3_n;
-typedef struct {
-    uint32_t sel[2][ITQ_PANEL_ROWS];
-    uint32_t qs[2][ITQ_PANEL_ROWS];
-} itq_codes_itq2_n;
-
+    ggml_half d[ITQ_PANEL_ROWS];
+} itq_scales_0;
 typedef struct {
     ggml_half d[ITQ_PANEL_ROWS];
     ggml_half z[ITQ_PANEL_ROWS];
-} itq_scales_itq3_s;
-typedef struct {
-    ggml_half d[ITQ_PANEL_ROWS];
-} itq_scales_itq2_s;
-typedef itq_scales_itq2_s itq_scales_itq3_n;
-typedef itq_scales_itq2_s itq_scales_itq2_n;
+} itq_scales_1;
 
 // Codes of a block of TQ2_0 and TQ1_0: the words of the block.
 typedef struct {
@@ -91,9 +73,7 @@ typedef struct {
     uint32_t qs[12][ITQ_PANEL_ROWS];
     uint32_t qh[ITQ_PANEL_ROWS];
 } itq_codes_tq1_0;
-typedef struct {
-    ggml_half d[ITQ_PANEL_ROWS];
-} itq_scales_tq;
+typedef itq_scales_0 itq_scales_tq;
 
 // Where a panel has the codes and the scales of block b; the scales of n blocks fill a cache line.
 #define ITQ_PANEL_OF(type, scales_t, n)                                                                          \
@@ -110,10 +90,14 @@ typedef struct {
     static inline scales_t * itq_scales_of_##type(const void * panel, int64_t b) {                               \
         return (scales_t *) (void *) (itq_blocks_of_##type(panel, b) + sizeof(itq_codes_##type)) + b % (n);      \
     }
-ITQ_PANEL_OF(itq3_s, itq_scales_itq3_s, 1)
-ITQ_PANEL_OF(itq2_s, itq_scales_itq2_s, 2)
-ITQ_PANEL_OF(itq3_n, itq_scales_itq3_n, 2)
-ITQ_PANEL_OF(itq2_n, itq_scales_itq2_n, 2)
+#define ITQ_PANEL_OF_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    typedef struct {                                                         \
+        uint32_t sel[(length) / 32][ITQ_PANEL_ROWS];                         \
+        uint32_t qs[(bits) * (length) / 32][ITQ_PANEL_ROWS];                 \
+    } itq_codes_##name;                                                      \
+    typedef itq_scales_##has_z itq_scales_##name;                            \
+    ITQ_PANEL_OF(name, itq_scales_##name, 2 - (has_z))
+ITQ_TYPES(ITQ_PANEL_OF_TYPE)
 ITQ_PANEL_OF(tq2_0, itq_scales_tq, 2)
 ITQ_PANEL_OF(tq1_0, itq_scales_tq, 2)
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Panels of the types with blocks of 64 out of the file's layout: a row of a block is two words of selectors and four or two of
+// Panels of the types with blocks of 64 out of the file's layout: a row of a block is two words of selectors and two to six of
 // symbols, which integer operations turn to the order that itq-gemm.h describes. Architectures share this file.
 
 #include "itq-rows.h"
@@ -50,6 +50,15 @@ static inline void split_symbols_1(const uint8_t qs[8], uint32_t words[2]) {
     for (int t = 0; t < 2; ++t) {
         const uint32_t x = swap_bits_of_word(words[t], 2, 0x33333333);
         words[t]         = swap_bits_of_word(x, 1, 0x55555555);
+    }
+}
+
+// Symbols of three bits: bit g of the bytes of third bits goes to g ^ 1.
+static inline void split_symbols_3(const uint8_t qs[24], uint32_t words[6]) {
+    split_symbols_2(qs, words);
+    split_plane(qs + 16, words + 4);
+    for (int t = 4; t < 6; ++t) {
+        words[t] = swap_bits_of_word(words[t], 1, 0x55555555);
     }
 }
 

@@ -12,7 +12,7 @@ struct row_reader {
 
 static inline void open_rows(struct row_reader readers[ITQ_PANEL_ROWS], const void * rows, size_t row_size, int n_rows,
                              size_t block_size) {
-    static const char zeros[sizeof(block_itq3_s)];  // the largest block
+    static const char zeros[sizeof(block_itq4_s)];  // the largest block
     for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
         readers[r].bytes  = r < n_rows ? (const char *) rows + (size_t) r * row_size : zeros;
         readers[r].stride = r < n_rows ? block_size : 0;

@@ -85,10 +85,11 @@ static __device__ __forceinline__ void dequantize_itq(const void * vx, const int
     const uint32_t before     = tid == 0 ? itq_load_before(*x, 0) >> 24 : x->sel[tid - 1];
     const uint32_t sel_window = (uint32_t) x->sel[tid] << 8 | before;
     itq_indices    index;
-    if constexpr (traits::bits == 2) {
+    if constexpr (traits::bits > 1) {
         constexpr int lanes = traits::length / 4 / ITQ_VALUES;  // that read the same symbols, a group each
-        index = itq_indices_8<2>(tq_load_word(x->qs, 2 * (tid % lanes) + 0), tq_load_word(x->qs, 2 * (tid % lanes) + 1),
-                                 tid / lanes, sel_window);
+        const int     third = traits::bits == 3 ? x->qs[traits::length / 4 + tid] : 0;
+        index = itq_indices_8<traits::bits>(tq_load_word(x->qs, 2 * (tid % lanes) + 0),
+                                            tq_load_word(x->qs, 2 * (tid % lanes) + 1), tid / lanes, sel_window, third);
     } else {
         index = itq_indices_8<1>(x->qs[tid], 0, 0, sel_window);
     }
@@ -105,6 +106,7 @@ static __device__ __forceinline__ void dequantize_itq(const void * vx, const int
         dequantize_itq<GGML_TYPE_##NAME>(vx, ib, yy, tid);                                                  \
     }
 ITQ_DEQUANTIZE(ITQ2_S, itq2_s)
+ITQ_DEQUANTIZE(ITQ4_S, itq4_s)
 ITQ_TYPES_64(ITQ_DEQUANTIZE)
 #undef ITQ_DEQUANTIZE
 

@@ -27,8 +27,8 @@ template <ggml_type type> constexpr int itq_fragment_columns = 8 / itq_fragment_
 ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
     return 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * w;
 }
-// ITQ3_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights 4n + i of its
-// chunk, n = 0..7.
+// ITQ3_S and ITQ4_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights
+// 4n + i of its chunk, n = 0..7.
 ITQ_FUNC constexpr int itq3_s_fragment_position(const int t) {
     const int j = t / 32 % 2, g = t / 64, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (g % 2) + i, j + 2 * (g / 2), n / 4) + n % 4;
@@ -38,8 +38,8 @@ ITQ_FUNC constexpr int itq2_s_fragment_position(const int t) {
     const int k = t / 32, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (k % 2) + i, k / 2, n / 4) + n % 4;
 }
-// ITQ3_N: lane c decodes block c; step s = 4p + 2k + h has the weights 4n + i of chunk k, n = 4p .. 4p + 3, with i = 2h
-// in word 0, with i = 2h + 1 in word 1. ITQ2_N: the two chunks of lane c are those of ITQ2_S.
+// ITQ3_N and ITQ4_N: lane c decodes block c; step s = 4p + 2k + h has the weights 4n + i of chunk k, n = 4p .. 4p + 3, with
+// i = 2h in word 0, with i = 2h + 1 in word 1. ITQ2_N: the two chunks of lane c are those of ITQ2_S.
 ITQ_FUNC constexpr int itq3_n_fragment_position(const int t) {
     const int k = t / 32 % 2, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (n / 4) + 2 * k + i / 2, t / 64, i % 2) + n % 4;
@@ -62,12 +62,13 @@ ITQ_FUNC constexpr int tq1_0_fragment_position(const int t) {
     return itq_fragment_at(7, (t - 240) / 4, 1);
 }
 template <ggml_type type> ITQ_FUNC constexpr int itq_fragment_position(const int t) {
-    return type == GGML_TYPE_ITQ3_S   ? itq3_s_fragment_position(t)
-           : type == GGML_TYPE_ITQ2_S ? itq2_s_fragment_position(t)
-           : type == GGML_TYPE_ITQ3_N ? itq3_n_fragment_position(t)
-           : type == GGML_TYPE_ITQ2_N ? itq2_s_fragment_position(t)
-           : type == GGML_TYPE_TQ2_0  ? tq2_0_fragment_position(t)
-                                      : tq1_0_fragment_position(t);
+    if constexpr (ggml_cuda_is_itq(type)) {
+        return itq_traits<type>::bits == 1 ? itq2_s_fragment_position(t)
+               : ggml_cuda_is_itq_64(type) ? itq3_n_fragment_position(t)
+                                           : itq3_s_fragment_position(t);
+    } else {
+        return type == GGML_TYPE_TQ2_0 ? tq2_0_fragment_position(t) : tq1_0_fragment_position(t);
+    }
 }
 
 // What the activations of a block and column come with: the numbers that make a weight's product of integers a float, of
@@ -125,9 +126,15 @@ ITQ_FUNC constexpr int itq_quad_source(const int quad, const int w) {
 }
 
 // Of blocks of 64, the words that hold one lie in the two quads of its lane, as in the file, from the word on in which
-// the block begins; that may be in its middle, so there is a word more than it has, or half of one.
+// the block begins; that may be in its middle, so there is a word more than it has, or half of one. A ninth word of each of
+// the four blocks of a row is in one quad more.
 template <ggml_type type>
-constexpr int itq_quad_words_64 = (int) (sizeof(typename itq_traits<type>::block) + sizeof(half)) / 4;
+constexpr int itq_block_words = (int) (sizeof(typename itq_traits<type>::block) + sizeof(half)) / 4;
+template <ggml_type type>
+constexpr int itq_tile_words_64 = ITQ_TILE_WORDS + (itq_block_words<type> > 8 ? ITQ_QUAD_WORDS : 0);
+
+// Blocks of ITQ4_S lie as in the file, from the word on in which they begin, each row of them at a multiple of 16 bytes.
+#define ITQ_ROW_WORDS 36
 
 // A lane's own number, but one that the compiler knows nothing of, so that it keeps it in a register: left to itself it
 // makes what is made easily anew before every use.
@@ -153,14 +160,19 @@ template <ggml_type type> struct itq_fragment_lane {
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
-// First words of the tables of levels, up and down: by a nibble, and by its complement.
+// First words of the tables of 16 levels, up and down: by a nibble, and by its complement.
 template <ggml_type type> struct itq_fragment_tables {
-    uint32_t up, down;
-    uint32_t minus;  // -1
+    static constexpr int n = itq_traits<type>::bits == 3 ? 2 : 1;
+    uint32_t             up[n], down[n];
+    uint32_t             minus;  // -1
 
-    __device__ __forceinline__ itq_fragment_tables(const int lane) :
-        up(itq_kept(itq_level_bytes<type>(0), lane)), down(itq_kept(itq_level_bytes<type>(15, true), lane)),
-        minus(itq_kept(0xFFFFFFFF, lane)) {}
+    __device__ __forceinline__ itq_fragment_tables(const int lane) : minus(itq_kept(0xFFFFFFFF, lane)) {
+#pragma unroll
+        for (int l = 0; l < n; ++l) {
+            up[l]   = itq_kept(itq_level_bytes<type>(16 * l), lane);
+            down[l] = itq_kept(itq_level_bytes<type>(16 * l + 15, true), lane);
+        }
+    }
 };
 
 template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
@@ -199,9 +211,33 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), tables(lane) {}
 };
 
+template <> struct itq_fragment_lane<GGML_TYPE_ITQ4_S> {
+    // Of row lane/4 of the first stage.
+    const char * symbols;  // the words of this lane's half
+    const char * chunk;    // as many words after the first as the first chunk has chunks before it
+    const char * row;      // the first word
+    int          turn;     // of symbols in word 2m, to the right, and 4 less that of those in word 2m + 1, to the left
+    bool         first;    // whether the first chunk is that of the block
+    bool         half;     // whether the first block of a unit begins in the middle of a word
+    uint32_t     zero;
+
+    itq_fragment_tables<GGML_TYPE_ITQ4_S> tables;
+
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        row((const char *) row0), turn(lane % 4 / 2 * 4), first(lane % 4 == 0), half(false), zero(itq_kept(0, lane)),
+        tables(lane) {
+        symbols = row + sizeof(uint32_t) * (8 * (lane % 2));
+        chunk   = row + sizeof(uint32_t) * (turn + lane % 2);
+    }
+
+    // block: where a unit begins in memory, in row lane/4 or as well in row lane/4 + 8.
+    __device__ __forceinline__ void begin(const char * block, const int) { half = (uintptr_t) block & 2; }
+};
+
 // Blocks of 64.
 struct itq_fragment_lane_64 {
     const char * own;     // quad of words of row lane/4 of the first stage, and after it the other one
+    const char * ninth;   // and its ninth word
     bool         active;  // whether this lane's block is the one that this lane's column of the product is for
     int          two[2];  // lanes, of the four, with the blocks whose sums this one has
     uint32_t     zero;
@@ -210,7 +246,8 @@ struct itq_fragment_lane_64 {
     uint32_t     turn;    // to the right, the last word to its scale
 
     __device__ __forceinline__ itq_fragment_lane_64(const uint32_t * row0, const int lane) :
-        own((const char *) (row0 + ITQ_QUAD_WORDS * 2 * (lane % 4))), active(lane / 4 % 4 == lane % 4),
+        own((const char *) (row0 + ITQ_QUAD_WORDS * 2 * (lane % 4))),
+        ninth((const char *) (row0 + ITQ_TILE_WORDS + lane % 4)), active(lane / 4 % 4 == lane % 4),
         two{ lane % 2 * 2, (int) itq_kept(lane % 2 * 2 + 1, lane) }, zero(itq_kept(0, lane)), words(0), scales(0),
         turn(0) {}
 
@@ -234,19 +271,25 @@ ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 
 // Levels of four nibbles and 64 more, in two parts: for products each, which saves merging them. With one symbol bit the two
 // tables, of which the one that is not meant gives 0. With more, the bytes with those of c2 = 1 complemented, 129 too small
-// as signed numbers; and -1 in these, products with which are subtracted 129 times.
+// as signed numbers; and -1 in these, products with which are subtracted 129 times. With three bits these are of the half of
+// the levels that is meant.
 template <ggml_type type>
 static __device__ __forceinline__ void itq_fragment_levels(const itq_fragment_tables<type> & tables,
                                                            const itq_indices & index, uint32_t & first,
                                                            uint32_t & second) {
     const uint32_t down =
         index.nibbles * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
-    first  = itq_prmt(tables.up, itq_level_bytes<type>(4), index.nibbles);
-    second = itq_prmt(tables.down, itq_level_bytes<type>(11, true), down);
+    first  = itq_prmt(tables.up[0], itq_level_bytes<type>(4), index.nibbles);
+    second = itq_prmt(tables.down[0], itq_level_bytes<type>(11, true), down);
     if constexpr (itq_traits<type>::bits > 1) {
         const uint32_t levels = first | second;
         second                = itq_complemented(index.sign);
         first                 = levels ^ second;
+        if constexpr (itq_traits<type>::bits == 3) {
+            const uint32_t upper = itq_prmt(tables.up[1], itq_level_bytes<type>(20), index.nibbles) |
+                                   itq_prmt(tables.down[1], itq_level_bytes<type>(27, true), down);
+            first                = itq_prmt(first, upper ^ second, index.third);
+        }
     }
 }
 
@@ -303,14 +346,7 @@ struct itq_fragments<GGML_TYPE_ITQ3_S> : itq_fragments_of<GGML_TYPE_ITQ3_S, itq_
         for (int m = 0; m < 4; ++m) {
             v[m] = itq_select(at.mask, va[m], itq_funnel_left(vb[m], vb[m], at.turn));
         }
-        const uint32_t lo01 = itq_prmt(v[0], v[1], 0x5140);
-        const uint32_t lo23 = itq_prmt(v[2], v[3], 0x5140);
-        const uint32_t hi01 = itq_prmt(v[0], v[1], 0x7362);
-        const uint32_t hi23 = itq_prmt(v[2], v[3], 0x7362);
-        sym[0]              = itq_prmt(lo01, lo23, 0x5410);
-        sym[1]              = itq_prmt(lo01, lo23, 0x7632);
-        sym[2]              = itq_prmt(hi01, hi23, 0x5410);
-        sym[3]              = itq_prmt(hi01, hi23, 0x7632);
+        itq_transpose_bytes(v, sym);
 
         pairs[0] = itq_pairs_of_chunk<2>(s.y, at.first ? itq_word_before(s.x >> 16) : s.x);
         pairs[1] = itq_pairs_of_chunk<2>(s.w, s.z);
@@ -331,10 +367,11 @@ static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_
                                                              const uint32_t stage, const int  block,
                                                              uint32_t (&words)[n], uint32_t & last) {
     static_assert(4 * n + sizeof(half) == sizeof(typename itq_traits<type>::block), "words and a scale");
-    const char * row  = at.own + (stage + sizeof(uint32_t) * (ITQ_TILE_WORDS * block + 4 * 8 * r));
-    const char * next = row + sizeof(uint32_t) * ITQ_QUAD_WORDS;
-    const uint4  a    = *((const uint4 *) row);
-    uint32_t     v[8] = { a.x, a.y, a.z, a.w };
+    const uint32_t from     = stage + sizeof(uint32_t) * (itq_tile_words_64<type> * block + 4 * 8 * r);
+    const char *   row      = at.own + from;
+    const char *   next     = row + sizeof(uint32_t) * ITQ_QUAD_WORDS;
+    const uint4    a        = *((const uint4 *) row);
+    uint32_t       v[n + 1] = { a.x, a.y, a.z, a.w };
     if constexpr (n == 4) {
         v[4] = *((const uint32_t *) next);
     } else {
@@ -342,6 +379,10 @@ static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_
         v[4]          = b.x;
         v[5]          = b.y;
         v[6]          = b.z;
+        if constexpr (n == 8) {
+            v[7] = b.w;
+            v[8] = *((const uint32_t *) (at.ninth + from));
+        }
     }
 #pragma unroll
     for (int l = 0; l < n; ++l) {
@@ -350,18 +391,22 @@ static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_
     last = v[n];
 }
 
-template <>
-struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_fragments_of<GGML_TYPE_ITQ3_N, itq_fragments<GGML_TYPE_ITQ3_N>> {
+// Blocks of 64 with more than one symbol bit.
+template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_n_fragments<type>> {
+    static constexpr int bits  = itq_traits<type>::bits;
+    static constexpr int words = sizeof(typename itq_traits<type>::block) / 4;
+
     uint32_t sym[2]
                 [2];  // per chunk and h: nibble 4q + m has the symbols of the weights 4m + 2h + q and, above, 16 more
     uint32_t lower[2][2];  // per chunk and p: pairs of bits of the weights 16p + 4m + q and, above, 2 more
     uint32_t above[2][2];
+    uint32_t third[2][2];
     uint32_t last;
 
-    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_N> & at, const int r,
-                                         const uint32_t stage, const int block) {
-        uint32_t v[6];
-        itq_fragment_words_64<GGML_TYPE_ITQ3_N>(at, r, stage, block, v, last);
+    __device__ __forceinline__ void load(const itq_fragment_lane<type> & at, const int r, const uint32_t stage,
+                                         const int block) {
+        uint32_t v[words];
+        itq_fragment_words_64<type>(at, r, stage, block, v, last);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const uint32_t x0 =
@@ -371,11 +416,13 @@ struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_fragments_of<GGML_TYPE_ITQ3_N, itq_
             sym[k][0] = itq_prmt(x0, x1, 0x5140);
             sym[k][1] = itq_prmt(x0, x1, 0x7362);
 
-            const itq_pairs pairs = itq_pairs_of_chunk<2>(v[4 + k], k == 0 ? itq_word_before(last >> at.turn) : v[4]);
+            const uint32_t  before = k == 0 ? itq_word_before(last >> at.turn) : v[words - 2];
+            const itq_pairs pairs  = itq_pairs_of_chunk<bits>(v[words - 2 + k], before, v[4 + k]);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
                 lower[k][p] = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
                 above[k][p] = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
+                third[k][p] = itq_prmt(pairs.third_even, pairs.third_odd, p == 0 ? 0x5410 : 0x7632);
             }
         }
     }
@@ -384,10 +431,12 @@ struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_fragments_of<GGML_TYPE_ITQ3_N, itq_
         const int p = s / 4;
         const int k = s / 2 % 2;
         const int h = s % 2;
-        return itq_join<2>(h == 0 ? lower[k][p] : lower[k][p] >> 2, h == 0 ? above[k][p] << 2 : above[k][p],
-                           p == 0 ? sym[k][h] << 2 : sym[k][h]);
+        return itq_join<bits>(h == 0 ? lower[k][p] : lower[k][p] >> 2, h == 0 ? above[k][p] << 2 : above[k][p],
+                              h == 0 ? third[k][p] << 2 : third[k][p], p == 0 ? sym[k][h] << 2 : sym[k][h]);
     }
 };
+template <> struct itq_fragments<GGML_TYPE_ITQ3_N> : itq3_n_fragments<GGML_TYPE_ITQ3_N> {};
+template <> struct itq_fragments<GGML_TYPE_ITQ4_N> : itq3_n_fragments<GGML_TYPE_ITQ4_N> {};
 
 // Words i .. i + n - 1 from byte x of a tile on, a multiple of 2; one word more is read.
 template <int n>
@@ -405,6 +454,64 @@ static __device__ __forceinline__ uint16_t tq_fragment_half(const uint32_t * til
 static __device__ __forceinline__ float tq_fragment_scale(const uint32_t * tile, const int x) {
     return itq_half2_bits(tq_fragment_half(tile, x)).x;
 }
+
+template <>
+struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_fragments<GGML_TYPE_ITQ4_S>> {
+    uint32_t  sym[4];    // as of ITQ3_S
+    itq_pairs pairs[2];  // per group
+    float     d;
+
+    // A block that begins in the middle of a word is not put in place. Symbols: the last two bytes are put before the first
+    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. Third bits and
+    // selectors: two words of each chunk, in which it begins in the middle; or at the second.
+    __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ4_S> & at, const int r,
+                                         const uint32_t stage, const int block) {
+        const bool     half = at.half != (block % 2 == 1);
+        const uint32_t from = stage + sizeof(uint32_t) * (16 * ITQ_ROW_WORDS * block + ITQ_ROW_WORDS * 8 * r);
+
+        const uint4    a    = ((const uint4 *) (at.symbols + from))[0];
+        const uint4    b    = ((const uint4 *) (at.symbols + from))[1];
+        const uint32_t q[8] = {
+            itq_prmt(a.x, ((const uint32_t *) (at.symbols + from))[8], half ? 0x3254 : 0x3210),
+            a.y,
+            a.z,
+            a.w,
+            b.x,
+            b.y,
+            b.z,
+            b.w,
+        };
+        uint32_t v[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            v[m] = itq_select(0x0F0F0F0F, q[2 * m] >> at.turn, q[2 * m + 1] << (4 - at.turn));
+        }
+        itq_transpose_bytes(v, sym, half ? 0x7362 : 0x5140, half ? 0x5140 : 0x7362);
+        sym[2] = itq_funnel_left(sym[2], sym[2], half ? 28 : 0);  // the last weights are first
+        sym[3] = itq_funnel_left(sym[3], sym[3], half ? 28 : 0);
+
+        const uint32_t   last = *((const uint16_t *) (at.row + from + offsetof(block_itq4_s, d) + (half ? 2 : 0)));
+        const uint32_t * from_before = (const uint32_t *) (at.chunk + from + (half ? 4 : 0)) - 1;
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+            const uint32_t * third  = from_before + QK_ITQ4_S / 16 + 2 * g;
+            const uint32_t * sel    = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
+            uint32_t         before = sel[0];
+            if (g == 0) {
+                before = itq_prmt(before, itq_word_before(last), !at.first ? 0x3210 : half ? 0x3276 : 0x7654);
+            }
+            const int shift = half ? 16 : 0;
+            pairs[g]        = itq_pairs_of_chunk<3>(sel[1], before, itq_funnel_left(third[0], third[1], shift), shift);
+        }
+        d = itq_half2_bits(last & 0xFFFFFFC0).x;
+    }
+
+    __device__ __forceinline__ itq_indices indices(const int s) const {
+        const int g = s / 4;
+        const int i = s % 4;
+        return itq_indices_of<3>(pairs[g], i, g == 0 ? sym[i] << 2 : sym[i]);
+    }
+};
 
 // Two chunks with symbols of one bit.
 template <ggml_type type> struct itq2_fragments : itq_fragments_of<type, itq2_fragments<type>> {

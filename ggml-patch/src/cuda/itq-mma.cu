@@ -101,8 +101,8 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
 template <ggml_type type, int ngroups, bool has_fusion>
 static void switch_aligned(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
-    // Rows of blocks of 64 are there because they are no multiple of 256.
-    if constexpr (!ggml_cuda_is_itq_64(type)) {
+    // Rows of blocks of 64 are there because they are no multiple of 256, and every second block of ITQ4_S is not aligned.
+    if constexpr (!itq_mma_by_block<type>) {
         const itq_mma_shape & shape   = args.shape;
         bool                  aligned = shape.nblocks % ITQ_MMA_UNIT == 0;
         for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,

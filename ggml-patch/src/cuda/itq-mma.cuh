@@ -67,15 +67,27 @@ template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
 };
 
+template <> struct itq_mma_ring<GGML_TYPE_ITQ4_S> {
+    static constexpr int bs        = ggml_cuda_type_traits<GGML_TYPE_ITQ4_S>::bs;
+    static constexpr int row_bytes = ITQ_MMA_UNIT * bs;
+    static constexpr int words     = ITQ_MMA_UNIT * ITQ_MMA_ROWS * ITQ_ROW_WORDS;
+
+    static constexpr __host__ __device__ int row(const int i) { return ITQ_ROW_WORDS * i; }
+};
+
 template <ggml_type type> struct itq_mma_ring_64 {
     static constexpr int bs        = ggml_cuda_type_traits<type>::bs;
     static constexpr int row_bytes = ITQ_MMA_UNIT * itq_fragment_blocks<type> * bs;
-    static constexpr int words     = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
+    static constexpr int words     = ITQ_MMA_UNIT * itq_tile_words_64<type>;
 
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
 };
-template <> struct itq_mma_ring<GGML_TYPE_ITQ3_N> : itq_mma_ring_64<GGML_TYPE_ITQ3_N> {};
-template <> struct itq_mma_ring<GGML_TYPE_ITQ2_N> : itq_mma_ring_64<GGML_TYPE_ITQ2_N> {};
+#define ITQ_MMA_RING_64(NAME, ...) \
+    template <> struct itq_mma_ring<GGML_TYPE_##NAME> : itq_mma_ring_64<GGML_TYPE_##NAME> {};
+ITQ_TYPES_64(ITQ_MMA_RING_64)
+
+// Whether a block is copied in the words that hold it, wherever it begins.
+template <ggml_type type> constexpr bool itq_mma_by_block = ggml_cuda_is_itq_64(type) || type == GGML_TYPE_ITQ4_S;
 
 struct itq_mma_shape {
     int      nblocks;  // of a row, blocks of the type
@@ -396,6 +408,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     constexpr int                  bs           = ring::bs;
     constexpr int                  unit         = ITQ_MMA_UNIT;
     constexpr bool                 is_64        = ggml_cuda_is_itq_64(type);
+    constexpr bool                 by_block     = itq_mma_by_block<type>;
     constexpr int                  per_256      = itq_fragment_blocks<type>;
     constexpr int                  parts        = itq_mma_parts<type>;
     constexpr int                  column_lanes = 4 * per_256;  // that have activations of a column
@@ -403,7 +416,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     constexpr bool                 two_buffers  = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
     [[maybe_unused]] constexpr int blocks_at_a_time =
-        type != GGML_TYPE_ITQ3_S && type != GGML_TYPE_ITQ3_N && ngroups == 1 && !has_fusion ? unit : 1;
+        !itq_mma_complements<type> && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq_mma_shared[];
     const int               lane = threadIdx.x;
@@ -456,9 +469,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     // This lane's word of a block (ITQ3_S) or unit in a row of x, and its place in the ring.
     constexpr bool by_lane     = aligned || type == GGML_TYPE_ITQ3_S;
     const int      from_word   = type == GGML_TYPE_ITQ3_S ? itq_quad_source(lane / 4, lane % 4) : by_lane ? lane : 0;
-    const int      from_byte   = is_64 ? lane / 8 * bs : 4 * from_word;  // of blocks of 64: of the lane's
+    constexpr int  block_lanes = 32 / per_256;                                        // that copy a block
+    const int      from_byte   = by_block ? lane / block_lanes * bs : 4 * from_word;  // of blocks of 64: of the lane's
     uint32_t *     lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S || is_64 ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
-                                          : by_lane                         ? lane
+                                          : by_lane || by_block             ? lane
                                                                             : 0);
     // The copies of a warp's units: tiles of the CUDA block, matrices, units of the warp's share.
     int            next_tile   = warp_k < nunits ? blockIdx.x : shape.tiles;
@@ -505,25 +519,53 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     itq_copy_async<4>(to - lane + ring::row(lane) + 32, from + 4 * 32);
                 }
             }
-        } else if constexpr (is_64) {
-            // Word lane % 8 of those that hold block lane/8 of four.
-            const auto copy = [&](const int i, const int b, const char * from) {
-                itq_copy_async<4>(to + b * ITQ_TILE_WORDS + ring::row(i), from + b * (per_256 * bs));
+        } else if constexpr (by_block) {
+            // Word `own` of those that hold block lane/block_lanes of the 256 weights; where there is one more than lanes, it
+            // has a place of its own, and without all rows the first lane copies it too.
+            constexpr int block_words = itq_block_words<type>;
+            constexpr int tile_words  = ring::words / unit;
+            constexpr int step        = per_256 * bs;
+            const int     own         = lane % block_lanes;
+
+            const auto last_word = [&](const int i, const int block, const int b) {
+                const int place = is_64 ? ITQ_TILE_WORDS + block : block_lanes;
+                return to - (lane_tiles - tiles) + b * tile_words + ring::row(i) + place;
             };
-            if (lane % 8 < itq_quad_words_64<type>) {
+            if (own < block_words) {
                 if (next_nrows == ITQ_MMA_ROWS && (next_unit + 1) * (unit * per_256) < shape.nblocks) {
-                    const char * from[2] = { next_from, next_from + shape.stride_row_x };
+                    // Blocks an odd number of halves apart do not begin at the same half of a word.
+                    constexpr int starts = step % 4 == 0 ? 1 : unit;
+                    const char *  from[2][starts];
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        from[r] += 4 * (lane % 8) - ((uintptr_t) from[r] & 2);
+#pragma unroll
+                        for (int b = 0; b < starts; ++b) {
+                            from[r][b] = next_from + r * (uint64_t) shape.stride_row_x + b * step;
+                            from[r][b] += 4 * own - ((uintptr_t) from[r][b] & 2);
+                        }
                     }
 #pragma unroll
                     for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
 #pragma unroll
                         for (int b = 0; b < unit; ++b) {
-                            copy(i, b, from[i % 2]);
+                            itq_copy_async<4>(to + b * tile_words + ring::row(i),
+                                              from[i % 2][b % starts] + b / starts * step);
                         }
-                        from[i % 2] = itq_mma_anew(from[i % 2] + 2 * (uint64_t) shape.stride_row_x);
+#pragma unroll
+                        for (int b = 0; b < starts; ++b) {
+                            from[i % 2][b] = itq_mma_anew(from[i % 2][b] + 2 * (uint64_t) shape.stride_row_x);
+                        }
+                    }
+                    if constexpr (block_words > block_lanes) {
+#pragma unroll
+                        for (int e = lane; e < ITQ_MMA_ROWS * per_256 * unit; e += 32) {
+                            const int    i     = e % ITQ_MMA_ROWS;
+                            const int    block = e / ITQ_MMA_ROWS % per_256;
+                            const int    b     = e / ITQ_MMA_ROWS / per_256;
+                            const char * from =
+                                next_from - from_byte + block * bs + b * step + itq_mma_product(i, shape.stride_row_x);
+                            itq_copy_async<4>(last_word(i, block, b), from + 4 * block_lanes - ((uintptr_t) from & 2));
+                        }
                     }
                 } else {
                     // Blocks that are not there are 0: their activations are, but a scale may be no number.
@@ -531,17 +573,25 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                     const int    left = shape.nblocks * bs - next_unit * ring::row_bytes - from_byte;
 #pragma unroll 1
                     for (int i = 0; i < next_nrows; ++i) {
-                        const int at = 4 * (lane % 8) - (int) ((uintptr_t) from & 2);
 #pragma unroll
                         for (int b = 0; b < unit; ++b) {
-                            const int rest = left - b * (per_256 * bs) - at;
-                            if (rest >= 4) {
-                                copy(i, b, from + at);
-                            } else if (rest == 2) {
-                                itq_copy_async_half_word(to + b * ITQ_TILE_WORDS + ring::row(i),
-                                                         from + at + b * (per_256 * bs));
-                            } else {
-                                to[b * ITQ_TILE_WORDS + ring::row(i)] = 0;
+                            const char * const block = from + b * step;
+#pragma unroll
+                            for (int w = 0; w < block_words; w += block_lanes) {
+                                if (w > 0 && own > 0) {
+                                    break;
+                                }
+                                const int        at   = 4 * (own + w) - (int) ((uintptr_t) block & 2);
+                                const int        rest = left - b * step - at;
+                                uint32_t * const word =
+                                    w == 0 ? to + b * tile_words + ring::row(i) : last_word(i, lane / block_lanes, b);
+                                if (rest >= 4) {
+                                    itq_copy_async<4>(word, block + at);
+                                } else if (rest == 2) {
+                                    itq_copy_async_half_word(word, block + at);
+                                } else {
+                                    *word = 0;
+                                }
                             }
                         }
                         from += shape.stride_row_x;
@@ -639,9 +689,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
         for (int matrix = 0; matrix < nmatrices; ++matrix) {
             float sum[ngroups][itq_mma_sums<type>] = { { 0.0f } };
 
-            if constexpr (is_64) {
+            if constexpr (by_block) {
                 const int last = max(nrows_of(tile), 1) - 1;
-                at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x + lane % 4 * bs,
+                at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x +
+                             (is_64 ? lane % 4 * bs : 0),
                          lane);
             } else if constexpr (!by_lane) {
                 const char * row  = rows_of(tile, matrix);

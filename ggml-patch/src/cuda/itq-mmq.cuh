@@ -64,11 +64,18 @@ static __device__ __forceinline__ void itq_mmq_store4(int * dst, const uint32_t 
     }
 }
 
-template <ggml_type type, int J, bool fallback>
-static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const char * __restrict__ x,
-                                                                       int * __restrict__ x_tile, const int kbx0,
-                                                                       const int i_max, const int stride) {
+// Types with blocks of 256 and more than one symbol bit. Upstream names the functions of all types for each: of is the type
+// that this one is for.
+template <ggml_type of, ggml_type type, int J, bool fallback>
+static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq_s(const char * __restrict__ x,
+                                                                      int * __restrict__ x_tile, const int kbx0,
+                                                                      const int i_max, const int stride) {
     using tile                   = itq_mmq_tile<type, J, fallback>;
+    using block                  = typename itq_traits<of>::block;
+    constexpr int bits           = itq_traits<of>::bits;
+    constexpr int third_word     = sizeof(block::qs) / 4 - 8;
+    constexpr int sel_word       = sizeof(block::qs) / 4;
+    constexpr int words          = sizeof(block) / 4;  // a scale that is half a word is not among them
     constexpr int I              = tile::rows();
     constexpr int rows_per_group = 16;  // a group of 32 lanes loads and decodes its own rows, two lanes to a row
     constexpr int rows_per_pass  = ggml_cuda_mmq_get_nthreads(type, J, fallback) / 32 * rows_per_group;
@@ -84,13 +91,13 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         }
 
         // The blocks as they are, one after the other and so coalesced, into the rows that they will be decoded to.
-        if (lane < ITQ_WORDS) {
+        if (words == 32 || lane < words) {
             uint32_t raw[rows_per_group];
 #pragma unroll
             for (int r = 0; r < rows_per_group; ++r) {
                 // Rows past the end repeat the last one in a tile row of their own; nothing is written back from those.
                 const int i_src = fallback ? min(i_group + r, i_max) : i_group + r;
-                raw[r]          = ((const uint32_t *) x)[(int64_t) (kbx0 + i_src * stride) * ITQ_WORDS + lane];
+                raw[r]          = itq_load_word<block>(((const block *) x)[kbx0 + i_src * stride].qs, lane);
             }
 #pragma unroll
             for (int r = 0; r < rows_per_group; ++r) {
@@ -104,13 +111,26 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         const int i = i_group + lane % rows_per_group;
         const int j = lane / rows_per_group;
 
-        uint32_t q[8], sel[8];
-        itq_mmq_load4(q + 0, x_tile + i * tile::stride() + ITQ_WORD_QS + 8 * j + 0);
-        itq_mmq_load4(q + 4, x_tile + i * tile::stride() + ITQ_WORD_QS + 8 * j + 4);
-        itq_mmq_load4(sel + 0, x_tile + i * tile::stride() + ITQ_WORD_SEL + 0);
-        itq_mmq_load4(sel + 4, x_tile + i * tile::stride() + ITQ_WORD_SEL + 4);
-        const uint32_t last = x_tile[i * tile::stride() + ITQ_WORD_DZ];
-        const float2   dz   = itq_half2_bits(last & ITQ_WITHOUT_STATE);
+        uint32_t q[8], sel[8], third[8] = {};
+        itq_mmq_load4(q + 0, x_tile + i * tile::stride() + 8 * j + 0);
+        itq_mmq_load4(q + 4, x_tile + i * tile::stride() + 8 * j + 4);
+        itq_mmq_load4(sel + 0, x_tile + i * tile::stride() + sel_word + 0);
+        itq_mmq_load4(sel + 4, x_tile + i * tile::stride() + sel_word + 4);
+        if constexpr (bits == 3) {
+            itq_mmq_load4(third + 0, x_tile + i * tile::stride() + third_word + 0);
+            itq_mmq_load4(third + 4, x_tile + i * tile::stride() + third_word + 4);
+        }
+        float2   dz;
+        uint32_t before;  // the first chunk
+        if constexpr (words * 4 == sizeof(block)) {
+            const uint32_t last = x_tile[i * tile::stride() + words - 1];
+            dz                  = itq_half2_bits(last & ITQ_WITHOUT_STATE);
+            before              = itq_word_before(last >> 16);
+        } else {
+            const block & bxi = ((const block *) x)[kbx0 + (fallback ? min(i, i_max) : i) * stride];
+            dz                = itq_load_scale(bxi);
+            before            = itq_load_before(bxi, 0);
+        }
         ggml_cuda_syncwarp();  // both lanes of a row have read it
 
         const float z_int = fminf(fmaxf(rintf(dz.y), -64.0f), 64.0f);
@@ -121,16 +141,16 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
             // Selects between registers: j differs within the warp, so it must not index them.
-            const uint32_t cur = j == 0 ? sel[2 * g] : sel[2 * g + 1];
-            const uint32_t prev =
-                j == 0 ? (g == 0 ? itq_word_before(last >> 16) : sel[g == 0 ? 0 : 2 * g - 1]) : sel[2 * g];
-            const itq_pairs pairs = itq_pairs_of_chunk<2>(cur, prev);
+            const uint32_t  cur   = j == 0 ? sel[2 * g] : sel[2 * g + 1];
+            const uint32_t  prev  = j == 0 ? (g == 0 ? before : sel[g == 0 ? 0 : 2 * g - 1]) : sel[2 * g];
+            const uint32_t  q2    = j == 0 ? third[2 * g] : third[2 * g + 1];
+            const itq_pairs pairs = itq_pairs_of_chunk<bits>(cur, prev, q2);
             uint32_t        level[8];
 #pragma unroll
             for (int l = 0; l < 4; ++l) {
-                const itq_indices index = itq_indices_of<2>(pairs, l, itq_symbols_of_group(sym, g, l));
-                level[2 * l + 0]        = itq_levels_minus<GGML_TYPE_ITQ3_S>(index, z);
-                level[2 * l + 1]        = itq_levels_minus<GGML_TYPE_ITQ3_S>(itq_indices::upper_half(index), z);
+                const itq_indices index = itq_indices_of<bits>(pairs, l, itq_symbols_of_group(sym, g, l));
+                level[2 * l + 0]        = itq_levels_minus<of>(index, z);
+                level[2 * l + 1]        = itq_levels_minus<of>(itq_indices::upper_half(index), z);
             }
             itq_mmq_store4(x_tile + i * tile::stride() + 32 * j + 8 * g + 0, level + 0);
             itq_mmq_store4(x_tile + i * tile::stride() + 32 * j + 8 * g + 4, level + 4);
@@ -142,7 +162,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq3_s(const cha
         for (int l = 0; l < 4; ++l) {
             x_df[tile::scale(i) + 4 * j + l] = d;
         }
-        if (j == 0) {
+        if (itq_traits<of>::has_z && j == 0) {
             x_df[tile::padding(i)] = d * (z_int - dz.y);
         }
     }
@@ -193,7 +213,7 @@ static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq2_s(const cha
 
 // Types with blocks of 64, four of them side by side, in decoded order within each chunk. Past the end of a row whose length
 // is no multiple of 256 stand blocks of the next one or, behind the last, the padding that upstream gives to quantized
-// tensors; their activations are 0. Upstream names the functions of all types for each: of is the type that this one is for.
+// tensors; their activations are 0.
 template <ggml_type of, ggml_type type, int J, bool fallback>
 static __device__ __forceinline__ void ggml_cuda_mmq_load_tiles_itq_n(const char * __restrict__ x,
                                                                       int * __restrict__ x_tile, const int kbx0,
@@ -500,18 +520,21 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
         return ggml_cuda_mmq_util_funcs(-1, load, ggml_cuda_mmq_vec_dot_##vec_dot##_q8_1_mma<type, J, fallback>, \
                                         ggml_cuda_mmq_write_back_mma<type, J, fallback>);
 #define ITQ_CUDA_MMQ_LOAD(name)         (ggml_cuda_mmq_load_tiles_##name<type, J, fallback>)
+#define ITQ_CUDA_MMQ_LOAD_256(NAME)     (ggml_cuda_mmq_load_tiles_itq_s<GGML_TYPE_##NAME, type, J, fallback>)
 #define ITQ_CUDA_MMQ_LOAD_64(NAME)      (ggml_cuda_mmq_load_tiles_itq_n<GGML_TYPE_##NAME, type, J, fallback>)
 #define ITQ_CUDA_MMQ_DP4A_64(NAME, ...) ITQ_CUDA_MMQ_DP4A(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), q8_0)
 #define ITQ_CUDA_MMQ_MMA_64(NAME, ...)  ITQ_CUDA_MMQ_MMA(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), tq)
-#define ITQ_CUDA_MMQ_DP4A_CASES                                  \
-    ITQ_CUDA_MMQ_DP4A(ITQ3_S, ITQ_CUDA_MMQ_LOAD(itq3_s), itq3_s) \
-    ITQ_CUDA_MMQ_DP4A(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), q8_0)   \
-    ITQ_CUDA_MMQ_DP4A(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), q8_0)     \
-    ITQ_CUDA_MMQ_DP4A(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), q8_0)     \
+#define ITQ_CUDA_MMQ_DP4A_CASES                                      \
+    ITQ_CUDA_MMQ_DP4A(ITQ3_S, ITQ_CUDA_MMQ_LOAD_256(ITQ3_S), itq3_s) \
+    ITQ_CUDA_MMQ_DP4A(ITQ4_S, ITQ_CUDA_MMQ_LOAD_256(ITQ4_S), q8_0)   \
+    ITQ_CUDA_MMQ_DP4A(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), q8_0)       \
+    ITQ_CUDA_MMQ_DP4A(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), q8_0)         \
+    ITQ_CUDA_MMQ_DP4A(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), q8_0)         \
     ITQ_TYPES_64(ITQ_CUDA_MMQ_DP4A_64)
-#define ITQ_CUDA_MMQ_MMA_CASES                                  \
-    ITQ_CUDA_MMQ_MMA(ITQ3_S, ITQ_CUDA_MMQ_LOAD(itq3_s), itq3_s) \
-    ITQ_CUDA_MMQ_MMA(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), tq)     \
-    ITQ_CUDA_MMQ_MMA(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), tq)       \
-    ITQ_CUDA_MMQ_MMA(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), tq)       \
+#define ITQ_CUDA_MMQ_MMA_CASES                                      \
+    ITQ_CUDA_MMQ_MMA(ITQ3_S, ITQ_CUDA_MMQ_LOAD_256(ITQ3_S), itq3_s) \
+    ITQ_CUDA_MMQ_MMA(ITQ4_S, ITQ_CUDA_MMQ_LOAD_256(ITQ4_S), tq)     \
+    ITQ_CUDA_MMQ_MMA(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), tq)         \
+    ITQ_CUDA_MMQ_MMA(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), tq)           \
+    ITQ_CUDA_MMQ_MMA(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), tq)           \
     ITQ_TYPES_64(ITQ_CUDA_MMQ_MMA_64)

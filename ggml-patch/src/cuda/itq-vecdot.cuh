@@ -74,33 +74,62 @@ static __device__ __forceinline__ float itq_scale_beside_state(const half & d) {
     return itq_half2_bits(bits & 0xFFFFFFC0).x;
 }
 
+// The scale of a block and its zero-point, without the start state.
+template <typename block> static __device__ __forceinline__ float2 itq_load_scale(const block & x) {
+    return make_float2(itq_scale_beside_state(x.d), 0.0f);
+}
+static __device__ __forceinline__ float2 itq_load_scale(const block_itq3_s & x) {
+    uint32_t bits;
+    memcpy(&bits, __builtin_assume_aligned(&x.d, sizeof(bits)), sizeof(bits));
+    return itq_half2_bits(bits & ITQ_WITHOUT_STATE);
+}
+
 // Word of data that starts at an even address.
 static __device__ __forceinline__ uint32_t tq_load_word(const uint8_t * x, const int i) {
     const uint16_t * x16 = (const uint16_t *) x + 2 * i;
     return x16[0] | (uint32_t) x16[1] << 16;
 }
 
-// The selectors before chunk k of a block without a zero-point.
-template <typename block> static __device__ __forceinline__ uint32_t itq_load_before(const block & x, const int k) {
-    uint16_t last;
-    memcpy(&last, &x.d, sizeof(last));
-    return k == 0 ? itq_word_before(last) : tq_load_word(x.sel, k - 1);
+// Word i of a field of a block. Blocks of whole words begin at one.
+template <typename block> static __device__ __forceinline__ uint32_t itq_load_word(const uint8_t * x, const int i) {
+    if constexpr (sizeof(block) % sizeof(uint32_t) == 0) {
+        return ((const uint32_t *) x)[i];
+    } else {
+        return tq_load_word(x, i);
+    }
 }
 
-// The indices of chunk k of a block of 64, see itq3_n_indices.
+// The selectors before chunk k of a block.
+template <typename block> static __device__ __forceinline__ uint32_t itq_load_before(const block & x, const int k) {
+    uint16_t last;
+    memcpy(&last, (const char *) (&x + 1) - sizeof(last), sizeof(last));
+    return k == 0 ? itq_word_before(last) : itq_load_word<block>(x.sel, k - 1);
+}
+
+// The bits of chunk k of a block as pairs.
+template <ggml_type type>
+static __device__ __forceinline__ itq_pairs itq_load_pairs(const typename itq_traits<type>::block & x, const int k) {
+    using traits   = itq_traits<type>;
+    using block    = typename traits::block;
+    uint32_t plane = 0;  // of symbols of one bit, or of third bits
+    if constexpr (traits::bits != 2) {
+        plane = itq_load_word<block>(x.qs + (traits::bits == 3 ? traits::length / 4 : 0), k);
+    }
+    return itq_pairs_of_chunk<traits::bits>(itq_load_word<block>(x.sel, k), itq_load_before(x, k), plane);
+}
+
+// The indices of chunk k of a block of 64, see itq_n_indices.
 template <ggml_type type>
 static __device__ __forceinline__ void itq_load_chunk(const typename itq_traits<type>::block & x, const int k,
                                                       itq_indices (&index)[8]) {
     static_assert(itq_traits<type>::length == 64, "other blocks have another order of symbols");
-    constexpr int  bits   = itq_traits<type>::bits;
-    const uint32_t sel    = tq_load_word(x.sel, k);
-    const uint32_t before = itq_load_before(x, k);
-    if constexpr (bits == 2) {
+    const itq_pairs pairs = itq_load_pairs<type>(x, k);
+    if constexpr (itq_traits<type>::bits > 1) {
         const uint32_t q[4] = { tq_load_word(x.qs, 0), tq_load_word(x.qs, 1), tq_load_word(x.qs, 2),
                                 tq_load_word(x.qs, 3) };
-        itq3_n_indices(q, k, itq_pairs_of_chunk<bits>(sel, before), index);
+        itq_n_indices<itq_traits<type>::bits>(q, k, pairs, index);
     } else {
-        itq2_n_indices(itq_pairs_of_chunk<bits>(sel, before, tq_load_word(x.qs, k)), index);
+        itq2_n_indices(pairs, index);
     }
 }
 
@@ -109,24 +138,6 @@ template <ggml_type type>
 static __device__ __forceinline__ int itq_dot_raised(const itq_indices & index, const int u0, const int u1, int sumi) {
     sumi = ggml_cuda_dp4a(itq_levels_raised<type>(index), u0, sumi);
     return ggml_cuda_dp4a(itq_levels_raised<type>(itq_indices::upper_half(index)), u1, sumi);
-}
-
-// A chunk of 32 weights of ITQ3_S in units of d/32 times its activations: the symbols of group g in sym, the chunk's selector
-// word and the one before it, the zero-point z, the activations in decoded order with their scale and sum.
-static __device__ __forceinline__ float itq_dot_chunk(const uint32_t (&sym)[2][4], const int g, const uint32_t sel,
-                                                      const uint32_t before, const float z, const int4 * y,
-                                                      const uint32_t ds) {
-    const itq_pairs pairs = itq_pairs_of_chunk<2>(sel, before);
-
-    int u[8];
-    itq_load_words(y, u);
-    int sumi = -64 * q8_1x4_s(ds);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const itq_indices index = itq_indices_of<2>(pairs, i, itq_symbols_of_group(sym, g, i));
-        sumi                    = itq_dot_raised<GGML_TYPE_ITQ3_S>(index, u[2 * i + 0], u[2 * i + 1], sumi);
-    }
-    return q8_1x4_d(ds) * (sumi - z * q8_1x4_s(ds));
 }
 
 // Digit g of n words of TQ2_0 times their activations.
@@ -159,66 +170,48 @@ template <int n> static __device__ __forceinline__ int tq_sum(const int (&u)[n],
     return sumu;
 }
 
-// Lane l = 2*j + h takes the groups 2h and 2h + 1 of half j.
-static __device__ __forceinline__ float vec_dot_itq3_s_q8_1(const void * __restrict__ vbq,
-                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
-                                                            const int & iqs) {
-    const uint32_t *     x = (const uint32_t *) vbq + (int64_t) kbx * ITQ_WORDS;
+// Types with blocks of 256: lane l = 2*j + h takes the groups 2h and 2h + 1 of half j, the chunks k = 2*(2h + g) + j, g = 0, 1.
+template <ggml_type type>
+static __device__ __forceinline__ float vec_dot_itq_s_q8_1(const void * __restrict__ vbq,
+                                                           const block_q8_1 * __restrict__ bq8_1, const int & kbx,
+                                                           const int & iqs) {
+    using traits           = itq_traits<type>;
+    using block            = typename traits::block;
+    const block &        x = ((const block *) vbq)[kbx];
     const int            j = iqs / VDR_ITQ_Q8_1_MMVQ / 2;
     const int            h = iqs / VDR_ITQ_Q8_1_MMVQ % 2;
     const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
 
-    uint32_t q[8];
+    uint32_t sym[2][4] = {};
+    if constexpr (traits::bits > 1) {
+        uint32_t q[8];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        q[n] = x[ITQ_WORD_QS + 8 * j + n] >> 4 * h;  // the two groups of this lane to the place of groups 0 and 1
+        for (int n = 0; n < 8; ++n) {
+            // the two groups of this lane to the place of groups 0 and 1
+            q[n] = itq_load_word<block>(x.qs, 8 * j + n) >> 4 * h;
+        }
+        itq_transpose_symbols(q, sym);
     }
-    uint32_t sym[2][4];
-    itq_transpose_symbols(q, sym);
-
-    const uint32_t last = x[ITQ_WORD_DZ];
-    const float2   dz   = itq_half2_bits(last & ITQ_WITHOUT_STATE);
-    int            ds[2];
-    itq_load_words((const int2 *) y->ds + h, ds);
-    float sum = 0.0f;
-#pragma unroll
-    for (int g = 0; g < 2; ++g) {
-        const int k = 2 * (2 * h + g) + j;
-        sum +=
-            itq_dot_chunk(sym, g, x[ITQ_WORD_SEL + k], k == 0 ? itq_word_before(last >> 16) : x[ITQ_WORD_SEL + k - 1],
-                          dz.y, (const int4 *) y->qs + 2 * (2 * h + g), ds[g]);
-    }
-    return dz.x * (1.0f / 32.0f) * sum;
-}
-
-// Lane l = 2*j + h takes the same chunks: k = 2*(2h + g) + j for g = 0, 1.
-static __device__ __forceinline__ float vec_dot_itq2_s_q8_1(const void * __restrict__ vbq,
-                                                            const block_q8_1 * __restrict__ bq8_1, const int & kbx,
-                                                            const int & iqs) {
-    const block_itq2_s * x = (const block_itq2_s *) vbq + kbx;
-    const int            j = iqs / VDR_ITQ_Q8_1_MMVQ / 2;
-    const int            h = iqs / VDR_ITQ_Q8_1_MMVQ % 2;
-    const block_q8_1x4 * y = (const block_q8_1x4 *) bq8_1 + j;
 
     int ds[2];
     itq_load_words((const int2 *) y->ds + h, ds);
-    float sum = 0.0f;
+    const float2 dz  = itq_load_scale(x);
+    float        sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-        const int       k = 2 * (2 * h + g) + j;
-        const itq_pairs pairs =
-            itq_pairs_of_chunk<1>(tq_load_word(x->sel, k), itq_load_before(*x, k), tq_load_word(x->qs, k));
+        const itq_pairs pairs = itq_load_pairs<type>(x, 2 * (2 * h + g) + j);
 
         int u[8];
         itq_load_words((const int4 *) y->qs + 2 * (2 * h + g), u);
         int sumi = -64 * q8_1x4_s(ds[g]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            sumi = itq_dot_raised<GGML_TYPE_ITQ2_S>(itq_indices_of<1>(pairs, i), u[2 * i + 0], u[2 * i + 1], sumi);
+            const itq_indices index = itq_indices_of<traits::bits>(pairs, i, itq_symbols_of_group(sym, g, i));
+            sumi                    = itq_dot_raised<type>(index, u[2 * i + 0], u[2 * i + 1], sumi);
         }
-        sum += q8_1x4_d(ds[g]) * sumi;
+        sum += q8_1x4_d(ds[g]) * (traits::has_z ? sumi - dz.y * q8_1x4_s(ds[g]) : sumi);
     }
-    return itq_scale_beside_state(x->d) * (1.0f / 32.0f) * sum;
+    return dz.x * (1.0f / 32.0f) * sum;
 }
 
 // Types with blocks of 64: lane l takes chunk l.
@@ -331,11 +324,14 @@ static __device__ __forceinline__ float vec_dot_tq1_0_q8_1(const void * __restri
 #define ITQ_CUDA_VEC_DOT(NAME, name, ...) \
     case GGML_TYPE_##NAME:                \
         return vec_dot_##name##_q8_1;
+#define ITQ_CUDA_VEC_DOT_256(NAME, ...) \
+    case GGML_TYPE_##NAME:              \
+        return vec_dot_itq_s_q8_1<GGML_TYPE_##NAME>;
 #define ITQ_CUDA_VEC_DOT_64(NAME, ...) \
     case GGML_TYPE_##NAME:             \
         return vec_dot_itq_n_q8_1<GGML_TYPE_##NAME>;
-#define ITQ_CUDA_VEC_DOT_CASES      \
-    ITQ_TYPES_256(ITQ_CUDA_VEC_DOT) \
+#define ITQ_CUDA_VEC_DOT_CASES          \
+    ITQ_TYPES_256(ITQ_CUDA_VEC_DOT_256) \
     ITQ_TYPES_64(ITQ_CUDA_VEC_DOT_64) ITQ_CUDA_VEC_DOT(TQ1_0, tq1_0) ITQ_CUDA_VEC_DOT(TQ2_0, tq2_0)
 #define ITQ_CUDA_VDR(NAME, ...) \
     case GGML_TYPE_##NAME:      \

@@ -3,8 +3,9 @@
 // The trellis types. A block of weights is rotated by the Walsh-Hadamard transform (FWHT) and trellis-coded: a symbol of
 // one bit or a few picks a level of one of eight interleaved subsets, and a shift register fed by one bit more, the
 // selector, says which subset. ITQ3_S has 2-bit symbols (100 bytes for 256 weights, 3.125 bits a weight), ITQ2_S 1-bit
-// symbols (66 bytes, 2.0625 bits); ITQ3_N and ITQ2_N are the same codes in blocks of 64 (26 bytes, 3.25 bits; 18 bytes,
-// 2.25 bits), for rows that are no multiple of 256.
+// symbols (66 bytes, 2.0625 bits), ITQ4_S 3-bit symbols (130 bytes, 4.0625 bits); ITQ3_N, ITQ2_N and ITQ4_N are the same
+// codes in blocks of 64 (26 bytes, 3.25 bits; 18 bytes, 2.25 bits; 34 bytes, 4.25 bits), for rows that are no multiple of
+// 256.
 //
 //   s[-1-i] = bit i of the start state      i from 0 to 5
 //   c2   = s[t] ^ s[t-5] ^ s[t-6]
@@ -44,8 +45,10 @@
 #define QK_ITQ    256
 #define QK_ITQ3_S 256
 #define QK_ITQ2_S 256
+#define QK_ITQ4_S 256
 #define QK_ITQ3_N 64
 #define QK_ITQ2_N 64
+#define QK_ITQ4_N 64
 
 // In units of d/32, index 8*symbol + subset; the upper half mirrors the lower. They fit 7 bits: level + 64 is an unsigned
 // operand that cannot saturate maddubs or dpbusd. No other file writes them out.
@@ -55,8 +58,16 @@
         1,   3,   5,   7,   9,   11,  14,  16,  18,  21,  25,  27, 32, 37, 45, 59, /* symbol 2, 3 */ \
     }
 #define ITQ2_S_LEVELS { -61, -41, -32, -25, -18, -13, -7, -3, 3, 7, 13, 18, 25, 32, 41, 61 }
+#define ITQ4_S_LEVELS                                                                                     \
+    {                                                                                                     \
+        -61, -50, -43, -38, -34, -31, -29, -27, -25, -24, -22, -21, -19, -18, -17, -15, /* symbol 0, 1 */ \
+        -15, -13, -12, -11, -11, -9,  -8,  -8,  -7,  -5,  -5,  -4,  -3,  -2,  -1,  -1,  /* symbol 2, 3 */ \
+        1,   1,   2,   3,   4,   5,   5,   7,   8,   8,   9,   11,  11,  12,  13,  15,  /* symbol 4, 5 */ \
+        15,  17,  18,  19,  21,  22,  24,  25,  27,  29,  31,  34,  38,  43,  50,  61,  /* symbol 6, 7 */ \
+    }
 #define ITQ3_N_LEVELS ITQ3_S_LEVELS
 #define ITQ2_N_LEVELS ITQ2_S_LEVELS
+#define ITQ4_N_LEVELS ITQ4_S_LEVELS
 
 typedef struct {
     uint8_t   qs[QK_ITQ3_S / 4];   // 2-bit symbols, q[t] = (qs[t % 64] >> 2*(t / 64)) & 3
@@ -72,6 +83,13 @@ typedef struct {
 } block_itq2_s;
 
 typedef struct {
+    uint8_t
+        qs[QK_ITQ4_S / 4 + QK_ITQ4_S / 8];  // symbols: the lower two bits as in ITQ3_S, then the third, as in ITQ2_S
+    uint8_t   sel[QK_ITQ4_S / 8];           // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                            // scale and start state
+} block_itq4_s;
+
+typedef struct {
     uint8_t   qs[QK_ITQ3_N / 4];   // 2-bit symbols, q[t] = (qs[t % 16] >> 2*(t / 16)) & 3
     uint8_t   sel[QK_ITQ3_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
     ggml_half d;                   // scale and start state
@@ -82,6 +100,13 @@ typedef struct {
     uint8_t   sel[QK_ITQ2_N / 8];  // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
     ggml_half d;                   // scale and start state
 } block_itq2_n;
+
+typedef struct {
+    uint8_t
+        qs[QK_ITQ4_N / 4 + QK_ITQ4_N / 8];  // symbols: the lower two bits as in ITQ3_N, then the third, as in ITQ2_N
+    uint8_t   sel[QK_ITQ4_N / 8];           // selector bits, s[t] = (sel[t / 8] >> (t % 8)) & 1
+    ggml_half d;                            // scale and start state
+} block_itq4_n;
 
 // Activations of blocks of 64 (GGML_TYPE_Q8_N_H), rotated like them; never in a file.
 typedef struct {
@@ -186,7 +211,7 @@ ITQ_INLINE void itq_subsets(const uint8_t * sel, int word, int state, uint64_t *
 
 // Byte of qs, and bit of the byte, where the symbol of weight t begins, in a block of `length` weights. Symbols of one
 // bit are in the order of the selectors; a byte has symbols of two bits from all four quarters of the block. Third bits
-// follow the two lower ones in the order of the selectors (no type has them yet).
+// follow the two lower ones in the order of the selectors.
 ITQ_INLINE int itq_symbol_byte(int bits, int length, int t) {
     return bits == 1 ? t / 8 : t % (length / 4);
 }

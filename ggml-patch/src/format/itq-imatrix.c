@@ -138,27 +138,27 @@ static double mean_importance(const float * imatrix, int64_t n) {
     return bad || !(mean > 0.0) ? 0.0 : mean;
 }
 
-#define DEFINE_IMATRIX(NAME, name, bits, n_levels, length, has_z, number)                                       \
-    size_t quantize_##name##_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,  \
-                                     int64_t n_per_row, const float * imatrix) {                                \
-        GGML_ASSERT(n_per_row % (length) == 0);                                                                 \
-        const double mean = mean_importance(imatrix, n_per_row);                                                \
-        if (mean == 0.0) {                                                                                      \
-            return quantize_##name##_effort(src, dst, nrows, n_per_row, ITQ_CODEC_TRELLIS, ITQ_EFFORT_DEFAULT); \
-        }                                                                                                       \
-        const struct itq_search search = { ITQ_LDLQ_SEGMENT, ITQ_LDLQ_LOOKAHEAD, ITQ_EFFORT_FAST };             \
-        struct cached_factor *  cached = acquire_factor(length, imatrix, n_per_row, mean);                      \
-        const size_t            size   = quantize_##name##_ldlq(src, dst, nrows, &cached->factor, search);      \
-        release_factor(cached);                                                                                 \
-        return size;                                                                                            \
-    }                                                                                                           \
-                                                                                                                \
-    size_t quantize_##name(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,            \
-                           int64_t n_per_row, const float * imatrix) {                                          \
-        if (imatrix != NULL) {                                                                                  \
-            return quantize_##name##_imatrix(src, dst, nrows, n_per_row, imatrix);                              \
-        }                                                                                                       \
-        return quantize_##name##_effort(src, dst, nrows, n_per_row, ITQ_CODEC_TRELLIS, ITQ_EFFORT_DEFAULT);     \
+#define DEFINE_IMATRIX(NAME, name, bits, n_levels, length, has_z, number)                                         \
+    size_t quantize_##name##_imatrix(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,    \
+                                     int64_t n_per_row, const float * imatrix) {                                  \
+        GGML_ASSERT(n_per_row % (length) == 0);                                                                   \
+        const double mean = mean_importance(imatrix, n_per_row);                                                  \
+        if (mean == 0.0) {                                                                                        \
+            return quantize_##name##_effort(src, dst, nrows, n_per_row, ITQ_CODEC_TRELLIS, ITQ_EFFORT_DEFAULT);   \
+        }                                                                                                         \
+        const struct itq_search search = { ITQ_LDLQ_SEGMENT, ITQ_LDLQ_LOOKAHEAD, ITQ_LDLQ_EFFORT(bits, length) }; \
+        struct cached_factor *  cached = acquire_factor(length, imatrix, n_per_row, mean);                        \
+        const size_t            size   = quantize_##name##_ldlq(src, dst, nrows, &cached->factor, search);        \
+        release_factor(cached);                                                                                   \
+        return size;                                                                                              \
+    }                                                                                                             \
+                                                                                                                  \
+    size_t quantize_##name(const float * GGML_RESTRICT src, void * GGML_RESTRICT dst, int64_t nrows,              \
+                           int64_t n_per_row, const float * imatrix) {                                            \
+        if (imatrix != NULL) {                                                                                    \
+            return quantize_##name##_imatrix(src, dst, nrows, n_per_row, imatrix);                                \
+        }                                                                                                         \
+        return quantize_##name##_effort(src, dst, nrows, n_per_row, ITQ_CODEC_TRELLIS, ITQ_EFFORT_DEFAULT);       \
     }
 
 ITQ_TYPES(DEFINE_IMATRIX)

@@ -49,6 +49,10 @@ struct itq_code {
     false, { 1, 2 }, {                                 \
         (float) (28.69 / 0.97), (float) (28.69 / 1.05) \
     }
+#define ITQ4_S_STARTS                                                         \
+    false, { 1, 3 }, {                                                        \
+        (float) (19.26 / 1.0), (float) (19.26 / 0.93), (float) (19.26 / 1.07) \
+    }
 #define ITQ3_N_STARTS                                                     \
     true, { 1, 3 }, {                                                     \
         (float) (59.0 / 0.95), (float) (59.0 / 1.0), (float) (59.0 / 0.9) \
@@ -56,6 +60,10 @@ struct itq_code {
 #define ITQ2_N_STARTS                                                       \
     false, { 1, 3 }, {                                                      \
         (float) (28.69 / 1.0), (float) (28.69 / 0.9), (float) (28.69 / 1.1) \
+    }
+#define ITQ4_N_STARTS                                                       \
+    false, { 1, 3 }, {                                                      \
+        (float) (19.26 / 1.0), (float) (19.26 / 0.9), (float) (19.26 / 1.1) \
     }
 
 #define ITQ_DEFINE_CODE(NAME, name, bits, n_levels, length, has_z, number) \

@@ -29,9 +29,10 @@ struct itq_search {
 };
 
 // Measured defaults (docs/calibration.md).
-#define ITQ_LDLQ_SEGMENT   39
-#define ITQ_LDLQ_LOOKAHEAD 25
-#define ITQ_LDLQ_DAMPING   0.003
+#define ITQ_LDLQ_SEGMENT              39
+#define ITQ_LDLQ_LOOKAHEAD            25
+#define ITQ_LDLQ_DAMPING              0.003
+#define ITQ_LDLQ_EFFORT(bits, length) ((length) < 256 || (bits) == 3 ? ITQ_EFFORT_DEFAULT : ITQ_EFFORT_FAST)
 
 // What every type has:
 //

@@ -65,7 +65,7 @@ NO_COOPERATIVE: Final = "GGML_VK_DISABLE_COOPMAT"
 OPERATIONS: Final = "MUL_MAT,MUL_MAT_ID,GET_ROWS,CPY"
 #: Cases of many columns whose tiles are whole. Mesa 26.1 has cooperative matrices, on which tiles that an edge cuts are
 #: wrong, for Q4_K as for ours.
-WHOLE_TILES: Final = r"type_a=(itq3_s|itq2_s),.*(m=128,n=(9|16|17|33|64|512)|m=96,n=(17|129)|m=64,n=16),"
+WHOLE_TILES: Final = r"type_a=itq[234]_s,.*(m=128,n=(9|16|17|33|64|512)|m=96,n=(17|129)|m=64,n=16),"
 #: Relative difference of the perplexities of both backends, windows of text, tokens that are written.
 MOST: Final = 0.002
 WINDOWS: Final = 4

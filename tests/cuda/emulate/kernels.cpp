@@ -62,9 +62,11 @@ extern "C" void emulate_get_rows(const int type, const void * x, const int32_t *
 static auto vec_dot_of(const ggml_type type) -> decltype(&vec_dot_tq1_0_q8_1) {
     switch (type) {
 #define OF_TYPE(NAME, name) vec_dot_##name##_q8_1
-        ITQ_TYPES_256(FUNCTION_OF_TYPE)
         FUNCTION_OF_TYPE(TQ1_0, tq1_0)
         FUNCTION_OF_TYPE(TQ2_0, tq2_0)
+#undef OF_TYPE
+#define OF_TYPE(NAME, name) vec_dot_itq_s_q8_1<GGML_TYPE_##NAME>
+        ITQ_TYPES_256(FUNCTION_OF_TYPE)
 #undef OF_TYPE
 #define OF_TYPE(NAME, name) vec_dot_itq_n_q8_1<GGML_TYPE_##NAME>
         ITQ_TYPES_64(FUNCTION_OF_TYPE)

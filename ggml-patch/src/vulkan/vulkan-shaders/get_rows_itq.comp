@@ -31,7 +31,7 @@ void main() {
                 vec4  x = vec4(0.0);
                 float d = 0.0;
                 if (present) {
-                    x = itq_levels4(ITQ_INDEX4(data_a[ib], lane % lanes)) - ITQ_ZERO_POINT(data_a[ib]);
+                    x = itq_levels4(ITQ_INDEX4(data_a[ib], lane % lanes), 0) - ITQ_ZERO_POINT(data_a[ib]);
                     d = ITQ_SCALE(data_a[ib]) * ITQ_ROTATED_BACK;
                 }
                 x = itq_fwht(x, lane) * d;

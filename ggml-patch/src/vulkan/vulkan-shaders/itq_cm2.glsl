@@ -18,7 +18,7 @@ float16_t dequantFuncITQ(const in decodeBufITQ bl, const in uint blockCoords[2],
 
 f16vec4 dequantFuncITQ_v(const in decodeBufITQ bl, const in uint blockCoords[2], const in uint coordInBlock[2])
 {
-    const vec4 level = itq_levels4(ITQ_INDEX4(bl.block, coordInBlock[1] / 4));
+    const vec4 level = itq_levels4(ITQ_INDEX4(bl.block, coordInBlock[1] / 4), 0);
     return f16vec4(itq_cm2_weight(bl, level.x), itq_cm2_weight(bl, level.y), itq_cm2_weight(bl, level.z),
                    itq_cm2_weight(bl, level.w));
 }

@@ -1,5 +1,5 @@
 // What an invocation of a mat-vec product decodes of a block of a trellis type: two chunks. Blocks of 256 are shared out
-// among four: number 2*j + h takes the chunks 4*h + j and 4*h + j + 2; those are in one half j of the symbols of ITQ3_S.
+// among four: number 2*j + h takes the chunks 4*h + j and 4*h + j + 2; those are in one half j of the symbols' bytes.
 // Products of many columns read a chunk's selectors as it does.
 //
 // The weights of a chunk come in eight words of four: number w has 2*w, 2*w + 1, 2*w + 16 and 2*w + 17. The activations of
@@ -12,7 +12,7 @@
 
 struct itq_lane_block {
 #if ITQ_SYMBOL_BITS > 1
-    uint symbols[8];  // a word of both chunks each, for the first from bit `from` of every byte on
+    uint symbols[8];  // two bits a weight, a word of both chunks each, for the first from bit `from` of every byte on
     uint from;
 #endif
     float d;
@@ -52,13 +52,21 @@ itq_lane_block itq_open(const uint ib, const uint lane) {
     itq_lane_block block;
 #if ITQ_SYMBOL_BITS > 1 && QUANT_K == 256
     // the first half of a chunk and the second, side by side
+#if defined(A_TYPE_PACKED32)
     [[unroll]] for (uint n = 0; n < 4; ++n) {
         const uint a = data_a_packed32[ib].qs[8 * (lane / 2) + n];
         const uint b = data_a_packed32[ib].qs[8 * (lane / 2) + n + 4];
         block.symbols[2 * n]     = bitfieldInsert(a, b, 16, 16);
         block.symbols[2 * n + 1] = bitfieldInsert(b, a >> 16, 0, 16);
     }
-    block.from = 4 * (lane % 2);
+#else
+    [[unroll]] for (uint w = 0; w < 8; ++w) {
+        const uint a     = uint(data_a_packed16[ib].qs[16 * (lane / 2) + w]);
+        const uint b     = uint(data_a_packed16[ib].qs[16 * (lane / 2) + w + 8]);
+        block.symbols[w] = (a | (b << 16)) >> (4 * (lane % 2));
+    }
+#endif
+    block.from = ITQ_SYMBOL_BITS == 2 ? 4 * (lane % 2) : 0;
 #elif ITQ_SYMBOL_BITS > 1
     // the second half of a chunk is in the next plane of the same bytes
     [[unroll]] for (uint w = 0; w < 8; ++w) {
@@ -90,29 +98,48 @@ struct itq_lane_words {
 #if ITQ_SYMBOL_BITS == 1
     uint word[4];  // those of the words w and, from bit 8 on, w + 4
 #else
-    uint word[8];
+    uint word[8];  // of three-bit symbols an index in every byte
     uint from;
 #endif
 };
 
 itq_lane_words itq_lane_chunk_words(const itq_lane_block block, const uint ib, const uint k, const uint g) {
-    // planes of bits to bytes with a field from each
+    // planes of bits to bytes with a field from each; of three-bit symbols to half bytes with a bit from each
     uint fields[4];
     itq_subsets(itq_selectors(ib, k), itq_selectors_before(ib, k, g), fields[3], fields[2], fields[1]);
-#if ITQ_SYMBOL_BITS == 1
-    fields[0] = ITQ_PAIR(data_a_packed16[ib].qs, k);
-    itq_swap(fields[0], fields[1], 2, 0x33333333u);
-#else
+#if ITQ_SYMBOL_BITS == 2
     fields[0] = (fields[1] & 0x33333333u) << 2;
     fields[1] &= 0xCCCCCCCCu;
+#else
+    fields[0] = ITQ_PAIR(data_a_packed16[ib].qs, ITQ_BITS_FROM / 4 + k);
 #endif
+#if ITQ_SYMBOL_BITS == 1
+    itq_swap(fields[0], fields[1], 2, 0x33333333u);
+#endif
+#if ITQ_SYMBOL_BITS < 3
     itq_swap(fields[2], fields[3], 2, 0x33333333u);
     itq_swap(fields[0], fields[2], 4, 0x0F0F0F0Fu);
     itq_swap(fields[1], fields[3], 4, 0x0F0F0F0Fu);
+#else
+    itq_swap(fields[0], fields[2], 2, 0x33333333u);
+    itq_swap(fields[1], fields[3], 2, 0x33333333u);
+    [[unroll]] for (uint n = 0; n < 4; n += 2) {
+        itq_swap(fields[n], fields[n + 1], 1, 0x55555555u);
+        itq_swap(fields[n], fields[n + 1], 8, 0x00FF00FFu);
+    }
+#endif
 
     itq_lane_words words;
 #if ITQ_SYMBOL_BITS == 1
     words.word = fields;
+#elif ITQ_SYMBOL_BITS == 3
+    words.from = QUANT_K == 256 ? 2 * g : 0;
+    [[unroll]] for (uint w = 0; w < 8; ++w) {
+        const uint symbols = block.symbols[w] >> (QUANT_K == 256 ? 0 : 4 * g);
+        const uint field   = fields[2 * (w % 2) + w / 4];
+        const uint others  = w % 4 < 2 ? field << (2 + words.from) : field >> (2 - words.from);
+        words.word[w]      = (symbols & (0x03030303u << words.from)) | (others & (0x3C3C3C3Cu << words.from));
+    }
 #else
     words.from = block.from + (QUANT_K == 256 ? 2 : 4) * g;
     [[unroll]] for (uint w = 0; w < 8; ++w) {
@@ -126,6 +153,8 @@ itq_lane_words itq_lane_chunk_words(const itq_lane_block block, const uint ib, c
 // Levels of word w.
 #if ITQ_SYMBOL_BITS == 1
 #define ITQ_LANE_LEVELS(words, w) itq_levels_at((words).word[(w) % 4], 8 * ((w) / 4))
-#else
+#elif ITQ_SYMBOL_BITS == 2
 #define ITQ_LANE_LEVELS(words, w) itq_levels_at((words).word[w], (words).from)
+#else
+#define ITQ_LANE_LEVELS(words, w) itq_levels4((words).word[w], (words).from)
 #endif

@@ -7,8 +7,8 @@
 
     const float scale = ITQ_SCALE(data_a[ib]) * ITQ_WEIGHT_SCALE;
     const float zero  = scale * ITQ_ZERO_POINT(data_a[ib]);
-    const vec4  v0    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q)) - zero;
-    const vec4  v1    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q + 1)) - zero;
+    const vec4  v0    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q), 0) - zero;
+    const vec4  v1    = scale * itq_levels4(ITQ_INDEX4(data_a[ib], q + 1), 0) - zero;
 
     store_a(col, k_pair,     FLOAT_TYPEV2(v0.xy));
     store_a(col, k_pair + 1, FLOAT_TYPEV2(v0.zw));

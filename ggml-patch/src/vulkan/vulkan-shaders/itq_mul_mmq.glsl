@@ -13,14 +13,30 @@ void block_a_to_shmem(const uint buf_ib, const uint ib, const uint iqs) {
     uint c2, c1, c0;
     itq_subsets(itq_selectors(ib_k, k), itq_selectors_before(ib_k, k, 0), c2, c1, c0);
     const int from = int(2 * iqs);
+#if ITQ_SYMBOL_BITS == 3
+    // a byte for each bit: of the even weights, of the odd ones, then of a word each
+    uint fields[2] = uint[](0, 0);
+    const uint planes[4] = uint[](ITQ_PAIR(data_a_packed16[ib_k].qs, ITQ_BITS_FROM / 4 + k), c0, c1, c2);
+    [[unroll]] for (uint n = 0; n < 4; ++n) {
+        [[unroll]] for (uint x = 0; x < 2; ++x) {
+            fields[x] |= ((planes[n] >> (from + x)) & 0x01010101u) << (2 + n);
+        }
+    }
+    itq_swap(fields[0], fields[1], 8, 0x00FF00FFu);
+#else
     uint fields = (((c0 >> from) & 0x03030303u) << 2) | (((c1 >> from) & 0x03030303u) << 4) |
                   (((c2 >> from) & 0x03030303u) << 6);
 #if ITQ_SYMBOL_BITS == 1
     fields |= (ITQ_PAIR(data_a_packed16[ib_k].qs, k) >> from) & 0x03030303u;
 #endif
+#endif
     [[unroll]] for (uint x = 0; x < 2; ++x) {
         const uint w = iqs + 4 * x;
-        uint word    = fields >> (8 * x);
+#if ITQ_SYMBOL_BITS == 3
+        uint word = fields[x];
+#else
+        uint word = fields >> (8 * x);
+#endif
 #if ITQ_SYMBOL_BITS > 1
         // halves of words 16*k + w of the planes, and eight further on
         const uint plane = QUANT_K / 8;
@@ -29,7 +45,11 @@ void block_a_to_shmem(const uint buf_ib, const uint ib, const uint iqs) {
         word |= ((uint(data_a_packed16[ib_k].qs[lower % plane]) >> (2 * (lower / plane))) |
                  (uint(data_a_packed16[ib_k].qs[upper % plane]) >> (2 * (upper / plane)) << 16)) & 0x03030303u;
 #endif
+#if ITQ_SYMBOL_BITS == 3
+        buf_a[buf_ib].qs[w] = itq_levels4(word, 0);
+#else
         buf_a[buf_ib].qs[w] = itq_levels_at(word, 0);
+#endif
     }
     if (iqs == 0) {
         buf_a[buf_ib].dz = FLOAT_TYPEV2(ITQ_SCALE(data_a[ib_k]), ITQ_ZERO_POINT(data_a[ib_k]));

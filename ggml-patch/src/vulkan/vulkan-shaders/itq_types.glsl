@@ -1,9 +1,9 @@
 // Blocks of the trellis types, their levels, and the indices of levels (docs/format.md, section "Decoding"). types.glsl
-// includes this file; DATA_A_ITQ3_S, DATA_A_ITQ2_S, DATA_A_ITQ3_N or DATA_A_ITQ2_N says of which type the weights are:
-// what sets one apart stands here, and all that follows takes it from here.
+// includes this file; DATA_A_ITQ3_S or the like says of which type the weights are: what sets one apart stands here, and
+// all that follows takes it from here.
 //
-// A chunk is 32 consecutive weights of a block, k = 0..7 or, of blocks of 64, 0..1. An index of a level is
-// 8*symbol + 4*c2 + 2*c1 + c0.
+// A chunk is 32 consecutive weights of a block, k = 0..7 or, of blocks of 64, 0..1. An index of a level has the symbol in
+// its lowest bits, then c0, c1 and c2.
 
 #if defined(DATA_A_ITQ3_S)
 #define ITQ_SYMBOL_BITS 2
@@ -12,11 +12,17 @@
 #elif defined(DATA_A_ITQ2_S)
 #define ITQ_SYMBOL_BITS 1
 #define QUANT_K 256
+#elif defined(DATA_A_ITQ4_S)
+#define ITQ_SYMBOL_BITS 3
+#define QUANT_K 256
 #elif defined(DATA_A_ITQ3_N)
 #define ITQ_SYMBOL_BITS 2
 #define QUANT_K 64
 #elif defined(DATA_A_ITQ2_N)
 #define ITQ_SYMBOL_BITS 1
+#define QUANT_K 64
+#elif defined(DATA_A_ITQ4_N)
+#define ITQ_SYMBOL_BITS 3
 #define QUANT_K 64
 #endif
 
@@ -26,6 +32,8 @@
 #define QUANT_R 1
 #define ITQ_SYMBOL_BYTES (QUANT_K * ITQ_SYMBOL_BITS / 8)
 #define ITQ_LEVELS (8 << ITQ_SYMBOL_BITS)
+// Byte of qs from which on there are bits in the order of the selectors: symbols of one bit, or third bits.
+#define ITQ_BITS_FROM (ITQ_SYMBOL_BITS == 1 ? 0 : QUANT_K / 4)
 
 // d and z are numbers of 16 bits; the six lowest bits of the last one are the start state.
 struct block_itq
@@ -83,7 +91,15 @@ struct block_itq_packed32
 // A true weight is d/32 times the normalised transform of levels.
 #define ITQ_ROTATED_BACK (ITQ_INTEGER_SCALE * ITQ_FWHT_NORMALISED)
 
-#if ITQ_SYMBOL_BITS == 2
+// By 8*symbol + 4*c2 + 2*c1 + c0.
+#if ITQ_SYMBOL_BITS == 3
+const int itq_levels_const[ITQ_LEVELS] = int[](
+    -61, -50, -43, -38, -34, -31, -29, -27, -25, -24, -22, -21, -19, -18, -17, -15,
+    -15, -13, -12, -11, -11, -9, -8, -8, -7, -5, -5, -4, -3, -2, -1, -1,
+    1, 1, 2, 3, 4, 5, 5, 7, 8, 8, 9, 11, 11, 12, 13, 15,
+    15, 17, 18, 19, 21, 22, 24, 25, 27, 29, 31, 34, 38, 43, 50, 61
+);
+#elif ITQ_SYMBOL_BITS == 2
 const int itq_levels_const[ITQ_LEVELS] = int[](
     -59, -45, -37, -32, -27, -25, -21, -18, -16, -14, -11, -9, -7, -5, -3, -1,
     1, 3, 5, 7, 9, 11, 14, 16, 18, 21, 25, 27, 32, 37, 45, 59
@@ -103,20 +119,24 @@ uint itq_index4(const uint symbols, const uint window) {
     const uint c2 = (window >> 6) ^ (window >> 1) ^ window;
     const uint c1 = (window >> 5) ^ (window >> 3) ^ (window >> 2) ^ (window >> 1);
     const uint c0 = (window >> 4) ^ (window >> 2);
-    return (symbols << 3) | (itq_spread4(c2) << 2) | (itq_spread4(c1) << 1) | itq_spread4(c0);
+    return symbols | (itq_spread4(c2) << (ITQ_SYMBOL_BITS + 2)) | (itq_spread4(c1) << (ITQ_SYMBOL_BITS + 1)) |
+           (itq_spread4(c0) << ITQ_SYMBOL_BITS);
 }
 
 // The same of weights 4*q to 4*q + 3 of a block from its arrays of bytes. A plane of symbols of two bits is a quarter of
 // the block.
-#define ITQ_BITS4(BYTES, q) itq_spread4(uint(BYTES[(q) / 2]) >> (4 * ((q) & 1)))
-#if ITQ_SYMBOL_BITS == 1
-#define ITQ_SYMBOLS4(BLOCK, q) ITQ_BITS4((BLOCK).qs, q)
-#else
+#define ITQ_BITS4(BLOCK, q) itq_spread4(uint((BLOCK).qs[ITQ_BITS_FROM + (q) / 2]) >> (4 * ((q) & 1)))
 #define ITQ_PLANE (QUANT_K / 16)
-#define ITQ_SYMBOLS4(BLOCK, q) \
+#define ITQ_LOWER4(BLOCK, q) \
     ((pack32(u8vec4((BLOCK).qs[4 * ((q) % ITQ_PLANE)], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 1], \
                     (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 2], (BLOCK).qs[4 * ((q) % ITQ_PLANE) + 3])) \
       >> (2 * ((q) / ITQ_PLANE))) & 0x03030303u)
+#if ITQ_SYMBOL_BITS == 1
+#define ITQ_SYMBOLS4(BLOCK, q) ITQ_BITS4(BLOCK, q)
+#elif ITQ_SYMBOL_BITS == 2
+#define ITQ_SYMBOLS4(BLOCK, q) ITQ_LOWER4(BLOCK, q)
+#else
+#define ITQ_SYMBOLS4(BLOCK, q) (ITQ_LOWER4(BLOCK, q) | (ITQ_BITS4(BLOCK, q) << 2))
 #endif
 #define ITQ_WINDOW4(BLOCK, q) \
     (((uint((BLOCK).sel[(q) / 2]) << 8) | \
@@ -135,7 +155,7 @@ void itq_subsets(const uint sel, const uint before, out uint c2, out uint c1, ou
 
 #define NEEDS_INIT_IQ_SHMEM
 
-#if defined(KVALUES_IQ4NL_I8) || defined(ITQ_PAIRS)  // products of integers, and of few columns
+#if (defined(KVALUES_IQ4NL_I8) || defined(ITQ_PAIRS)) && ITQ_SYMBOL_BITS < 3  // products of integers, and of few columns
 // Levels of two neighbouring weights by what says which: in the lower half signed bytes or, in floating point, two F16.
 //
 // Their number has the bits of both side by side, as fields of two bits: from the lowest on those of one-bit symbols (of
@@ -180,6 +200,29 @@ int32_t itq_levels_at(const uint word, const uint from) {
 }
 #endif
 #else
+// Of symbols of three bits there would be 4096 pairs, too many to make for a workgroup: one look-up a weight.
+#define ITQ_LEVEL_OF(index) itq_levels_const[8 * ((index) % (ITQ_LEVELS / 8)) + (index) / (ITQ_LEVELS / 8)]
+#if defined(KVALUES_IQ4NL_I8)
+shared int itq_levels[4][ITQ_LEVELS];  // by place in a word of four signed bytes
+
+void init_iq_shmem(uvec3 wgsize) {
+    for (uint i = gl_LocalInvocationIndex.x; i < ITQ_LEVELS; i += wgsize.x) {
+        [[unroll]] for (uint n = 0; n < 4; ++n) {
+            itq_levels[n][i] = (ITQ_LEVEL_OF(i) & 0xFF) << (8 * n);
+        }
+    }
+    barrier();
+}
+
+// Levels of four indices, six bits from this bit of every byte on.
+int32_t itq_levels4(const uint index, const uint from) {
+    int levels = itq_levels[0][bitfieldExtract(index, int(from), 6)];
+    [[unroll]] for (uint n = 1; n < 4; ++n) {
+        levels |= itq_levels[n][bitfieldExtract(index, int(8 * n + from), 6)];
+    }
+    return int32_t(levels);
+}
+#else
 #if !defined(FLOAT_TYPE)  // weights that are rotated back
 #define FLOAT_TYPE float
 #endif
@@ -187,16 +230,20 @@ shared FLOAT_TYPE itq_levels[ITQ_LEVELS];
 
 void init_iq_shmem(uvec3 wgsize) {
     for (uint i = gl_LocalInvocationIndex.x; i < itq_levels.length(); i += wgsize.x) {
-        itq_levels[i] = FLOAT_TYPE(itq_levels_const[i]);
+        itq_levels[i] = FLOAT_TYPE(ITQ_LEVEL_OF(i));
     }
     barrier();
 }
 
-// Levels of four indices, a byte each.
-vec4 itq_levels4(const uint index) {
-    return vec4(itq_levels[index & 0xFF], itq_levels[bitfieldExtract(index, 8, 8)],
-                itq_levels[bitfieldExtract(index, 16, 8)], itq_levels[index >> 24]);
+// Levels of four indices, six bits from this bit of every byte on.
+vec4 itq_levels4(const uint index, const uint from) {
+    vec4 levels;
+    [[unroll]] for (uint n = 0; n < 4; ++n) {
+        levels[n] = itq_levels[bitfieldExtract(index, int(8 * n + from), 6)];
+    }
+    return levels;
 }
+#endif
 #endif
 
 #endif

@@ -376,19 +376,16 @@ ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * ta
     }
 }
 
-static inline struct block_scales scales_itq3_s(const itq_scales_itq3_s * scales, int quarter) {
+static inline struct block_scales scales_1(const itq_scales_1 * scales, int quarter) {
     struct block_scales s;
     s.d0   = vmulq_n_f32(load_halves(scales->d, quarter), 0.03125f);
     s.dmin = vmulq_f32(s.d0, load_halves_of_states(scales->z, quarter));
     return s;
 }
 
-static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales, int quarter) {
+static inline struct block_scales scales_0(const itq_scales_0 * scales, int quarter) {
     return (struct block_scales){ vmulq_n_f32(load_halves_of_states(scales->d, quarter), 0.03125f), vdupq_n_f32(0.0f) };
 }
-
-#    define scales_itq3_n scales_itq2_s
-#    define scales_itq2_n scales_itq2_s
 
 #    define LAST_1(scales) (scales)->z
 #    define LAST_0(scales) (scales)->d
@@ -457,7 +454,7 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
                     }                                                                                                  \
                     struct selectors selectors =                                                                       \
                         load_selectors_before((length) / 32, codes->sel, LAST_##has_z(scales), i);                     \
-                    MULTIPLY_##length(bits) const struct block_scales s = scales_##name(scales, i);                    \
+                    MULTIPLY_##length(bits) const struct block_scales s = scales_##has_z(scales, i);                   \
                     for (int c = 0; c < nc; ++c) {                                                                     \
                         const int64_t   at  = b * nc + c;                                                              \
                         const int32x4_t sum = chains == 2 ? vaddq_s32(acc[c][0], acc[c][1]) : acc[c][0];               \
@@ -496,7 +493,7 @@ static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales
                 for (int i = 0; i < QUARTERS; ++i) {                                                                   \
                     const itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                 \
                     decode_##name(itq_codes_of_##name(panel, b), scales, i, &decoded);                                 \
-                    s[i] = scales_##name(scales, i);                                                                   \
+                    s[i] = scales_##has_z(scales, i);                                                                  \
                 }                                                                                                      \
                 multiply_block(&decoded, s, length, 0, has_z, y, b, nc, out);                                          \
             }                                                                                                          \
@@ -746,9 +743,9 @@ static inline uint8x16_t transpose_bits(uint8x16_t bytes) {
 }
 
 // A plane of bits, `offset` bytes into the blocks: bit 8*j + g of planes[t] from number 64*j + 8*g + t. `swap` moves bit
-// g to g ^ 3.
+// g to g ^ swap, 1 or 3.
 ITQ_INLINE void repack_plane(const struct row_reader * readers, int64_t b, size_t offset, const int swap, int quarter,
-                             uint32_t planes[8][ITQ_PANEL_ROWS]) {
+                             uint32_t (*planes)[ITQ_PANEL_ROWS]) {
     static const uint8_t order[16] = { 0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27 };
     const uint8x16_t     first     = vld1q_u8(order);
     const uint8x16_t     second    = vaddq_u8(first, vdupq_n_u8(4));
@@ -761,24 +758,27 @@ ITQ_INLINE void repack_plane(const struct row_reader * readers, int64_t b, size_
         words[0][i]              = vqtbl2q_u8(bytes, first);
         words[1][i]              = vqtbl2q_u8(bytes, second);
         for (int w = 0; w < 2 && swap; ++w) {
-            const uint8x16_t pairs = select_bits(0x33, vshrq_n_u8(words[w][i], 2), vshlq_n_u8(words[w][i], 2));
-            words[w][i]            = select_bits(0x55, vshrq_n_u8(pairs, 1), vshlq_n_u8(pairs, 1));
+            if (swap == 3) {
+                words[w][i] = select_bits(0x33, vshrq_n_u8(words[w][i], 2), vshlq_n_u8(words[w][i], 2));
+            }
+            words[w][i] = select_bits(0x55, vshrq_n_u8(words[w][i], 1), vshlq_n_u8(words[w][i], 1));
         }
     }
     store_transposed(planes[0] + QUARTER_ROWS * quarter, ITQ_PANEL_ROWS, words[0]);
     store_transposed(planes[4] + QUARTER_ROWS * quarter, ITQ_PANEL_ROWS, words[1]);
 }
 
+// Symbols of two bits, with which a block begins.
 static inline void repack_symbols(const struct row_reader * readers, int64_t b, int quarter,
-                                  uint32_t qs[16][ITQ_PANEL_ROWS]) {
+                                  uint32_t (*qs)[ITQ_PANEL_ROWS]) {
     uint8x16_t words[4][QUARTER_ROWS];
     for (int i = 0; i < QUARTER_ROWS; ++i) {
-        const block_itq3_s * x = block_at(&readers[QUARTER_ROWS * quarter + i], b);
+        const uint8_t * x = block_at(&readers[QUARTER_ROWS * quarter + i], b);
 
         // byte 8*h + t of v[a] has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields become the
         // register, and a = 1, 0, 3, 2 fields 0 .. 3
-        const uint8x16_t v0 = vld1q_u8(x->qs), v1 = vld1q_u8(x->qs + 16);
-        const uint8x16_t v2 = vld1q_u8(x->qs + 32), v3 = vld1q_u8(x->qs + 48);
+        const uint8x16_t v0 = vld1q_u8(x), v1 = vld1q_u8(x + 16);
+        const uint8x16_t v2 = vld1q_u8(x + 32), v3 = vld1q_u8(x + 48);
         const uint8x16_t lo10 = select_bits(0x33, v1, vshlq_n_u8(v0, 2));
         const uint8x16_t hi10 = select_bits(0x33, vshrq_n_u8(v1, 2), v0);
         const uint8x16_t lo32 = select_bits(0x33, v3, vshlq_n_u8(v2, 2));
@@ -799,39 +799,35 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
     }
 }
 
-void itq_repack_itq3_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    struct row_reader readers[ITQ_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq3_s *  codes  = itq_codes_of_itq3_s(panel, b);
-        itq_scales_itq3_s * scales = itq_scales_of_itq3_s(panel, b);
-        for (int i = 0; i < QUARTERS; ++i) {
-            repack_plane(readers, b, offsetof(block_itq3_s, sel), 0, i, codes->sel);
-            repack_symbols(readers, b, i, codes->qs);
-        }
-        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
-            const block_itq3_s * x = block_at(&readers[r], b);
-            scales->d[r]           = x->d;
-            scales->z[r]           = x->z;
-        }
-    }
-}
+#    define COPY_ZERO_POINT_1(to, from) (to) = (from)
+#    define COPY_ZERO_POINT_0(to, from)
 
-void itq_repack_itq2_s(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    struct row_reader readers[ITQ_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq2_s *  codes  = itq_codes_of_itq2_s(panel, b);
-        itq_scales_itq2_s * scales = itq_scales_of_itq2_s(panel, b);
-        for (int i = 0; i < QUARTERS; ++i) {
-            repack_plane(readers, b, offsetof(block_itq2_s, sel), 0, i, codes->sel);
-            repack_plane(readers, b, offsetof(block_itq2_s, qs), 1, i, codes->qs);
+#    define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                  \
+        void itq_repack_##name(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
+            struct row_reader readers[ITQ_PANEL_ROWS];                                                     \
+            open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                              \
+            for (int64_t b = 0; b < nb; ++b) {                                                             \
+                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                \
+                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                               \
+                for (int i = 0; i < QUARTERS; ++i) {                                                       \
+                    repack_plane(readers, b, offsetof(block_##name, sel), 0, i, codes->sel);               \
+                    if ((bits) == 1) {                                                                     \
+                        repack_plane(readers, b, 0, 3, i, codes->qs);                                      \
+                    } else {                                                                               \
+                        repack_symbols(readers, b, i, codes->qs);                                          \
+                    }                                                                                      \
+                    if ((bits) == 3) {                                                                     \
+                        repack_plane(readers, b, QK_ITQ / 4, 1, i, codes->qs + 16);                        \
+                    }                                                                                      \
+                }                                                                                          \
+                for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                 \
+                    const block_##name * x = block_at(&readers[r], b);                                     \
+                    scales->d[r]           = x->d;                                                         \
+                    COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                           \
+                }                                                                                          \
+            }                                                                                              \
         }
-        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
-            scales->d[r] = ((const block_itq2_s *) block_at(&readers[r], b))->d;
-        }
-    }
-}
+ITQ_TYPES_256(REPACK_256)
 
 void itq_repack_tq2_0(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     struct row_reader readers[ITQ_PANEL_ROWS];

@@ -288,22 +288,19 @@ struct block_scales {
     __m256 dmin;
 };
 
-static inline struct block_scales scales_itq3_s(const itq_scales_itq3_s * scales, int half) {
+static inline struct block_scales scales_1(const itq_scales_1 * scales, int half) {
     struct block_scales s;
     s.d0   = _mm256_mul_ps(load_scales(scales->d, half), _mm256_set1_ps(0.03125f));
     s.dmin = _mm256_mul_ps(s.d0, load_scales_of_states(scales->z, half));
     return s;
 }
 
-static inline struct block_scales scales_itq2_s(const itq_scales_itq2_s * scales, int half) {
+static inline struct block_scales scales_0(const itq_scales_0 * scales, int half) {
     struct block_scales s;
     s.d0   = _mm256_mul_ps(load_scales_of_states(scales->d, half), _mm256_set1_ps(0.03125f));
     s.dmin = _mm256_setzero_ps();
     return s;
 }
-
-#define scales_itq3_n scales_itq2_s
-#define scales_itq2_n scales_itq2_s
 
 // A block's sums to its part of the result.
 ITQ_INLINE void add_block(float * out, __m256i acc, struct block_scales s, const int has_min, int32_t sum, float d1) {
@@ -490,8 +487,8 @@ ITQ_INLINE void add_columns(__m256i acc[MAX_TILE][2], const struct block_scales 
 // Few columns: levels go from the table into the products, scales after them. Many: a block is decoded to memory once.
 #define GEMM_TRELLIS(NAME, name, bits, n_levels, length, has_z, number)                                                \
     static inline void load_scales_##name(const itq_scales_##name * scales, struct block_scales s[2]) {                \
-        s[0] = scales_##name(scales, 0);                                                                               \
-        s[1] = scales_##name(scales, 1);                                                                               \
+        s[0] = scales_##has_z(scales, 0);                                                                              \
+        s[1] = scales_##has_z(scales, 1);                                                                              \
     }                                                                                                                  \
                                                                                                                        \
     ITQ_INLINE void indexed_columns_##name(const struct indexed_block * block, const struct level_tables * tables,     \
@@ -795,6 +792,7 @@ GEMM_TQ(tq1_0, 2)
 
 #define itq_repack_itq3_n_avx2 itq_repack_itq3_n_words
 #define itq_repack_itq2_n_avx2 itq_repack_itq2_n_words
+#define itq_repack_itq4_n_avx2 itq_repack_itq4_n_words
 
 #define itq_reorder_q8_n_h_avx2 itq_reorder_q8_n_h_sse
 

@@ -105,19 +105,16 @@ struct block_scales {
     int    has_min;
 };
 
-ITQ_INLINE struct block_scales scales_itq3_s(const itq_scales_itq3_s * x) {
+ITQ_INLINE struct block_scales scales_1(const itq_scales_1 * x) {
     const __m512 d = _mm512_mul_ps(load_halves(x->d), _mm512_set1_ps(0.03125f));
     const __m512 z = load_halves_of_states(x->z);
     return (struct block_scales) { d, _mm512_mul_ps(d, z), _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ) };
 }
 
-ITQ_INLINE struct block_scales scales_itq2_s(const itq_scales_itq2_s * x) {
+ITQ_INLINE struct block_scales scales_0(const itq_scales_0 * x) {
     const __m512 d = _mm512_mul_ps(load_halves_of_states(x->d), _mm512_set1_ps(0.03125f));
     return (struct block_scales) { d, _mm512_setzero_ps(), 0 };
 }
-
-#define scales_itq3_n scales_itq2_s
-#define scales_itq2_n scales_itq2_s
 
 ITQ_INLINE struct block_scales scales_tq(const itq_scales_tq * x) {
     return (struct block_scales) { load_halves(x->d), _mm512_setzero_ps(), 0 };
@@ -518,15 +515,21 @@ ITQ_INLINE __m512i upper_levels(const int bits, const struct level_tables * tabl
     const struct level_tables tables                    = load_level_tables(bits, level_values);
 #define TABLES_ITQ3_S()     TABLES_OF_TRELLIS(ITQ3_S, 2)
 #define TABLES_ITQ2_S()     TABLES_OF_TRELLIS(ITQ2_S, 1)
+#define TABLES_ITQ4_S()     TABLES_OF_TRELLIS(ITQ4_S, 3)
 #define TABLES_ITQ3_N()     TABLES_OF_TRELLIS(ITQ3_N, 2)
 #define TABLES_ITQ2_N()     TABLES_OF_TRELLIS(ITQ2_N, 1)
+#define TABLES_ITQ4_N()     TABLES_OF_TRELLIS(ITQ4_N, 3)
 #define LEVELS_ITQ3_S(b, F) LEVELS_OF_TRELLIS(itq3_s, 2, 8, z, b, F)
 #define LEVELS_ITQ2_S(b, F) LEVELS_OF_TRELLIS(itq2_s, 1, 8, d, b, F)
+#define LEVELS_ITQ4_S(b, F) LEVELS_OF_TRELLIS(itq4_s, 3, 8, d, b, F)
 #define LEVELS_ITQ3_N(b, F) LEVELS_OF_TRELLIS(itq3_n, 2, 2, d, b, F)
 #define LEVELS_ITQ2_N(b, F) LEVELS_OF_TRELLIS(itq2_n, 1, 2, d, b, F)
+#define LEVELS_ITQ4_N(b, F) LEVELS_OF_TRELLIS(itq4_n, 3, 2, d, b, F)
 
-#define GEMM_OF_TYPE(NAME, name, ...)    GEMM(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
-#define GEMM_OF_TYPE_64(NAME, name, ...) GEMM_64(name, scales_##name, TABLES_##NAME, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE(NAME, name, bits, n_levels, length, has_z, number) \
+    GEMM(name, scales_##has_z, TABLES_##NAME, LEVELS_##NAME, 64)
+#define GEMM_OF_TYPE_64(NAME, name, bits, n_levels, length, has_z, number) \
+    GEMM_64(name, scales_##has_z, TABLES_##NAME, LEVELS_##NAME, 64)
 ITQ_TYPES_256(GEMM_OF_TYPE)
 ITQ_TYPES_64(GEMM_OF_TYPE_64)
 
@@ -739,50 +742,73 @@ ITQ_INLINE __m512i transpose_bits(__m512i x) {
 #    endif
 }
 
-static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+// Symbols of two bits, with which a block begins.
+ITQ_INLINE void repack_symbols_512(const void * const x[ROWS], uint32_t (*qs)[ROWS]) {
     // byte a ^ 1 of word 2*t + h from byte 16*a + 8*h + t
 #    define WORD(t, h) 16 + 8 * h + t, 8 * h + t, 48 + 8 * h + t, 32 + 8 * h + t
 #    define WORDS(t)   WORD(t, 0), WORD(t, 1)
     static const uint8_t symbols_of[64] = { WORDS(0), WORDS(1), WORDS(2), WORDS(3),
                                             WORDS(4), WORDS(5), WORDS(6), WORDS(7) };
 #    undef WORDS
-    // byte i of word t from byte 8*i + t, in both halves
-#    define HALF(t) t, 8 + t, 16 + t, 24 + t
-    static const uint8_t selectors_of[32] = { HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7) };
-#    undef HALF
 #    undef WORD
     const __m512i symbols_at = _mm512_loadu_si512(symbols_of);
-    const __m256i half       = _mm256_loadu_si256((const __m256i *) selectors_of);
-    const __m512i selectors_at =
-        _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
+    __m512i       q[ROWS];
+    UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+        q[r] = _mm512_permutexvar_epi8(symbols_at, _mm512_loadu_si512(x[r]));
+    }
+    transpose_16x16(q);
+    UNROLL(16) for (int i = 0; i < 16; ++i) {
+        // transpose the 4x4 pairs of bits of every word
+        const __m512i t = swap_bits_32(q[i], 12, 0x0000F0F0);
+        _mm512_store_si512(qs[i], swap_bits_32(t, 6, 0x00CC00CC));
+    }
+}
+
+// Bytes of a plane for words: byte i of word t from byte 8*i + t, in both halves.
+ITQ_INLINE __m512i plane_order(void) {
+#    define HALF(t) t, 8 + t, 16 + t, 24 + t
+    static const uint8_t plane_of[32] = { HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7) };
+#    undef HALF
+    const __m256i half = _mm256_loadu_si256((const __m256i *) plane_of);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
+}
+
+// Two planes of bits that follow each other, 64 bytes `offset` behind the begin of a block: the words of the first in
+// q[0 .. 7], of the second in q[8 .. 15].
+ITQ_INLINE void repack_two_planes(const void * const x[ROWS], size_t offset, __m512i q[ROWS]) {
+    const __m512i at = plane_order();
+    UNROLL(16) for (int r = 0; r < ROWS; ++r) {
+        q[r] = _mm512_permutexvar_epi8(at, transpose_bits(_mm512_loadu_si512((const char *) x[r] + offset)));
+    }
+    transpose_16x16(q);
+}
+
+static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    const __m512i selectors_at = plane_order();
 
     struct row_reader readers[ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
     for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq3_s *   codes  = itq_codes_of_itq3_s(panel, b);
-        itq_scales_itq3_s *  scales = itq_scales_of_itq3_s(panel, b);
-        const block_itq3_s * x[ROWS];
+        itq_codes_itq3_s *  codes  = itq_codes_of_itq3_s(panel, b);
+        itq_scales_itq3_s * scales = itq_scales_of_itq3_s(panel, b);
+        const void *        x[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             x[r] = block_at(&readers[r], b);
-        }
 
-        __m512i q[ROWS];
-        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
-            q[r] = _mm512_permutexvar_epi8(symbols_at, _mm512_loadu_si512(x[r]->qs));
+            const block_itq3_s * block = x[r];
+            scales->d[r]               = block->d;
+            scales->z[r]               = block->z;
         }
-        transpose_16x16(q);
-        UNROLL(16) for (int i = 0; i < 16; ++i) {
-            // transpose the 4x4 pairs of bits of every word
-            const __m512i t = swap_bits_32(q[i], 12, 0x0000F0F0);
-            _mm512_store_si512(codes->qs[i], swap_bits_32(t, 6, 0x00CC00CC));
-        }
+        repack_symbols_512(x, codes->qs);
 
         __m512i s[8];
         UNROLL(8) for (int i = 0; i < 8; ++i) {
-            const int r = i < 4 ? i : i + 4;
-            s[i]        = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) x[r]->sel)),
-                                             _mm256_loadu_si256((const __m256i *) x[r + 4]->sel), 1);
-            s[i]        = _mm512_permutexvar_epi8(selectors_at, transpose_bits(s[i]));
+            const int            r = i < 4 ? i : i + 4;
+            const block_itq3_s * y = x[r];
+            const block_itq3_s * z = x[r + 4];
+            s[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) y->sel)),
+                                      _mm256_loadu_si256((const __m256i *) z->sel), 1);
+            s[i] = _mm512_permutexvar_epi8(selectors_at, transpose_bits(s[i]));
         }
         __m512i u[8];
         UNROLL(4) for (int i = 0; i < 8; i += 2) {
@@ -799,40 +825,51 @@ static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_r
             _mm512_store_si512(codes->sel[t], _mm512_shuffle_i32x4(s[t], s[t + 4], 0x88));
             _mm512_store_si512(codes->sel[t + 4], _mm512_shuffle_i32x4(s[t], s[t + 4], 0xDD));
         }
-
-        for (int r = 0; r < ROWS; ++r) {
-            scales->d[r] = x[r]->d;
-            scales->z[r] = x[r]->z;
-        }
     }
 }
 
-// Symbols and selectors are two planes of the same order, 64 bytes together.
 static void itq_repack_itq2_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    // byte i of word t from byte 8*i + t, in both halves
-#    define HALF(t) t, 8 + t, 16 + t, 24 + t
-    static const uint8_t plane_of[32] = { HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7) };
-#    undef HALF
     static_assert(offsetof(block_itq2_s, sel) == 32, "the planes do not follow each other");
-    const __m256i half = _mm256_loadu_si256((const __m256i *) plane_of);
-    const __m512i at = _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_add_epi8(half, _mm256_set1_epi8(32)), 1);
 
     struct row_reader readers[ROWS];
     open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
     for (int64_t b = 0; b < nb; ++b) {
         itq_codes_itq2_s *  codes  = itq_codes_of_itq2_s(panel, b);
         itq_scales_itq2_s * scales = itq_scales_of_itq2_s(panel, b);
-        __m512i             q[ROWS];
-        UNROLL(16) for (int r = 0; r < ROWS; ++r) {
-            const block_itq2_s * x = block_at(&readers[r], b);
-            q[r]                   = _mm512_permutexvar_epi8(at, transpose_bits(_mm512_loadu_si512(x->qs)));
-            scales->d[r]           = x->d;
+        const void *        x[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            x[r]         = block_at(&readers[r], b);
+            scales->d[r] = ((const block_itq2_s *) x[r])->d;
         }
-        transpose_16x16(q);
+        __m512i q[ROWS];
+        repack_two_planes(x, 0, q);
         UNROLL(8) for (int t = 0; t < 8; ++t) {
             // bit g goes to g ^ 3
             const __m512i pairs = merge(_mm512_slli_epi16(q[t], 2), _mm512_srli_epi16(q[t], 2), 0x33);
             _mm512_store_si512(codes->qs[t], merge(_mm512_slli_epi16(pairs, 1), _mm512_srli_epi16(pairs, 1), 0x55));
+            _mm512_store_si512(codes->sel[t], q[8 + t]);
+        }
+    }
+}
+
+static void itq_repack_itq4_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
+    static_assert(offsetof(block_itq4_s, sel) == 64 + 32, "the planes do not follow each other");
+
+    struct row_reader readers[ROWS];
+    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq4_s));
+    for (int64_t b = 0; b < nb; ++b) {
+        itq_codes_itq4_s *  codes  = itq_codes_of_itq4_s(panel, b);
+        itq_scales_itq4_s * scales = itq_scales_of_itq4_s(panel, b);
+        const void *        x[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            x[r]         = block_at(&readers[r], b);
+            scales->d[r] = ((const block_itq4_s *) x[r])->d;
+        }
+        repack_symbols_512(x, codes->qs);
+        __m512i q[ROWS];
+        repack_two_planes(x, 64, q);
+        UNROLL(8) for (int t = 0; t < 8; ++t) {
+            _mm512_store_si512(codes->qs[16 + t], merge(_mm512_slli_epi16(q[t], 1), _mm512_srli_epi16(q[t], 1), 0x55));
             _mm512_store_si512(codes->sel[t], q[8 + t]);
         }
     }
@@ -881,11 +918,13 @@ static void itq_repack_tq1_0_avx512(const void * rows, size_t row_size, int n_ro
 #else
 #    define itq_repack_itq3_s_avx512 itq_repack_itq3_s_avx2
 #    define itq_repack_itq2_s_avx512 itq_repack_itq2_s_avx2
+#    define itq_repack_itq4_s_avx512 itq_repack_itq4_s_avx2
 #    define itq_repack_tq2_0_avx512  itq_repack_tq2_0_avx2
 #    define itq_repack_tq1_0_avx512  itq_repack_tq1_0_avx2
 #endif  // VBMI
 #define itq_repack_itq3_n_avx512 itq_repack_itq3_n_words
 #define itq_repack_itq2_n_avx512 itq_repack_itq2_n_words
+#define itq_repack_itq4_n_avx512 itq_repack_itq4_n_words
 
 #define itq_reorder_q8_n_h_avx512 itq_reorder_q8_n_h_sse
 

@@ -254,14 +254,6 @@ static inline __m128i without_states(__m128i halves) {
     return _mm_andnot_si128(_mm_set1_epi16(ITQ_STATE_MASK), halves);
 }
 
-// d and z of a block.
-static inline int32_t load_scales(const block_itq3_s * x) {
-    int32_t both;
-    static_assert(offsetof(block_itq3_s, z) == offsetof(block_itq3_s, d) + 2, "z does not follow d");
-    memcpy(&both, (const char *) x + offsetof(block_itq3_s, d), sizeof(both));
-    return both;
-}
-
 // Adds what n <= GROUP blocks have, times the scales of the activations, in the order and with the roundings of a panel.
 ITQ_INLINE __m128 add_in_order(__m128 sum, __m256 blocks, int n, const float * d1) {
     float v[GROUP];
@@ -285,11 +277,12 @@ ITQ_INLINE __m256i load_totals(const int32_t * sums, int n) {
     return _mm256_setr_epi32(totals[0], totals[1], totals[2], totals[3], totals[4], totals[5], totals[6], totals[7]);
 }
 
-ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, int n, const float * d1,
-                             const int32_t * sums) {
+// Products of n blocks with a zero-point behind the scale; `d` is where the first has its scale, stride bytes apart.
+ITQ_INLINE __m128 add_1(__m128 sum, __m256i dot, const char * d, size_t stride, int n, const float * d1,
+                        const int32_t * sums) {
     int32_t s[GROUP];
     for (int i = 0; i < GROUP; ++i) {
-        s[i] = load_scales(&x[i < n ? i : n - 1]);
+        memcpy(&s[i], d + stride * (size_t) (i < n ? i : n - 1), sizeof(s[i]));
     }
     const __m256i both  = _mm256_setr_epi32(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
     const __m256i total = load_totals(sums, n);
@@ -298,12 +291,12 @@ ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, in
     const __m256i lower = _mm256_blend_epi16(both, _mm256_setzero_si256(), 0xAA);
     const __m256i upper = _mm256_srli_epi32(both, 16);
     const __m256i dz    = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, upper), 0xD8);
-    const __m256  d     = _mm256_mul_ps(itq_halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
-    const __m256  m     = _mm256_mul_ps(d, itq_halves_to_floats(without_states(_mm256_extracti128_si256(dz, 1))));
+    const __m256  scale = _mm256_mul_ps(itq_halves_to_floats(_mm256_castsi256_si128(dz)), _mm256_set1_ps(0.03125f));
+    const __m256  m     = _mm256_mul_ps(scale, itq_halves_to_floats(without_states(_mm256_extracti128_si256(dz, 1))));
 
     // the levels had 64 added
     dot            = _mm256_sub_epi32(dot, _mm256_slli_epi32(total, 6));
-    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d);
+    const __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale);
 #    if defined(__FMA__)
     return add_in_order(sum, _mm256_fnmadd_ps(m, _mm256_cvtepi32_ps(total), v), n, d1);
 #    else
@@ -312,24 +305,19 @@ ITQ_INLINE __m128 add_itq3_s(__m128 sum, __m256i dot, const block_itq3_s * x, in
 }
 
 // The same of types without a zero-point.
-#    define ADD_WITHOUT_ZERO_POINT(name)                                                                       \
-        ITQ_INLINE __m128 add_##name(__m128 sum, __m256i dot, const block_##name * x, int n, const float * d1, \
-                                     const int32_t * sums) {                                                   \
-            short s[GROUP];                                                                                    \
-            for (int i = 0; i < GROUP; ++i) {                                                                  \
-                s[i] = (short) x[i < n ? i : n - 1].d;                                                         \
-            }                                                                                                  \
-            const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);             \
-            const __m256  f      = itq_halves_to_floats(without_states(halves));                               \
-            const __m256  d      = _mm256_mul_ps(f, _mm256_set1_ps(0.03125f));                                 \
-                                                                                                               \
-            /* the levels had 64 added */                                                                      \
-            dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));                           \
-            return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), d), n, d1);                        \
-        }
-ADD_WITHOUT_ZERO_POINT(itq2_s)
-ADD_WITHOUT_ZERO_POINT(itq3_n)
-ADD_WITHOUT_ZERO_POINT(itq2_n)
+ITQ_INLINE __m128 add_0(__m128 sum, __m256i dot, const char * d, size_t stride, int n, const float * d1,
+                        const int32_t * sums) {
+    short s[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        memcpy(&s[i], d + stride * (size_t) (i < n ? i : n - 1), sizeof(s[i]));
+    }
+    const __m128i halves = _mm_setr_epi16(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
+    const __m256  f      = itq_halves_to_floats(without_states(halves));
+
+    // the levels had 64 added
+    dot = _mm256_sub_epi32(dot, _mm256_slli_epi32(load_totals(sums, n), 6));
+    return add_in_order(sum, _mm256_mul_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(f, _mm256_set1_ps(0.03125f))), n, d1);
+}
 
 // Rows of blocks, a group of them prepared while the one before is multiplied. add_group_name() adds n <= GROUP blocks, the
 // first of which is number b of the row, to a sum.
@@ -367,12 +355,12 @@ ADD_WITHOUT_ZERO_POINT(itq2_n)
             }                                                                                                          \
         }
 
-#    define GEMV(NAME, name, bits, n_levels, length, ...)                                                           \
+#    define GEMV(NAME, name, bits, n_levels, length, has_z, number)                                                 \
         ITQ_INLINE __m128 add_group_##name(__m128 sum, const block_##name * x, int n, const prepared_##name * from, \
                                            const struct itq_columns * y, int64_t b) {                               \
             products p[GROUP];                                                                                      \
             multiply_8_##name(x, n, from, y->q + (length) * b, p);                                                  \
-            return add_##name(sum, sum_8(p), x, n, y->d + b, y->sums + b);                                          \
+            return add_##has_z(sum, sum_8(p), (const char *) &x->d, sizeof(*x), n, y->d + b, y->sums + b);          \
         }                                                                                                           \
         GEMV_ROWS(name)
 ITQ_TYPES(GEMV)

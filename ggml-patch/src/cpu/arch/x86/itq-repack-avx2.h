@@ -1,6 +1,6 @@
 #pragma once
 
-// Panels of ITQ3_S, ITQ2_S, TQ1_0 and TQ2_0 out of the file's layout with AVX2: 8 of the 16 rows at a time.
+// Panels of the types with blocks of 256 out of the file's layout with AVX2: 8 of the 16 rows at a time.
 
 #include "../../itq-rows.h"
 #include "itq-decode.h"
@@ -38,19 +38,20 @@ ITQ_INLINE void transpose_words(const struct row_reader * readers, int64_t b, si
     }
 }
 
+// Symbols of two bits, with which a block begins.
 static inline void repack_symbols(const struct row_reader * readers, int64_t b, int half,
-                                  uint32_t qs[16][ITQ_PANEL_ROWS]) {
+                                  uint32_t (*qs)[ITQ_PANEL_ROWS]) {
     __m256i words[4][4];  // [place / 4][row]: rows i and i + 4 in the halves of a register
     for (int i = 0; i < 4; ++i) {
-        const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[REPACKED_ROWS * half + i], b);
-        const block_itq3_s * y = (const block_itq3_s *) block_at(&readers[REPACKED_ROWS * half + i + 4], b);
+        const char * x = (const char *) block_at(&readers[REPACKED_ROWS * half + i], b);
+        const char * y = (const char *) block_at(&readers[REPACKED_ROWS * half + i + 4], b);
 
         // byte 8*h + t of register a has the symbols of places 16*a + 8*h + t, j = 0 .. 3 in its fields: the fields
         // become the register, and the other way round
-        __m256i v0 = itq_load_2x128(x->qs, y->qs);
-        __m256i v1 = itq_load_2x128(x->qs + 16, y->qs + 16);
-        __m256i v2 = itq_load_2x128(x->qs + 32, y->qs + 32);
-        __m256i v3 = itq_load_2x128(x->qs + 48, y->qs + 48);
+        __m256i v0 = itq_load_2x128(x, y);
+        __m256i v1 = itq_load_2x128(x + 16, y + 16);
+        __m256i v2 = itq_load_2x128(x + 32, y + 32);
+        __m256i v3 = itq_load_2x128(x + 48, y + 48);
         // a = 1, 0, 3, 2 in fields 0 .. 3
         SWAP_FIELDS(v1, v0, 2, 0x33);
         SWAP_FIELDS(v3, v2, 2, 0x33);
@@ -72,59 +73,61 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
 }
 
 // A plane of bits of one row: bit 8*j + g of words[t] from number 64*j + 8*g + t.
-static inline void repack_plane(const uint8_t * plane, uint32_t words[8][ITQ_PANEL_ROWS], int r) {
+static inline void repack_plane(const uint8_t * plane, uint32_t (*words)[ITQ_PANEL_ROWS], int r) {
     __m256i s = _mm256_loadu_si256((const __m256i *) plane);
     for (int t = 7; t >= 0; --t, s = _mm256_add_epi8(s, s)) {
         words[t][r] = (uint32_t) _mm256_movemask_epi8(s);
     }
 }
 
-static inline void itq_repack_itq3_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    struct row_reader readers[ITQ_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq3_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq3_s *  codes  = itq_codes_of_itq3_s(panel, b);
-        itq_scales_itq3_s * scales = itq_scales_of_itq3_s(panel, b);
-        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
-            const block_itq3_s * x = (const block_itq3_s *) block_at(&readers[r], b);
-            repack_plane(x->sel, codes->sel, r);
-            scales->d[r] = x->d;
-            scales->z[r] = x->z;
-        }
-        repack_symbols(readers, b, 0, codes->qs);
-        repack_symbols(readers, b, 1, codes->qs);
-    }
-}
-
 // Exchange the bits of the bytes that mask selects with those `shift` higher.
-static inline __m256i exchange_neighbours(__m256i x, int shift, char mask) {
+static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift, char mask) {
     const __m256i m = _mm256_set1_epi8(mask);
-    return _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, m), shift),
-                           _mm256_and_si256(_mm256_srli_epi16(x, shift), m));
-}
-
-static inline void itq_repack_itq2_s_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    struct row_reader readers[ITQ_PANEL_ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq2_s *  codes  = itq_codes_of_itq2_s(panel, b);
-        itq_scales_itq2_s * scales = itq_scales_of_itq2_s(panel, b);
-        for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {
-            const block_itq2_s * x = (const block_itq2_s *) block_at(&readers[r], b);
-            repack_plane(x->sel, codes->sel, r);
-            repack_plane(x->qs, codes->qs, r);
-            scales->d[r] = x->d;
-        }
-        for (int t = 0; t < 8; ++t) {
-            for (int r = 0; r < ITQ_PANEL_ROWS; r += REPACKED_ROWS) {
-                // bit g goes to g ^ 3
-                __m256i *     to    = (__m256i *) &codes->qs[t][r];
-                const __m256i pairs = exchange_neighbours(_mm256_load_si256(to), 2, 0x33);
-                _mm256_store_si256(to, exchange_neighbours(pairs, 1, 0x55));
-            }
-        }
+    for (int r = 0; r < ITQ_PANEL_ROWS; r += REPACKED_ROWS) {
+        __m256i *     to = (__m256i *) &words[r];
+        const __m256i x  = _mm256_load_si256(to);
+        _mm256_store_si256(to, _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, m), shift),
+                                               _mm256_and_si256(_mm256_srli_epi16(x, shift), m)));
     }
 }
+
+#define COPY_ZERO_POINT_1(to, from) (to) = (from)
+#define COPY_ZERO_POINT_0(to, from)
+
+// A plane has symbols of one bit, of which bit g goes to g ^ 3, or third bits: to g ^ 1.
+#define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                       \
+    static inline void itq_repack_##name##_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, \
+                                                void * panel) {                                             \
+        struct row_reader readers[ITQ_PANEL_ROWS];                                                          \
+        open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                                   \
+        for (int64_t b = 0; b < nb; ++b) {                                                                  \
+            itq_codes_##name *  codes         = itq_codes_of_##name(panel, b);                              \
+            itq_scales_##name * scales        = itq_scales_of_##name(panel, b);                             \
+            uint32_t (*plane)[ITQ_PANEL_ROWS] = codes->qs + ((bits) == 1 ? 0 : 16);                         \
+            for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                      \
+                const block_##name * x = (const block_##name *) block_at(&readers[r], b);                   \
+                repack_plane(x->sel, codes->sel, r);                                                        \
+                if ((bits) != 2) {                                                                          \
+                    repack_plane(x->qs + ((bits) == 1 ? 0 : 64), plane, r);                                 \
+                }                                                                                           \
+                scales->d[r] = x->d;                                                                        \
+                COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                                \
+            }                                                                                               \
+            for (int half = 0; half < 2 && (bits) > 1; ++half) {                                            \
+                repack_symbols(readers, b, half, codes->qs);                                                \
+            }                                                                                               \
+            for (int t = 0; t < 8 && (bits) != 2; ++t) {                                                    \
+                if ((bits) == 1) {                                                                          \
+                    exchange_neighbours(plane[t], 2, 0x33);                                                 \
+                }                                                                                           \
+                exchange_neighbours(plane[t], 1, 0x55);                                                     \
+            }                                                                                               \
+        }                                                                                                   \
+    }
+ITQ_TYPES_256(REPACK_256)
+#undef REPACK_256
+#undef COPY_ZERO_POINT_1
+#undef COPY_ZERO_POINT_0
 
 static inline void itq_repack_tq2_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     struct row_reader readers[ITQ_PANEL_ROWS];

@@ -1,0 +1,3 @@
+#include "../mmq.cuh"
+
+DECL_MMQ_CASE(GGML_TYPE_ITQ4_N);
