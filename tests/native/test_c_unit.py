@@ -203,7 +203,7 @@ def test_the_reader_takes_whole_rows(tmp_path: Path) -> None:
         ([("a", 510, 512, 0)], 100, "failed to read"),
         ([("a", 43, 256, 0)], 128, "'a' has invalid ggml type 43"),
         ([("a", 500, 256, 0)], 128, "'a' has invalid ggml type 500"),
-        ([("a", 516, 256, 0)], 128, "'a' has invalid ggml type 516"),
+        ([("a", 518, 256, 0)], 128, "'a' has invalid ggml type 518"),
         ([("a", 9, 256, 0)], 512, "'a' has type q8_1, which is never in a file"),
         ([("a", 15, 256, 0)], 512, "'a' has type q8_K, which is never in a file"),
         ([("a", 511, 256, 0)], 512, "'a' has type q8_K_h, which is never in a file"),

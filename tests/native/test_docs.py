@@ -43,7 +43,7 @@ def test_error_table_is_the_one_in_the_page(library: native.NativeLibrary, tmp_p
     assert made.startswith(before) and made.endswith(after)
     made = made[len(before) : len(made) - len(after)]
     expected, measured = cells(written), cells(made)
-    assert list(measured) == list(expected) and len(measured) == 17
+    assert list(measured) == list(expected) and len(measured) == 21
     for name, numbers in measured.items():
         assert numbers == pytest.approx(expected[name], rel=0.01), name
     ours = measured["ITQ3_S"]
