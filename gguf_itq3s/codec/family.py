@@ -98,8 +98,9 @@ def _row(
     return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {})
 
 
-# Rows that are no multiple of 256 are in blocks of 64 where these divide them, by the mix of the longer type. What a mix
-# has in Q4_K is in four bits of ours, of less error in 4.06 bits than in 4.5, and one size up where those are the rule.
+# Rows that are no multiple of 256 are in blocks of 64 where these divide them, by the mix of the longer type. What a
+# mix has in Q4_K is in four bits of ours, of less error in 4.06 bits than in 4.5, and one size up where those are the
+# rule.
 _IQ2_XXS, _IQ3_S = LlamaFileType.MOSTLY_IQ2_XXS, LlamaFileType.MOSTLY_IQ3_S
 _ITQ4_N: Final = _row(ITQ4_N_FORMAT, 517, _IQ3_S, {Type.Q4_K: Type.Q5_K})
 _ITQ4_S: Final = _row(ITQ4_S_FORMAT, 516, _IQ3_S, {Type.Q4_K: Type.Q5_K}, _ITQ4_N.type)

@@ -33,7 +33,7 @@ def header(job: Job) -> bytes:
     if any(is_trellis(choice.type) for choice in choices):
         writer.add_uint32("itq3s.version", FILE_VERSION)
         writer.add_string("itq3s.codec", options.codec)
-        writer.add_string("itq3s.effort", "default" if options.effort == "auto" else options.effort)
+        writer.add_string("itq3s.effort", options.effort)
         calibrated = 1.0  # of what is quantized layer by layer, corrected then
         if not options.calibrate:
             known = job.statistics.share if job.statistics is not None else lambda _: 0.0

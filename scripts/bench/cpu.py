@@ -80,6 +80,8 @@ TARGETS: Final = (
     ("mapped", "ITQ3_S", "Q3_K", 1.0, 1.0), ("products_1", "ITQ3_S", "Q3_K", 2.8, 1.3),
     ("products_1", "ITQ2_S", "ITQ3_S", 1.05, 1.05), ("products_1", "ITQ3_N", "ITQ3_S", 0.9, 0.9),
     ("products_1", "ITQ3_N", "IQ4_NL", 1.2, 1.2), ("products_4", "ITQ3_S", "Q4_K", 1.8, 1.2),
+    ("generation", "ITQ4_S", "Q4_K", 1.15, 0.9), ("generation", "ITQ4_S", "IQ4_XS", 1.3, None),
+    ("prompt_512", "ITQ4_S", "Q4_K", 1.2, 1.2),
     ("prompt_512", "ITQ3_S", "Q4_K", 1.6, 1.7), ("prompt_512", "ITQ3_S", "Q3_K", 1.1, 1.3),
     ("prompt_512", "ITQ2_S", "IQ2_XXS", 1.5, 1.5), ("quantize", "ITQ3_S", "IQ3_S", 1.0, None),
     ("quantize", "ITQ3_S (calibrated, avx512)", "ITQ3_S", 0.067, None),

@@ -44,6 +44,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "outtype": "itq2_s", "pure": True, "calibration": "hessians", "damping": 1.0, "fold_norms": True,
     },
     "ITQ2_S, importance matrix": {"outtype": "itq2_s", "imatrix": "importance.gguf", "equalize": False},
+    "ITQ4_S": {"outtype": "itq4_s"},
+    "ITQ4_S, calibrated": {
+        "outtype": "itq4_s", "pure": True, "calibration": "hessians", "damping": 1.0, "fold_norms": True,
+    },
 }  # fmt: skip
 
 
