@@ -18,7 +18,7 @@ static float half(const uint8_t * bytes) {
     return ggml_fp16_to_fp32(value);
 }
 
-// A trellis type of blocks of 256 or 64 weights with 2- or 1-bit symbols.
+// A trellis type of blocks of 256 or 64 weights with symbols of 1 to 3 bits.
 static void trellis(int bits, int length, bool has_z, const int8_t * levels, const uint8_t * block, float * w) {
     const uint8_t * sel       = block + length / 8 * bits;
     const uint8_t * end       = sel + length / 8;
@@ -28,11 +28,13 @@ static void trellis(int bits, int length, bool has_z, const int8_t * levels, con
     const float     z         = has_z ? half(number) : 0.0f;
     const int       n         = length / 4;
     for (int t = 0; t < length; ++t) {
-        const int q  = bits == 2 ? block[t % n] >> 2 * (t / n) & 3 : block[t / 8] >> t % 8 & 1;
-        const int c2 = s(t) ^ s(t - 5) ^ s(t - 6);
-        const int c1 = s(t - 1) ^ s(t - 3) ^ s(t - 4) ^ s(t - 5);
-        const int c0 = s(t - 2) ^ s(t - 4);
-        w[t]         = (float) levels[8 * q + 4 * c2 + 2 * c1 + c0] - z;
+        const int low  = bits == 1 ? 0 : block[t % n] >> 2 * (t / n) & 3;
+        const int high = bits == 2 ? 0 : block[(bits == 3 ? n : 0) + t / 8] >> t % 8 & 1;
+        const int q    = bits == 3 ? low + 4 * high : low + high;
+        const int c2   = s(t) ^ s(t - 5) ^ s(t - 6);
+        const int c1   = s(t - 1) ^ s(t - 3) ^ s(t - 4) ^ s(t - 5);
+        const int c0   = s(t - 2) ^ s(t - 4);
+        w[t]           = (float) levels[8 * q + 4 * c2 + 2 * c1 + c0] - z;
     }
     for (int h = 1; h < length; h *= 2) {
         for (int i = 0; i < length; ++i) {
@@ -53,7 +55,7 @@ static void trellis(int bits, int length, bool has_z, const int8_t * levels, con
 
 #define DECODE(NAME, name, bits, n_levels, length, has_z, number)                          \
     static void name(const uint8_t * block, float * w) {                                   \
-        static_assert(((length) == 256 || (length) == 64) && (bits) <= 2, "another text"); \
+        static_assert(((length) == 256 || (length) == 64) && (bits) <= 3, "another text"); \
         static const int8_t levels[n_levels] = NAME##_LEVELS;                              \
         trellis(bits, length, has_z, levels, block, w);                                    \
     }
