@@ -129,17 +129,16 @@ ITQ_FUNC uint32_t itq_word_before(const uint32_t last) {
 #define ITQ_WITHOUT_STATE 0xFFC0FFFF
 
 // Selector word of a chunk and the word before it to the subset index as three bit planes, bit b of weight t = 32*k + b.
-// Where the chunk does not begin at a word: the two words that it lies in, bits 32 - at .. 63 - at, at <= 16.
 struct itq_planes {
     uint32_t c2, c1, c0;
 };
-ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before, const int at = 0) {
-    const uint32_t sel_4 = itq_funnel_left(before, sel, at + 4);
-    const uint32_t sel_5 = itq_funnel_left(before, sel, at + 5);
+ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before) {
+    const uint32_t sel_4 = itq_funnel_left(before, sel, 4);
+    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
     itq_planes     planes;
-    planes.c2 = itq_funnel_left(before, sel, at) ^ sel_5 ^ itq_funnel_left(before, sel, at + 6);
-    planes.c1 = itq_funnel_left(before, sel, at + 1) ^ itq_funnel_left(before, sel, at + 3) ^ sel_4 ^ sel_5;
-    planes.c0 = itq_funnel_left(before, sel, at + 2) ^ sel_4;
+    planes.c2 = sel ^ sel_5 ^ itq_funnel_left(before, sel, 6);
+    planes.c1 = itq_funnel_left(before, sel, 1) ^ itq_funnel_left(before, sel, 3) ^ sel_4 ^ sel_5;
+    planes.c0 = itq_funnel_left(before, sel, 2) ^ sel_4;
     return planes;
 }
 
@@ -157,9 +156,8 @@ struct itq_pairs {
 };
 // q: the chunk's word of symbols of one bit, or of third bits.
 template <int bits>
-ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0,
-                                      const int at = 0) {
-    const itq_planes planes   = itq_subset_planes(sel, before, at);
+ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0) {
+    const itq_planes planes   = itq_subset_planes(sel, before);
     const uint32_t   mirrored = bits == 1 ? 0 : planes.c2;
     itq_pairs        pairs;
     itq_interleave(planes.c1 ^ mirrored, planes.c0 ^ mirrored, pairs.even, pairs.odd);

@@ -455,14 +455,13 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
         const uint32_t * from_before = (const uint32_t *) (at.chunk + from + (half ? 4 : 0)) - 1;
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-            const uint32_t * third  = from_before + QK_ITQ4_S / 16 + 2 * g;
-            const uint32_t * sel    = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
-            uint32_t         before = sel[0];
-            if (g == 0) {
-                before = itq_prmt(before, itq_word_before(last), !at.first ? 0x3210 : half ? 0x3276 : 0x7654);
-            }
-            const int shift = half ? 16 : 0;
-            pairs[g]        = itq_pairs_of_chunk<3>(sel[1], before, itq_funnel_left(third[0], third[1], shift), shift);
+            const uint32_t * third = from_before + QK_ITQ4_S / 16 + 2 * g;
+            const uint32_t * sel   = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
+            const uint32_t   chunk = half ? 0x5432 : 0x7654;
+            // Of what stands before the chunk six bits are read.
+            const uint32_t   before = itq_prmt(sel[0], g == 0 ? itq_word_before(last) : 0,
+                                               g == 0 && at.first ? 0x7654 : half ? 0x1010 : 0x3210);
+            pairs[g] = itq_pairs_of_chunk<3>(itq_prmt(sel[0], sel[1], chunk), before, itq_prmt(third[0], third[1], chunk));
         }
         d = itq_half2_bits(last & 0xFFFFFFC0).x;
     }
