@@ -45,12 +45,12 @@ ITQ_TYPES(ITQ_CUDA_TRAITS)
 #define ITQ_FLOAT_ORIGIN      12582912.0f
 #define ITQ_FLOAT_ORIGIN_BITS 0x4B400000
 
-// What is looked up by a nibble, a byte. Levels are symmetric, so that half of them are enough: what complements an index
-// negates its level.
-// One symbol bit: 64 more than the level of q c2 c1 c0. Two: 64 more than the level of q1 q0 c1 c0 and c2 = 0; with c2 = 1 the
-// index is complemented. Three: by q1, q0, c1 and c0, complemented by q2, c2, c2 and c2, a sum and a difference, the levels a and
-// b of q2 = 1 with c2 = 0 and 1. Twice the level is a + b, negative where q2 = 0, and a - b, negative where c2 = 1. Table 0 has
-// a - b + 64, table 1 a + b.
+// The byte that is looked up by a nibble. One symbol bit: 64 more than the level of q c2 c1 c0. Levels are symmetric: what
+// complements an index negates its level, so that half of them are enough.
+// Two: 64 more than the level of q1 q0 c1 c0 and c2 = 0; with c2 = 1 the nibble is complemented.
+// Three: the nibble has q1 complemented by q2, and q0 c1 c0 by c2. With the levels a of q2 = 1 and c2 = 0 that it stands for,
+// and b of q2 = c2 = 1, twice the level is +-(a + b) +- (a - b), the first negative where q2 = 0, the second where c2 = 1: no
+// choice between two bytes, but two bytes that each have a sign. Table 0 has 64 + a - b, table 1 a + b; none reaches 128.
 template <ggml_type type> ITQ_FUNC constexpr int itq_table_byte(const int table, const int nibble) {
     const int upper = nibble / 4, lower = nibble % 4;
     if (itq_traits<type>::bits < 3) {
@@ -165,8 +165,8 @@ ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before,
     return pairs;
 }
 
-// Eight nibbles to look bytes up by, and the pairs of above, in the upper or in the lower two bits of those of sign; what is in
-// the others may be anything.
+// Eight nibbles to look bytes up by, and pairs of above, in the upper or (low) the lower two bits of the nibbles of sign; the
+// other two are of other weights.
 struct itq_indices {
     uint32_t             nibbles, sign;
     bool                 low;
@@ -186,15 +186,16 @@ template <int bits> ITQ_FUNC itq_indices itq_indices_of(const itq_pairs & pairs,
     return itq_join<bits>(i < 2 ? lower : lower >> 2, above, i < 2, q);
 }
 
-// First words of the tables, up and down: by a nibble, and by its complement. Of the 8 bytes that prmt reaches it gives none
-// where the highest bit of the nibble is set, since those of bytes are not.
+// First words of the tables, up and down. prmt reaches 8 bytes, so that 16 are two tables, by the nibble and by its complement.
+// Bit 3 also switches prmt to copies of the sign bit, which no byte has: the table that is not meant gives 0.
 template <ggml_type type> struct itq_tables {
     static constexpr int n = itq_traits<type>::bits == 3 ? 2 : 1;
     uint32_t             up[n], down[n];
     uint32_t             minus = 0xFFFFFFFF;  // -1
-    // Both words of the tables of masks by a pair in the lower two bits; those above may be any, the bytes are 0 or all ones.
-    uint32_t lower_bit = 0xFF00FF00, no_upper_bit = 0x0000FFFF;
-    uint32_t positive  = 0x7F7F7F7F;
+
+    // By a pair in the lower two bits of a nibble, whatever the upper two do to 0 and to all ones: whether the lower bit is
+    // set, whether the upper one is not. By one in the upper two the second takes 127, which bit 3 makes 0.
+    uint32_t lower = 0xFF00FF00, not_upper = 0x0000FFFF, not_bit_3 = 0x7F7F7F7F;
 };
 template <ggml_type type> ITQ_FUNC itq_tables<type> itq_make_tables() {
     itq_tables<type> tables;
@@ -206,10 +207,9 @@ template <ggml_type type> ITQ_FUNC itq_tables<type> itq_make_tables() {
 }
 
 // 64 more than the levels of four nibbles, in parts: for products each, which saves merging them.
-// One symbol bit: the two halves of a table, of which the one that is not meant gives 0. Two: the bytes with those of c2 = 1
-// complemented, 129 too small as signed numbers; and -1 in these, products with which are subtracted 129 times. Three, of
-// which all is doubled but the 64: the same two parts of the differences; the sums, complemented where q2 = 0, and what they
-// were complemented by, to be subtracted: -1, or 127 in place of 128 times as much.
+// One symbol bit: what the two tables gave. Two: the bytes with those of c2 = 1 complemented, 129 too small as signed numbers;
+// and -1 in these, products with which are subtracted 129 times. Three, the levels doubled: the same two parts of the
+// differences; the sums complemented where q2 = 0, and by what, -1 or 127, to be subtracted as it is.
 template <ggml_type type> constexpr int itq_nparts = itq_traits<type>::bits == 3 ? 4 : 2;
 
 template <ggml_type type>
@@ -221,21 +221,22 @@ ITQ_FUNC void itq_parts(const itq_tables<type> & tables, const itq_indices & ind
     parts[1]            = itq_prmt(tables.down[0], itq_table_bytes<type>(0, 11, true), down);
     if constexpr (itq_traits<type>::bits > 1) {
         const uint32_t bytes = parts[0] | parts[1];
-        parts[1] = index.low ? itq_prmt(tables.lower_bit, tables.lower_bit, index.sign) : itq_prmt(0, 0xFFFFFFFF, index.sign);
+        parts[1] = index.low ? itq_prmt(tables.lower, tables.lower, index.sign) : itq_prmt(0, 0xFFFFFFFF, index.sign);
         parts[0] = bytes ^ parts[1];
     }
     if constexpr (itq_traits<type>::bits == 3) {
         const uint32_t bytes = itq_prmt(tables.up[1], itq_table_bytes<type>(1, 4), up) |
                                itq_prmt(tables.down[1], itq_table_bytes<type>(1, 11, true), down);
-        parts[3] = index.low ? itq_prmt(tables.no_upper_bit, tables.no_upper_bit, index.sign)
-                             : itq_prmt(tables.positive, 0x7F7F7F7F, index.sign);
-        parts[2] = bytes ^ parts[3];
+        parts[3]             = index.low ? itq_prmt(tables.not_upper, tables.not_upper, index.sign)
+                                         : itq_prmt(tables.not_bit_3, 0x7F7F7F7F, index.sign);
+        parts[2]             = bytes ^ parts[3];
     }
 }
 
 // 64 more than the levels, in 1..127.
 template <ggml_type type>
-ITQ_FUNC uint32_t itq_levels_raised(const itq_indices & index, const itq_tables<type> & tables = itq_make_tables<type>()) {
+ITQ_FUNC uint32_t itq_levels_raised(const itq_indices &      index,
+                                    const itq_tables<type> & tables = itq_make_tables<type>()) {
     uint32_t parts[itq_nparts<type>];
     itq_parts<type>(tables, index, parts);
     if constexpr (itq_traits<type>::bits == 1) {
@@ -246,7 +247,7 @@ ITQ_FUNC uint32_t itq_levels_raised(const itq_indices & index, const itq_tables<
         if constexpr (itq_traits<type>::bits == 2) {
             return raised;
         } else {
-            // 128 more than twice the level, even
+            // 128 more than twice the level, in 6..250 and even: nothing moves to the next byte
             return (raised + (parts[2] - parts[3]) + 0x40404040) >> 1;
         }
     }
@@ -356,7 +357,7 @@ ITQ_FUNC void itq_n_indices(const uint32_t (&q)[4], const int k, const itq_pairs
         for (int p = 0; p < 2; ++p) {
             const uint32_t lower = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
             const uint32_t above = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
-            index[4 * h + p] = itq_join<bits>(h == 0 ? lower : lower >> 2, above, h == 0, p == 0 ? sym << 2 : sym);
+            index[4 * h + p]     = itq_join<bits>(h == 0 ? lower : lower >> 2, above, h == 0, p == 0 ? sym << 2 : sym);
             index[4 * h + 2 + p] = itq_indices::upper_half(index[4 * h + p]);
         }
     }

@@ -170,9 +170,9 @@ template <ggml_type type> struct itq_fragment_tables : itq_tables<type> {
             keep(this->down[table]);
         }
         keep(this->minus);
-        keep(this->lower_bit);
-        keep(this->no_upper_bit);
-        keep(this->positive);
+        keep(this->lower);
+        keep(this->not_upper);
+        keep(this->not_bit_3);
     }
 };
 
@@ -423,8 +423,8 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
     float     d;
 
     // A block that begins in the middle of a word is not put in place. Symbols: the last two bytes are put before the first
-    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. Third bits and
-    // selectors: two words of each chunk, in which it begins in the middle; or at the second.
+    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. A chunk of third
+    // bits or selectors begins in the middle of the first of two words, or at the second.
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ4_S> & at, const int r,
                                          const uint32_t stage, const int block) {
         const bool     half = at.half != (block % 2 == 1);
@@ -455,13 +455,16 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
         const uint32_t * from_before = (const uint32_t *) (at.chunk + from + (half ? 4 : 0)) - 1;
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-            const uint32_t * third = from_before + QK_ITQ4_S / 16 + 2 * g;
-            const uint32_t * sel   = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
-            const uint32_t   chunk = half ? 0x5432 : 0x7654;
+            const uint32_t * third  = from_before + QK_ITQ4_S / 16 + 2 * g;
+            const uint32_t * sel    = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
+            const uint32_t   chunk  = half ? 0x5432 : 0x7654;
             // Of what stands before the chunk six bits are read.
             const uint32_t   before = itq_prmt(sel[0], g == 0 ? itq_word_before(last) : 0,
-                                               g == 0 && at.first ? 0x7654 : half ? 0x1010 : 0x3210);
-            pairs[g] = itq_pairs_of_chunk<3>(itq_prmt(sel[0], sel[1], chunk), before, itq_prmt(third[0], third[1], chunk));
+                                               g == 0 && at.first ? 0x7654
+                                               : half             ? 0x1010
+                                                                  : 0x3210);
+            pairs[g] =
+                itq_pairs_of_chunk<3>(itq_prmt(sel[0], sel[1], chunk), before, itq_prmt(third[0], third[1], chunk));
         }
         d = itq_half2_bits(last & 0xFFFFFFC0).x;
     }

@@ -214,10 +214,10 @@ static __device__ __forceinline__ void
 itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
               const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
               uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
-    constexpr bool in_parts  = itq_mma_in_parts<type, ngroups>;
-    constexpr int  nparts    = in_parts ? (itq_mma_bits<type> == 3 ? 4 : 2) : 1;
-    constexpr bool is_64     = ggml_cuda_is_itq_64(type);
-    constexpr int  columns   = itq_fragment_columns<type>;
+    constexpr bool in_parts = itq_mma_in_parts<type, ngroups>;
+    constexpr int  nparts   = in_parts ? (itq_mma_bits<type> == 3 ? 4 : 2) : 1;
+    constexpr bool is_64    = ggml_cuda_is_itq_64(type);
+    constexpr int  columns  = itq_fragment_columns<type>;
 
     // Where the bytes of the groups begin that may not be full.
     [[maybe_unused]] const char * begins[ngroups] = {};
@@ -403,19 +403,18 @@ template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ_MMA_WARPS * 32, itq_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
 mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
                 float * dst, const itq_mma_shape shape) {
-    using ring                                  = itq_mma_ring<type>;
-    constexpr int                  bs           = ring::bs;
-    constexpr int                  unit         = ITQ_MMA_UNIT;
-    constexpr bool                 is_64        = ggml_cuda_is_itq_64(type);
-    constexpr bool                 by_block     = itq_mma_by_block<type>;
-    constexpr int                  per_256      = itq_fragment_blocks<type>;
-    constexpr int                  parts        = itq_mma_parts<type>;
-    constexpr int                  column_lanes = 4 * per_256;  // that have activations of a column
-    constexpr int                  columns      = itq_fragment_columns<type> * parts * ngroups;
-    constexpr bool                 two_buffers  = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
+    using ring                                      = itq_mma_ring<type>;
+    constexpr int                  bs               = ring::bs;
+    constexpr int                  unit             = ITQ_MMA_UNIT;
+    constexpr bool                 is_64            = ggml_cuda_is_itq_64(type);
+    constexpr bool                 by_block         = itq_mma_by_block<type>;
+    constexpr int                  per_256          = itq_fragment_blocks<type>;
+    constexpr int                  parts            = itq_mma_parts<type>;
+    constexpr int                  column_lanes     = 4 * per_256;  // that have activations of a column
+    constexpr int                  columns          = itq_fragment_columns<type> * parts * ngroups;
+    constexpr bool                 two_buffers      = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
-    [[maybe_unused]] constexpr int blocks_at_a_time =
-        itq_mma_bits<type> < 2 && ngroups == 1 && !has_fusion ? unit : 1;
+    [[maybe_unused]] constexpr int blocks_at_a_time = itq_mma_bits<type> < 2 && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq_mma_shared[];
     const int               lane = threadIdx.x;
