@@ -45,18 +45,28 @@ ITQ_TYPES(ITQ_CUDA_TRAITS)
 #define ITQ_FLOAT_ORIGIN      12582912.0f
 #define ITQ_FLOAT_ORIGIN_BITS 0x4B400000
 
-// What is looked up by a nibble: of one symbol bit the level of q c2 c1 c0. Levels are symmetric, so that with two symbol
-// bits those of c2 = 0, by q1 q0 c1 c0, are enough: c2 complements the index and negates the level. With three those from 16
-// on are of q2 = 1.
-template <ggml_type type> ITQ_FUNC constexpr int itq_nibble_level(const int nibble) {
-    return itq_traits<type>::level(itq_traits<type>::bits == 1 ? nibble : 8 * (nibble / 4) + nibble % 4);
+// The byte that is looked up by a nibble. One symbol bit: 64 more than the level of q c2 c1 c0. Levels are symmetric: what
+// complements an index negates its level, so that half of them are enough.
+// Two: 64 more than the level of q1 q0 c1 c0 and c2 = 0; with c2 = 1 the nibble is complemented.
+// Three: the nibble has q1 complemented by q2, and q0 c1 c0 by c2. With the levels a of q2 = 1 and c2 = 0 that it stands for,
+// and b of q2 = c2 = 1, twice the level is +-(a + b) +- (a - b), the first negative where q2 = 0, the second where c2 = 1: no
+// choice between two bytes, but two bytes that each have a sign. Table 0 has 64 + a - b, table 1 a + b; none reaches 128.
+template <ggml_type type> ITQ_FUNC constexpr int itq_table_byte(const int table, const int nibble) {
+    const int upper = nibble / 4, lower = nibble % 4;
+    if (itq_traits<type>::bits < 3) {
+        return 64 + itq_traits<type>::level(itq_traits<type>::bits == 1 ? nibble : 8 * upper + lower);
+    }
+    const int a = itq_traits<type>::level(8 * (4 + (upper ^ 2)) + lower);
+    const int b = itq_traits<type>::level(8 * (4 + (upper ^ 3)) + 7 - lower);
+    return table == 0 ? a - b + 64 : a + b;
 }
 
-// Four table bytes, 64 more than the levels of first + 0..3, lowest index in the lowest byte; down: of first - 0..3.
-template <ggml_type type> ITQ_FUNC constexpr uint32_t itq_level_bytes(const int first, const bool down = false) {
+// Four bytes, those of first + 0..3, lowest index in the lowest byte; down: of first - 0..3.
+template <ggml_type type>
+ITQ_FUNC constexpr uint32_t itq_table_bytes(const int table, const int first, const bool down = false) {
     uint32_t bytes = 0;
     for (int b = 0; b < 4; ++b) {
-        bytes |= (uint32_t) (itq_nibble_level<type>(down ? first - b : first + b) + 64) << 8 * b;
+        bytes |= (uint32_t) itq_table_byte<type>(table, down ? first - b : first + b) << 8 * b;
     }
     return bytes;
 }
@@ -119,17 +129,16 @@ ITQ_FUNC uint32_t itq_word_before(const uint32_t last) {
 #define ITQ_WITHOUT_STATE 0xFFC0FFFF
 
 // Selector word of a chunk and the word before it to the subset index as three bit planes, bit b of weight t = 32*k + b.
-// Where the chunk does not begin at a word: the two words that it lies in, bits 32 - at .. 63 - at, at <= 16.
 struct itq_planes {
     uint32_t c2, c1, c0;
 };
-ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before, const int at = 0) {
-    const uint32_t sel_4 = itq_funnel_left(before, sel, at + 4);
-    const uint32_t sel_5 = itq_funnel_left(before, sel, at + 5);
+ITQ_FUNC itq_planes itq_subset_planes(const uint32_t sel, const uint32_t before) {
+    const uint32_t sel_4 = itq_funnel_left(before, sel, 4);
+    const uint32_t sel_5 = itq_funnel_left(before, sel, 5);
     itq_planes     planes;
-    planes.c2 = itq_funnel_left(before, sel, at) ^ sel_5 ^ itq_funnel_left(before, sel, at + 6);
-    planes.c1 = itq_funnel_left(before, sel, at + 1) ^ itq_funnel_left(before, sel, at + 3) ^ sel_4 ^ sel_5;
-    planes.c0 = itq_funnel_left(before, sel, at + 2) ^ sel_4;
+    planes.c2 = sel ^ sel_5 ^ itq_funnel_left(before, sel, 6);
+    planes.c1 = itq_funnel_left(before, sel, 1) ^ itq_funnel_left(before, sel, 3) ^ sel_4 ^ sel_5;
+    planes.c0 = itq_funnel_left(before, sel, 2) ^ sel_4;
     return planes;
 }
 
@@ -140,83 +149,107 @@ ITQ_FUNC void itq_interleave(const uint32_t upper, const uint32_t lower, uint32_
 }
 
 // Pairs of bits of the nibbles of a chunk, of its even and its odd weights: the lower two of a nibble, c1 and c0, with more
-// than one symbol bit complemented by c2; in above, q and c2, or c2 twice, which is what symbols are complemented by; and, in
-// the lower bit of third, third symbol bits complemented by c2.
+// than one symbol bit complemented by c2; in above, the symbol's highest bit and c2, but with two symbol bits c2 twice: what
+// symbols of two bits are complemented by.
 struct itq_pairs {
     uint32_t even, odd, above_even, above_odd;
-    uint32_t third_even = 0, third_odd = 0;
 };
 // q: the chunk's word of symbols of one bit, or of third bits.
 template <int bits>
-ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0,
-                                      const int at = 0) {
-    const itq_planes planes = itq_subset_planes(sel, before, at);
+ITQ_FUNC itq_pairs itq_pairs_of_chunk(const uint32_t sel, const uint32_t before, const uint32_t q = 0) {
+    const itq_planes planes   = itq_subset_planes(sel, before);
+    const uint32_t   mirrored = bits == 1 ? 0 : planes.c2;
     itq_pairs        pairs;
-    if constexpr (bits == 1) {
-        itq_interleave(planes.c1, planes.c0, pairs.even, pairs.odd);
-        itq_interleave(q, planes.c2, pairs.above_even, pairs.above_odd);
-    } else {
-        itq_interleave(planes.c1 ^ planes.c2, planes.c0 ^ planes.c2, pairs.even, pairs.odd);
-        itq_interleave(planes.c2, planes.c2, pairs.above_even, pairs.above_odd);
-    }
-    if constexpr (bits == 3) {
-        pairs.third_even = q ^ planes.c2;
-        pairs.third_odd  = pairs.third_even >> 1;
-    }
+    itq_interleave(planes.c1 ^ mirrored, planes.c0 ^ mirrored, pairs.even, pairs.odd);
+    itq_interleave(bits == 2 ? planes.c2 : q, planes.c2, pairs.above_even, pairs.above_odd);
     return pairs;
 }
 
-// Eight nibbles to look levels up by; with more than one symbol bit, the upper two bits of those of sign are c2. Where there
-// is a third, it says of which 16 levels they are: nibble n of four has n or n + 4, a byte of the lower or of the upper ones.
+// Eight nibbles to look bytes up by, and pairs of above, in the upper or (low) the lower two bits of the nibbles of sign; the
+// other two are of other weights.
 struct itq_indices {
-    uint32_t             nibbles, sign, third;
-    ITQ_FUNC itq_indices upper_half(const itq_indices & x) { return { x.nibbles >> 16, x.sign >> 16, x.third >> 16 }; }
+    uint32_t             nibbles, sign;
+    bool                 low;
+    ITQ_FUNC itq_indices upper_half(const itq_indices & x) { return { x.nibbles >> 16, x.sign >> 16, x.low }; }
 };
-// lower, and above and third: pairs, in the lower and in the upper two bits of the nibbles; q: symbols of two bits in the
-// upper ones.
+// lower: pairs, in the lower two bits of the nibbles; above: in the lower two or in the upper two; q: symbols of two bits in
+// the upper ones.
 template <int bits>
-ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const uint32_t third, const uint32_t q) {
-    return { itq_select(0xCCCCCCCC, bits == 1 ? above : q ^ above, lower), above,
-             bits == 3 ? itq_select(0x44444444, third, 0x32103210) : 0 };
+ITQ_FUNC itq_indices itq_join(const uint32_t lower, const uint32_t above, const bool low, const uint32_t q) {
+    const uint32_t upper = low ? above << 2 : above;
+    return { itq_select(0xCCCCCCCC, bits == 1 ? upper : q ^ upper, lower), above, low };
 }
 // Of the weights 4n + i, n = 0..7, of a chunk.
 template <int bits> ITQ_FUNC itq_indices itq_indices_of(const itq_pairs & pairs, const int i, const uint32_t q = 0) {
     const uint32_t lower = i % 2 == 0 ? pairs.even : pairs.odd;
     const uint32_t above = i % 2 == 0 ? pairs.above_even : pairs.above_odd;
-    const uint32_t third = i % 2 == 0 ? pairs.third_even : pairs.third_odd;
-    return itq_join<bits>(i < 2 ? lower : lower >> 2, i < 2 ? above << 2 : above, i < 2 ? third << 2 : third, q);
+    return itq_join<bits>(i < 2 ? lower : lower >> 2, above, i < 2, q);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Level look-up of the four nibbles in the low half of a word. prmt reaches 8 table bytes, so 16 levels are two tables. Bit 3
-// of a nibble says which; it also switches prmt to copies of the sign bit, which no entry has, so that the table that is
-// not meant gives 0. Of 32 levels both halves are looked up.
+// First words of the tables, up and down. prmt reaches 8 bytes, so that 16 are two tables, by the nibble and by its complement.
+// Bit 3 also switches prmt to copies of the sign bit, which no byte has: the table that is not meant gives 0.
+template <ggml_type type> struct itq_tables {
+    static constexpr int n = itq_traits<type>::bits == 3 ? 2 : 1;
+    uint32_t             up[n], down[n];
+    uint32_t             minus = 0xFFFFFFFF;  // -1
 
-// The levels first + 0..15, raised by 64.
-template <ggml_type type> ITQ_FUNC uint32_t itq_levels_16(const int first, const uint32_t nibbles) {
-    const uint32_t lower = itq_prmt(itq_level_bytes<type>(first + 0), itq_level_bytes<type>(first + 4), nibbles);
-    const uint32_t upper =
-        itq_prmt(itq_level_bytes<type>(first + 8), itq_level_bytes<type>(first + 12), nibbles ^ 0x8888);
-    return lower | upper;
+    // By a pair in the lower two bits of a nibble, whatever the upper two do to 0 and to all ones: whether the lower bit is
+    // set, whether the upper one is not. By one in the upper two the second takes 127, which bit 3 makes 0.
+    uint32_t lower = 0xFF00FF00, not_upper = 0x0000FFFF, not_bit_3 = 0x7F7F7F7F;
+};
+template <ggml_type type> ITQ_FUNC itq_tables<type> itq_make_tables() {
+    itq_tables<type> tables;
+    for (int table = 0; table < tables.n; ++table) {
+        tables.up[table]   = itq_table_bytes<type>(table, 0);
+        tables.down[table] = itq_table_bytes<type>(table, 15, true);
+    }
+    return tables;
 }
 
-// All ones in the bytes that are complemented. Bits 3 and 2 of a nibble of sign are the same: copies of a sign bit, or zeros.
-ITQ_FUNC uint32_t itq_complemented(const uint32_t sign) {
-    return itq_prmt(0, 0x80808080, sign);
+// 64 more than the levels of four nibbles, in parts: for products each, which saves merging them.
+// One symbol bit: what the two tables gave. Two: the bytes with those of c2 = 1 complemented, 129 too small as signed numbers;
+// and -1 in these, products with which are subtracted 129 times. Three, the levels doubled: the same two parts of the
+// differences; the sums complemented where q2 = 0, and by what, -1 or 127, to be subtracted as it is.
+template <ggml_type type> constexpr int itq_nparts = itq_traits<type>::bits == 3 ? 4 : 2;
+
+template <ggml_type type>
+ITQ_FUNC void itq_parts(const itq_tables<type> & tables, const itq_indices & index,
+                        uint32_t (&parts)[itq_nparts<type>]) {
+    const uint32_t up   = index.nibbles;
+    const uint32_t down = up * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
+    parts[0]            = itq_prmt(tables.up[0], itq_table_bytes<type>(0, 4), up);
+    parts[1]            = itq_prmt(tables.down[0], itq_table_bytes<type>(0, 11, true), down);
+    if constexpr (itq_traits<type>::bits > 1) {
+        const uint32_t bytes = parts[0] | parts[1];
+        parts[1] = index.low ? itq_prmt(tables.lower, tables.lower, index.sign) : itq_prmt(0, 0xFFFFFFFF, index.sign);
+        parts[0] = bytes ^ parts[1];
+    }
+    if constexpr (itq_traits<type>::bits == 3) {
+        const uint32_t bytes = itq_prmt(tables.up[1], itq_table_bytes<type>(1, 4), up) |
+                               itq_prmt(tables.down[1], itq_table_bytes<type>(1, 11, true), down);
+        parts[3]             = index.low ? itq_prmt(tables.not_upper, tables.not_upper, index.sign)
+                                         : itq_prmt(tables.not_bit_3, 0x7F7F7F7F, index.sign);
+        parts[2]             = bytes ^ parts[3];
+    }
 }
 
 // 64 more than the levels, in 1..127.
-template <ggml_type type> ITQ_FUNC uint32_t itq_levels_raised(const itq_indices & index) {
-    uint32_t levels = itq_levels_16<type>(0, index.nibbles);
-    if constexpr (itq_traits<type>::bits == 3) {
-        levels = itq_prmt(levels, itq_levels_16<type>(16, index.nibbles), index.third);
-    }
+template <ggml_type type>
+ITQ_FUNC uint32_t itq_levels_raised(const itq_indices &      index,
+                                    const itq_tables<type> & tables = itq_make_tables<type>()) {
+    uint32_t parts[itq_nparts<type>];
+    itq_parts<type>(tables, index, parts);
     if constexpr (itq_traits<type>::bits == 1) {
-        return levels;
+        return parts[0] | parts[1];
     } else {
         // 255 - (64 + level) - 127 = 64 - level: nothing is borrowed from the next byte
-        const uint32_t negative = itq_complemented(index.sign);
-        return (levels ^ negative) - (negative & 0x7F7F7F7F);
+        const uint32_t raised = parts[0] - (parts[1] & 0x7F7F7F7F);
+        if constexpr (itq_traits<type>::bits == 2) {
+            return raised;
+        } else {
+            // 128 more than twice the level, in 6..250 and even: nothing moves to the next byte
+            return (raised + (parts[2] - parts[3]) + 0x40404040) >> 1;
+        }
     }
 }
 
@@ -290,23 +323,20 @@ template <int bits>
 ITQ_FUNC itq_indices itq_indices_8(const uint32_t q0, const uint32_t q1, const int group, const uint32_t sel_window,
                                    const uint32_t q2 = 0) {
     const itq_planes planes = itq_subset_planes(sel_window, 0);
-    itq_indices      index  = { 0, 0, bits == 3 ? 0x32103210u : 0 };
+    itq_indices      index  = { 0, 0, false };
     for (int h = 0; h < 2; ++h) {
         const uint32_t c2    = itq_spread4(planes.c2 >> (8 + 4 * h));
         const uint32_t lower = itq_spread4(planes.c1 >> (8 + 4 * h)) << 1 | itq_spread4(planes.c0 >> (8 + 4 * h));
-        uint32_t       nibbles, sign;
+        const uint32_t above = bits == 2 ? c2 : itq_spread4((bits == 1 ? q0 : q2) >> 4 * h);
+        const uint32_t sign  = above << 3 | c2 << 2;
+        uint32_t       nibbles;
         if constexpr (bits == 1) {
-            sign    = itq_spread4(q0 >> 4 * h) << 3 | c2 << 2;
             nibbles = sign | lower;
         } else {
-            sign    = 12 * c2;
-            nibbles = (((h == 0 ? q0 : q1) >> 2 * group & 0x03030303) << 2 | lower) ^ 15 * c2;
+            nibbles = (((h == 0 ? q0 : q1) >> 2 * group & 0x03030303) << 2 | lower) ^ (sign | 3 * c2);
         }
         index.nibbles |= nibbles << 4 * h;
         index.sign |= sign << 4 * h;
-        if constexpr (bits == 3) {
-            index.third |= (itq_spread4(q2 >> 4 * h) ^ c2) << 2 << 4 * h;
-        }
     }
     return index;
 }
@@ -327,9 +357,7 @@ ITQ_FUNC void itq_n_indices(const uint32_t (&q)[4], const int k, const itq_pairs
         for (int p = 0; p < 2; ++p) {
             const uint32_t lower = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
             const uint32_t above = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
-            const uint32_t third = itq_prmt(pairs.third_even, pairs.third_odd, p == 0 ? 0x5410 : 0x7632);
-            index[4 * h + p]     = itq_join<bits>(h == 0 ? lower : lower >> 2, h == 0 ? above << 2 : above,
-                                                  h == 0 ? third << 2 : third, p == 0 ? sym << 2 : sym);
+            index[4 * h + p]     = itq_join<bits>(h == 0 ? lower : lower >> 2, above, h == 0, p == 0 ? sym << 2 : sym);
             index[4 * h + 2 + p] = itq_indices::upper_half(index[4 * h + p]);
         }
     }

@@ -160,18 +160,19 @@ template <ggml_type type> struct itq_fragment_lane {
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
-// First words of the tables of 16 levels, up and down: by a nibble, and by its complement.
-template <ggml_type type> struct itq_fragment_tables {
-    static constexpr int n = itq_traits<type>::bits == 3 ? 2 : 1;
-    uint32_t             up[n], down[n];
-    uint32_t             minus;  // -1
-
-    __device__ __forceinline__ itq_fragment_tables(const int lane) : minus(itq_kept(0xFFFFFFFF, lane)) {
+// The tables in registers.
+template <ggml_type type> struct itq_fragment_tables : itq_tables<type> {
+    __device__ __forceinline__ itq_fragment_tables(const int lane) : itq_tables<type>(itq_make_tables<type>()) {
+        const auto keep = [&](uint32_t & word) { word = itq_kept(word, lane); };
 #pragma unroll
-        for (int l = 0; l < n; ++l) {
-            up[l]   = itq_kept(itq_level_bytes<type>(16 * l), lane);
-            down[l] = itq_kept(itq_level_bytes<type>(16 * l + 15, true), lane);
+        for (int table = 0; table < this->n; ++table) {
+            keep(this->up[table]);
+            keep(this->down[table]);
         }
+        keep(this->minus);
+        keep(this->lower);
+        keep(this->not_upper);
+        keep(this->not_bit_3);
     }
 };
 
@@ -269,56 +270,18 @@ struct itq_fragment_lane_64 {
     };
 ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 
-// Levels of four nibbles and 64 more, in two parts: for products each, which saves merging them. With one symbol bit the two
-// tables, of which the one that is not meant gives 0. With more, the bytes with those of c2 = 1 complemented, 129 too small
-// as signed numbers; and -1 in these, products with which are subtracted 129 times. With three bits these are of the half of
-// the levels that is meant.
-template <ggml_type type>
-static __device__ __forceinline__ void itq_fragment_levels(const itq_fragment_tables<type> & tables,
-                                                           const itq_indices & index, uint32_t & first,
-                                                           uint32_t & second) {
-    const uint32_t down =
-        index.nibbles * tables.minus - 1;  // the complement on the pipe of products, which is not as busy
-    first  = itq_prmt(tables.up[0], itq_level_bytes<type>(4), index.nibbles);
-    second = itq_prmt(tables.down[0], itq_level_bytes<type>(11, true), down);
-    if constexpr (itq_traits<type>::bits > 1) {
-        const uint32_t levels = first | second;
-        second                = itq_complemented(index.sign);
-        first                 = levels ^ second;
-        if constexpr (itq_traits<type>::bits == 3) {
-            const uint32_t upper = itq_prmt(tables.up[1], itq_level_bytes<type>(20), index.nibbles) |
-                                   itq_prmt(tables.down[1], itq_level_bytes<type>(27, true), down);
-            first                = itq_prmt(first, upper ^ second, index.third);
-        }
-    }
-}
-
-// The two parts merged.
-template <ggml_type type>
-static __device__ __forceinline__ uint32_t itq_fragment_merged(const uint32_t first, const uint32_t second) {
-    if constexpr (itq_traits<type>::bits > 1) {
-        return first - (second & 0x7F7F7F7F);
-    } else {
-        return first | second;
-    }
-}
-
-// What has the indices of a step in two halves, the words of a step.
+// What has the indices of a step in two halves, the words of a step, in parts or merged.
 template <ggml_type type, typename own> struct itq_fragments_of {
-    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at, uint32_t (&first)[2],
-                                         uint32_t (&second)[2]) const {
-        itq_indices index = ((const own *) this)->indices(s);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            itq_fragment_levels<type>(at.tables, index, first[w], second[w]);
-            index = itq_indices::upper_half(index);
-        }
+    __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at,
+                                         uint32_t (&parts)[2][itq_nparts<type>]) const {
+        const itq_indices index = ((const own *) this)->indices(s);
+        itq_parts<type>(at.tables, index, parts[0]);
+        itq_parts<type>(at.tables, itq_indices::upper_half(index), parts[1]);
     }
     __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at, uint32_t (&word)[2]) const {
-        uint32_t second[2];
-        step(s, at, word, second);
-        word[0] = itq_fragment_merged<type>(word[0], second[0]);
-        word[1] = itq_fragment_merged<type>(word[1], second[1]);
+        const itq_indices index = ((const own *) this)->indices(s);
+        word[0]                 = itq_levels_raised<type>(index, at.tables);
+        word[1]                 = itq_levels_raised<type>(itq_indices::upper_half(index), at.tables);
     }
 };
 
@@ -400,7 +363,6 @@ template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_
                 [2];  // per chunk and h: nibble 4q + m has the symbols of the weights 4m + 2h + q and, above, 16 more
     uint32_t lower[2][2];  // per chunk and p: pairs of bits of the weights 16p + 4m + q and, above, 2 more
     uint32_t above[2][2];
-    uint32_t third[2][2];
     uint32_t last;
 
     __device__ __forceinline__ void load(const itq_fragment_lane<type> & at, const int r, const uint32_t stage,
@@ -422,7 +384,6 @@ template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_
             for (int p = 0; p < 2; ++p) {
                 lower[k][p] = itq_prmt(pairs.even, pairs.odd, p == 0 ? 0x5410 : 0x7632);
                 above[k][p] = itq_prmt(pairs.above_even, pairs.above_odd, p == 0 ? 0x5410 : 0x7632);
-                third[k][p] = itq_prmt(pairs.third_even, pairs.third_odd, p == 0 ? 0x5410 : 0x7632);
             }
         }
     }
@@ -431,8 +392,8 @@ template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_
         const int p = s / 4;
         const int k = s / 2 % 2;
         const int h = s % 2;
-        return itq_join<bits>(h == 0 ? lower[k][p] : lower[k][p] >> 2, h == 0 ? above[k][p] << 2 : above[k][p],
-                              h == 0 ? third[k][p] << 2 : third[k][p], p == 0 ? sym[k][h] << 2 : sym[k][h]);
+        return itq_join<bits>(h == 0 ? lower[k][p] : lower[k][p] >> 2, above[k][p], h == 0,
+                              p == 0 ? sym[k][h] << 2 : sym[k][h]);
     }
 };
 template <> struct itq_fragments<GGML_TYPE_ITQ3_N> : itq3_n_fragments<GGML_TYPE_ITQ3_N> {};
@@ -462,8 +423,8 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
     float     d;
 
     // A block that begins in the middle of a word is not put in place. Symbols: the last two bytes are put before the first
-    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. Third bits and
-    // selectors: two words of each chunk, in which it begins in the middle; or at the second.
+    // two, so that words have the lower bytes of one and, before them, the upper bytes of the word before. A chunk of third
+    // bits or selectors begins in the middle of the first of two words, or at the second.
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ4_S> & at, const int r,
                                          const uint32_t stage, const int block) {
         const bool     half = at.half != (block % 2 == 1);
@@ -496,12 +457,14 @@ struct itq_fragments<GGML_TYPE_ITQ4_S> : itq_fragments_of<GGML_TYPE_ITQ4_S, itq_
         for (int g = 0; g < 2; ++g) {
             const uint32_t * third  = from_before + QK_ITQ4_S / 16 + 2 * g;
             const uint32_t * sel    = from_before + offsetof(block_itq4_s, sel) / 4 + 2 * g;
-            uint32_t         before = sel[0];
-            if (g == 0) {
-                before = itq_prmt(before, itq_word_before(last), !at.first ? 0x3210 : half ? 0x3276 : 0x7654);
-            }
-            const int shift = half ? 16 : 0;
-            pairs[g]        = itq_pairs_of_chunk<3>(sel[1], before, itq_funnel_left(third[0], third[1], shift), shift);
+            const uint32_t   chunk  = half ? 0x5432 : 0x7654;
+            // Of what stands before the chunk six bits are read.
+            const uint32_t   before = itq_prmt(sel[0], g == 0 ? itq_word_before(last) : 0,
+                                               g == 0 && at.first ? 0x7654
+                                               : half             ? 0x1010
+                                                                  : 0x3210);
+            pairs[g] =
+                itq_pairs_of_chunk<3>(itq_prmt(sel[0], sel[1], chunk), before, itq_prmt(third[0], third[1], chunk));
         }
         d = itq_half2_bits(last & 0xFFFFFFC0).x;
     }

@@ -152,15 +152,14 @@ template <int parts> static __device__ __forceinline__ float itq_mma_sum_of(cons
     return parts == 1 ? part[0] : part[0] + part[1];
 }
 
-// Whether the second part of levels is what was complemented, see itq_fragment_levels.
-template <ggml_type type> constexpr bool itq_mma_complements = false;
-#define ITQ_MMA_COMPLEMENTS(NAME, name, bits, ...) \
-    template <> constexpr bool itq_mma_complements<GGML_TYPE_##NAME> = (bits) > 1;
-ITQ_TYPES(ITQ_MMA_COMPLEMENTS)
+// Of the bits of a symbol: the products that the parts of levels (itq_parts) are added up in.
+template <ggml_type type> constexpr int itq_mma_bits = 0;
+#define ITQ_MMA_BITS(NAME, name, bits, ...) template <> constexpr int itq_mma_bits<GGML_TYPE_##NAME> = bits;
+ITQ_TYPES(ITQ_MMA_BITS)
 
-// With few columns there is room for two products a step, which saves merging the two parts.
+// With few columns there is room for a product for each part of the levels, which saves merging them.
 template <ggml_type type, int ngroups>
-constexpr bool itq_mma_two_parts = ggml_cuda_is_itq(type) && ngroups <= (itq_mma_complements<type> ? 1 : 2);
+constexpr bool itq_mma_in_parts = ggml_cuda_is_itq(type) && ngroups <= (itq_mma_bits<type> > 1 ? 1 : 2);
 
 // A pointer that the compiler does not see through, to global memory still: it would take the sum apart and add up the
 // parts again at every use.
@@ -215,9 +214,10 @@ static __device__ __forceinline__ void
 itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const int block,
               const itq_fragment_scales_of<type> * scales, const char * bytes, const uint32_t (&at_bytes)[ngroups],
               uint4 (&b)[itq_mma_quads(ngroups)], float (&sum)[ngroups][itq_mma_sums<type>]) {
-    constexpr bool two_parts = itq_mma_two_parts<type, ngroups>;
-    constexpr bool is_64     = ggml_cuda_is_itq_64(type);
-    constexpr int  columns   = itq_fragment_columns<type>;
+    constexpr bool in_parts = itq_mma_in_parts<type, ngroups>;
+    constexpr int  nparts   = in_parts ? (itq_mma_bits<type> == 3 ? 4 : 2) : 1;
+    constexpr bool is_64    = ggml_cuda_is_itq_64(type);
+    constexpr int  columns  = itq_fragment_columns<type>;
 
     // Where the bytes of the groups begin that may not be full.
     [[maybe_unused]] const char * begins[ngroups] = {};
@@ -298,7 +298,7 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
     };
     if constexpr (ngroups < 8) {
         int acc[ngroups][4];
-        int complemented[ngroups][4] = {};
+        int apart[ngroups][2][4] = {};  // products of what was complemented
 #pragma unroll
         for (int n = 0; n < ngroups; ++n) {
             load(b[n], n, 0);
@@ -306,15 +306,14 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
         }
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
-            uint32_t a[2][4];
-            if constexpr (two_parts) {
-                uint32_t p[2][2], q[2][2];
-                w[0].step(s, at, p[0], q[0]);
-                w[1].step(s, at, p[1], q[1]);
+            uint32_t a[nparts][4];
+            if constexpr (in_parts) {
+                uint32_t p[2][2][nparts];
+                w[0].step(s, at, p[0]);
+                w[1].step(s, at, p[1]);
 #pragma unroll
-                for (int l = 0; l < 4; ++l) {
-                    a[0][l] = p[l % 2][l / 2];
-                    a[1][l] = q[l % 2][l / 2];
+                for (int l = 0; l < 4 * nparts; ++l) {
+                    a[l / 4][l % 4] = p[l % 2][l / 2 % 2][l / 4];
                 }
             } else {
                 decode(s, a[0]);
@@ -323,9 +322,9 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
             for (int n = 0; n < ngroups; ++n) {
                 const uint32_t b0 = s % 2 == 0 ? b[n].x : b[n].z;
                 const uint32_t b1 = s % 2 == 0 ? b[n].y : b[n].w;
-                itq_mma(acc[n], a[0], b0, b1);
-                if constexpr (two_parts) {
-                    itq_mma(itq_mma_complements<type> ? complemented[n] : acc[n], a[1], b0, b1);
+#pragma unroll
+                for (int part = 0; part < nparts; ++part) {
+                    itq_mma(itq_mma_bits<type> > 1 && part % 2 == 1 ? apart[n][part / 2] : acc[n], a[part], b0, b1);
                 }
                 if (s % 2 == 1 && s < 7) {
                     load(b[n], n, s + 1);
@@ -334,10 +333,10 @@ itq_mma_block(const itq_fragment_lane<type> & at, const uint32_t stage, const in
         }
 #pragma unroll
         for (int n = 0; n < ngroups; ++n) {
-            if constexpr (two_parts && itq_mma_complements<type>) {
+            if constexpr (in_parts && itq_mma_bits<type> > 1) {
 #pragma unroll
                 for (int l = 0; l < 4; ++l) {
-                    acc[n][l] -= 129 * complemented[n][l];
+                    acc[n][l] -= 129 * apart[n][0][l] + apart[n][1][l];
                 }
             }
             end(n, acc[n]);
@@ -404,19 +403,18 @@ template <ggml_type type, int ngroups, bool aligned, bool has_fusion>
 __launch_bounds__(ITQ_MMA_WARPS * 32, itq_mma_blocks_per_multiprocessor(ngroups)) static __global__ void
 mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggml_cuda_mm_fusion_args_device fusion,
                 float * dst, const itq_mma_shape shape) {
-    using ring                                  = itq_mma_ring<type>;
-    constexpr int                  bs           = ring::bs;
-    constexpr int                  unit         = ITQ_MMA_UNIT;
-    constexpr bool                 is_64        = ggml_cuda_is_itq_64(type);
-    constexpr bool                 by_block     = itq_mma_by_block<type>;
-    constexpr int                  per_256      = itq_fragment_blocks<type>;
-    constexpr int                  parts        = itq_mma_parts<type>;
-    constexpr int                  column_lanes = 4 * per_256;  // that have activations of a column
-    constexpr int                  columns      = itq_fragment_columns<type> * parts * ngroups;
-    constexpr bool                 two_buffers  = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
+    using ring                                      = itq_mma_ring<type>;
+    constexpr int                  bs               = ring::bs;
+    constexpr int                  unit             = ITQ_MMA_UNIT;
+    constexpr bool                 is_64            = ggml_cuda_is_itq_64(type);
+    constexpr bool                 by_block         = itq_mma_by_block<type>;
+    constexpr int                  per_256          = itq_fragment_blocks<type>;
+    constexpr int                  parts            = itq_mma_parts<type>;
+    constexpr int                  column_lanes     = 4 * per_256;  // that have activations of a column
+    constexpr int                  columns          = itq_fragment_columns<type> * parts * ngroups;
+    constexpr bool                 two_buffers      = itq_mma_sum_buffers(ngroups, has_fusion) == 2;
     // More blocks at a time need more registers than there are.
-    [[maybe_unused]] constexpr int blocks_at_a_time =
-        !itq_mma_complements<type> && ngroups == 1 && !has_fusion ? unit : 1;
+    [[maybe_unused]] constexpr int blocks_at_a_time = itq_mma_bits<type> < 2 && ngroups == 1 && !has_fusion ? unit : 1;
 
     extern __shared__ uint4 itq_mma_shared[];
     const int               lane = threadIdx.x;
@@ -729,11 +727,14 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
             for (int n = 0; n < ngroups; ++n) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    float * const row = mine + (lane / 4 + 8 * r) * columns;
+                    // Parts of levels of three bits are of their doubles.
+                    constexpr float half = itq_mma_in_parts<type, ngroups> && itq_mma_bits<type> == 3 ? 0.5f : 1.0f;
+                    float * const   row  = mine + (lane / 4 + 8 * r) * columns;
                     if constexpr (is_64) {
-                        row[4 * n + lane % 4] = sum[n][r];
+                        row[4 * n + lane % 4] = half * sum[n][r];
                     } else {
-                        *((float2 *) (row + 8 * n + 2 * (lane % 4))) = make_float2(sum[n][2 * r], sum[n][2 * r + 1]);
+                        *((float2 *) (row + 8 * n + 2 * (lane % 4))) =
+                            make_float2(half * sum[n][2 * r], half * sum[n][2 * r + 1]);
                     }
                 }
             }
