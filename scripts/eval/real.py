@@ -134,7 +134,8 @@ def every_row() -> list[Row]:
 
 def is_short(row: Row) -> bool:
     """Whether a row is for models with rows that are no multiple of 256."""
-    return row.key.removeprefix("mix-").startswith(("itq3_n", "itq2_n", "itq4_n", "iq4_nl", "q3_k_s"))
+    ours = (own.identifier for own in FAMILY.values() if own.format.block < BLOCK)
+    return row.key.removeprefix("mix-").startswith((*ours, "iq4_nl", "q3_k_s"))
 
 
 def has_short_rows(path: Path) -> bool:

@@ -193,8 +193,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         plain                 = false;
         count                 = &counts[2];
         const int   full      = (int) in.below(2);
-        const int   segment   = 1 + (int) in.below(39);
-        const int   lookahead = (int) in.below(26);
+        const int   segment   = 1 + (int) in.below(ITQ_LDLQ_SEGMENT);
+        const int   lookahead = (int) in.below(ITQ_LDLQ_LOOKAHEAD + 1);
         const int   across    = full ? columns : length;
         const auto  feedback  = exactly<float>((size_t) columns * (size_t) across);
         const auto  weight    = exactly<float>((size_t) columns);

@@ -63,9 +63,6 @@ ITQ_INLINE int selector_bit(int length, int k) {
     return k / (length / 32);
 }
 
-#define COPY_ZERO_POINT_1(to, from) (to) = (from)
-#define COPY_ZERO_POINT_0(to, from)
-
 #define DEFINE_PANELS(NAME, name, bits, n_levels, length, has_z, number)                                         \
     void itq_repack_##name##_generic(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
         memset(panel, 0, (size_t) nb * ITQ_PANEL_ROWS * sizeof(block_##name));                                   \
@@ -82,7 +79,7 @@ ITQ_INLINE int selector_bit(int length, int k) {
                     put_symbol(bits, length, codes->qs, r, k, symbol);                                           \
                 }                                                                                                \
                 scales->d[r] = x[b].d;                                                                           \
-                COPY_ZERO_POINT_##has_z(scales->z[r], x[b].z);                                                   \
+                ITQ_COPY_ZERO_POINT_##has_z(scales->z[r], x[b].z);                                               \
             }                                                                                                    \
         }                                                                                                        \
     }                                                                                                            \
@@ -101,7 +98,7 @@ ITQ_INLINE int selector_bit(int length, int k) {
                     put_file_symbol(bits, length, x[b].qs, k, symbol);                                           \
                 }                                                                                                \
                 x[b].d = scales->d[r];                                                                           \
-                COPY_ZERO_POINT_##has_z(x[b].z, scales->z[r]);                                                   \
+                ITQ_COPY_ZERO_POINT_##has_z(x[b].z, scales->z[r]);                                               \
             }                                                                                                    \
         }                                                                                                        \
     }

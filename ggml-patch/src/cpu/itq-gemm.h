@@ -65,6 +65,10 @@ typedef struct {
     ggml_half z[ITQ_PANEL_ROWS];
 } itq_scales_1;
 
+// What only types with a zero-point have to copy, by has_z.
+#define ITQ_COPY_ZERO_POINT_0(to, from)
+#define ITQ_COPY_ZERO_POINT_1(to, from) (to) = (from)
+
 // Codes of a block of TQ2_0 and TQ1_0: the words of the block.
 typedef struct {
     uint32_t qs[16][ITQ_PANEL_ROWS];

@@ -355,7 +355,7 @@ static __device__ __forceinline__ void itq_fragment_words_64(const itq_fragment_
 }
 
 // Blocks of 64 with more than one symbol bit.
-template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_n_fragments<type>> {
+template <ggml_type type> struct itq_n_fragments : itq_fragments_of<type, itq_n_fragments<type>> {
     static constexpr int bits  = itq_traits<type>::bits;
     static constexpr int words = sizeof(typename itq_traits<type>::block) / 4;
 
@@ -396,8 +396,8 @@ template <ggml_type type> struct itq3_n_fragments : itq_fragments_of<type, itq3_
                               p == 0 ? sym[k][h] << 2 : sym[k][h]);
     }
 };
-template <> struct itq_fragments<GGML_TYPE_ITQ3_N> : itq3_n_fragments<GGML_TYPE_ITQ3_N> {};
-template <> struct itq_fragments<GGML_TYPE_ITQ4_N> : itq3_n_fragments<GGML_TYPE_ITQ4_N> {};
+template <> struct itq_fragments<GGML_TYPE_ITQ3_N> : itq_n_fragments<GGML_TYPE_ITQ3_N> {};
+template <> struct itq_fragments<GGML_TYPE_ITQ4_N> : itq_n_fragments<GGML_TYPE_ITQ4_N> {};
 
 // Words i .. i + n - 1 from byte x of a tile on, a multiple of 2; one word more is read.
 template <int n>

@@ -524,17 +524,13 @@ static __device__ __forceinline__ void ggml_cuda_mmq_vec_dot_itq3_s_q8_1_mma(con
 #define ITQ_CUDA_MMQ_LOAD_64(NAME)      (ggml_cuda_mmq_load_tiles_itq_n<GGML_TYPE_##NAME, type, J, fallback>)
 #define ITQ_CUDA_MMQ_DP4A_64(NAME, ...) ITQ_CUDA_MMQ_DP4A(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), q8_0)
 #define ITQ_CUDA_MMQ_MMA_64(NAME, ...)  ITQ_CUDA_MMQ_MMA(NAME, ITQ_CUDA_MMQ_LOAD_64(NAME), tq)
-#define ITQ_CUDA_MMQ_DP4A_CASES                                      \
-    ITQ_CUDA_MMQ_DP4A(ITQ3_S, ITQ_CUDA_MMQ_LOAD_256(ITQ3_S), itq3_s) \
-    ITQ_CUDA_MMQ_DP4A(ITQ4_S, ITQ_CUDA_MMQ_LOAD_256(ITQ4_S), q8_0)   \
-    ITQ_CUDA_MMQ_DP4A(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), q8_0)       \
-    ITQ_CUDA_MMQ_DP4A(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), q8_0)         \
-    ITQ_CUDA_MMQ_DP4A(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), q8_0)         \
-    ITQ_TYPES_64(ITQ_CUDA_MMQ_DP4A_64)
-#define ITQ_CUDA_MMQ_MMA_CASES                                      \
-    ITQ_CUDA_MMQ_MMA(ITQ3_S, ITQ_CUDA_MMQ_LOAD_256(ITQ3_S), itq3_s) \
-    ITQ_CUDA_MMQ_MMA(ITQ4_S, ITQ_CUDA_MMQ_LOAD_256(ITQ4_S), tq)     \
-    ITQ_CUDA_MMQ_MMA(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), tq)         \
-    ITQ_CUDA_MMQ_MMA(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), tq)           \
-    ITQ_CUDA_MMQ_MMA(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), tq)           \
-    ITQ_TYPES_64(ITQ_CUDA_MMQ_MMA_64)
+// X of every type, X_64 of those with blocks of 64; other: the product of types without a zero-point.
+#define ITQ_CUDA_MMQ_CASES(X, X_64, other)           \
+    X(ITQ3_S, ITQ_CUDA_MMQ_LOAD_256(ITQ3_S), itq3_s) \
+    X(ITQ4_S, ITQ_CUDA_MMQ_LOAD_256(ITQ4_S), other)  \
+    X(ITQ2_S, ITQ_CUDA_MMQ_LOAD(itq2_s), other)      \
+    X(TQ1_0, ITQ_CUDA_MMQ_LOAD(tq1_0), other)        \
+    X(TQ2_0, ITQ_CUDA_MMQ_LOAD(tq2_0), other)        \
+    ITQ_TYPES_64(X_64)
+#define ITQ_CUDA_MMQ_DP4A_CASES ITQ_CUDA_MMQ_CASES(ITQ_CUDA_MMQ_DP4A, ITQ_CUDA_MMQ_DP4A_64, q8_0)
+#define ITQ_CUDA_MMQ_MMA_CASES  ITQ_CUDA_MMQ_CASES(ITQ_CUDA_MMQ_MMA, ITQ_CUDA_MMQ_MMA_64, tq)

@@ -799,9 +799,6 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
     }
 }
 
-#    define COPY_ZERO_POINT_1(to, from) (to) = (from)
-#    define COPY_ZERO_POINT_0(to, from)
-
 #    define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                  \
         void itq_repack_##name(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) { \
             struct row_reader readers[ITQ_PANEL_ROWS];                                                     \
@@ -823,7 +820,7 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
                 for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                 \
                     const block_##name * x = block_at(&readers[r], b);                                     \
                     scales->d[r]           = x->d;                                                         \
-                    COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                           \
+                    ITQ_COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                       \
                 }                                                                                          \
             }                                                                                              \
         }

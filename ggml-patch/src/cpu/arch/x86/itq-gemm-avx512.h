@@ -326,6 +326,11 @@ ITQ_INLINE __m512i merge(__m512i a, __m512i b, int mask) {
     return _mm512_ternarylogic_epi64(a, b, _mm512_set1_epi8((char) mask), 0xD8);
 }
 
+// Exchange the bits of the bytes of mask with those `shift` higher.
+ITQ_INLINE __m512i exchange_512(__m512i x, unsigned shift, int mask) {
+    return merge(_mm512_slli_epi16(x, shift), _mm512_srli_epi16(x, shift), mask);
+}
+
 // Selectors of t = -6 .. words - 1, in a block of 32 * words, and those before t = 0 from the start states, in the numbers
 // at `last`.
 struct selectors {
@@ -366,7 +371,7 @@ ITQ_INLINE struct step load_step(const int bits, const int words, const struct s
     x.rest[0] = c2;
     if (bits == 1) {
         const __m512i q       = _mm512_load_si512(qs + ROWS * t);
-        const __m512i swapped = merge(_mm512_slli_epi16(c2, 2), _mm512_srli_epi16(c2, 2), 0x33);
+        const __m512i swapped = exchange_512(c2, 2, 0x33);
         const __m512i of_even = merge(q, swapped, 0x55);
         const __m512i of_odd  = merge(q, swapped, 0xAA);
         x.nibbles[0]          = merge(even, of_even, 0xCC);
@@ -828,52 +833,37 @@ static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_r
     }
 }
 
-static void itq_repack_itq2_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    static_assert(offsetof(block_itq2_s, sel) == 32, "the planes do not follow each other");
-
-    struct row_reader readers[ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq2_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq2_s *  codes  = itq_codes_of_itq2_s(panel, b);
-        itq_scales_itq2_s * scales = itq_scales_of_itq2_s(panel, b);
-        const void *        x[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-            x[r]         = block_at(&readers[r], b);
-            scales->d[r] = ((const block_itq2_s *) x[r])->d;
+// Two planes of bits: symbols of one bit, of which bit g goes to g ^ 3, or third bits, to g ^ 1; and the selectors.
+#    define REPACK_TWO_PLANES(name, bits)                                                                    \
+        static void itq_repack_##name##_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb,   \
+                                               void * panel) {                                               \
+            enum { PLANE = (bits) == 1 ? 0 : 64 };                                                           \
+            static_assert(offsetof(block_##name, sel) == PLANE + 32, "the planes do not follow each other"); \
+                                                                                                             \
+            struct row_reader readers[ROWS];                                                                 \
+            open_rows(readers, rows, row_size, n_rows, sizeof(block_##name));                                \
+            for (int64_t b = 0; b < nb; ++b) {                                                               \
+                itq_codes_##name *  codes  = itq_codes_of_##name(panel, b);                                  \
+                itq_scales_##name * scales = itq_scales_of_##name(panel, b);                                 \
+                const void *        x[ROWS];                                                                 \
+                for (int r = 0; r < ROWS; ++r) {                                                             \
+                    x[r]         = block_at(&readers[r], b);                                                 \
+                    scales->d[r] = ((const block_##name *) x[r])->d;                                         \
+                }                                                                                            \
+                if ((bits) > 1) {                                                                            \
+                    repack_symbols_512(x, codes->qs);                                                        \
+                }                                                                                            \
+                __m512i q[ROWS];                                                                             \
+                repack_two_planes(x, PLANE, q);                                                              \
+                UNROLL(8) for (int t = 0; t < 8; ++t) {                                                      \
+                    const __m512i turned = (bits) == 1 ? exchange_512(q[t], 2, 0x33) : q[t];                 \
+                    _mm512_store_si512(codes->qs[PLANE / 4 + t], exchange_512(turned, 1, 0x55));             \
+                    _mm512_store_si512(codes->sel[t], q[8 + t]);                                             \
+                }                                                                                            \
+            }                                                                                                \
         }
-        __m512i q[ROWS];
-        repack_two_planes(x, 0, q);
-        UNROLL(8) for (int t = 0; t < 8; ++t) {
-            // bit g goes to g ^ 3
-            const __m512i pairs = merge(_mm512_slli_epi16(q[t], 2), _mm512_srli_epi16(q[t], 2), 0x33);
-            _mm512_store_si512(codes->qs[t], merge(_mm512_slli_epi16(pairs, 1), _mm512_srli_epi16(pairs, 1), 0x55));
-            _mm512_store_si512(codes->sel[t], q[8 + t]);
-        }
-    }
-}
-
-static void itq_repack_itq4_s_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
-    static_assert(offsetof(block_itq4_s, sel) == 64 + 32, "the planes do not follow each other");
-
-    struct row_reader readers[ROWS];
-    open_rows(readers, rows, row_size, n_rows, sizeof(block_itq4_s));
-    for (int64_t b = 0; b < nb; ++b) {
-        itq_codes_itq4_s *  codes  = itq_codes_of_itq4_s(panel, b);
-        itq_scales_itq4_s * scales = itq_scales_of_itq4_s(panel, b);
-        const void *        x[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-            x[r]         = block_at(&readers[r], b);
-            scales->d[r] = ((const block_itq4_s *) x[r])->d;
-        }
-        repack_symbols_512(x, codes->qs);
-        __m512i q[ROWS];
-        repack_two_planes(x, 64, q);
-        UNROLL(8) for (int t = 0; t < 8; ++t) {
-            _mm512_store_si512(codes->qs[16 + t], merge(_mm512_slli_epi16(q[t], 1), _mm512_srli_epi16(q[t], 1), 0x55));
-            _mm512_store_si512(codes->sel[t], q[8 + t]);
-        }
-    }
-}
+REPACK_TWO_PLANES(itq2_s, 1)
+REPACK_TWO_PLANES(itq4_s, 3)
 
 static void itq_repack_tq2_0_avx512(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     struct row_reader readers[ROWS];

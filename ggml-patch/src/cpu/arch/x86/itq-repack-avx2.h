@@ -91,9 +91,6 @@ static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift
     }
 }
 
-#define COPY_ZERO_POINT_1(to, from) (to) = (from)
-#define COPY_ZERO_POINT_0(to, from)
-
 // A plane has symbols of one bit, of which bit g goes to g ^ 3, or third bits: to g ^ 1.
 #define REPACK_256(NAME, name, bits, n_levels, length, has_z, number)                                       \
     static inline void itq_repack_##name##_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, \
@@ -111,7 +108,7 @@ static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift
                     repack_plane(x->qs + ((bits) == 1 ? 0 : 64), plane, r);                                 \
                 }                                                                                           \
                 scales->d[r] = x->d;                                                                        \
-                COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                                \
+                ITQ_COPY_ZERO_POINT_##has_z(scales->z[r], x->z);                                            \
             }                                                                                               \
             for (int half = 0; half < 2 && (bits) > 1; ++half) {                                            \
                 repack_symbols(readers, b, half, codes->qs);                                                \
@@ -126,8 +123,6 @@ static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift
     }
 ITQ_TYPES_256(REPACK_256)
 #undef REPACK_256
-#undef COPY_ZERO_POINT_1
-#undef COPY_ZERO_POINT_0
 
 static inline void itq_repack_tq2_0_avx2(const void * rows, size_t row_size, int n_rows, int64_t nb, void * panel) {
     struct row_reader readers[ITQ_PANEL_ROWS];
