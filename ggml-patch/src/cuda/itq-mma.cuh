@@ -555,8 +555,10 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                         }
                     }
                     if constexpr (block_words > block_lanes) {
+                        static_assert(ITQ_MMA_ROWS * per_256 * unit % 32 == 0, "all lanes copy as many words");
 #pragma unroll
-                        for (int e = lane; e < ITQ_MMA_ROWS * per_256 * unit; e += 32) {
+                        for (int k = 0; k < ITQ_MMA_ROWS * per_256 * unit / 32; ++k) {
+                            const int    e     = 32 * k + lane;
                             const int    i     = e % ITQ_MMA_ROWS;
                             const int    block = e / ITQ_MMA_ROWS % per_256;
                             const int    b     = e / ITQ_MMA_ROWS / per_256;
