@@ -116,6 +116,8 @@ MODELS: Final = {
         ),
     ),
 }  # fmt: skip
+#: What the name of a model ends with whose channels are in another order (:mod:`.shuffle`).
+SHUFFLED: Final = "-shuffled"
 #: The one that the pages are about.
 FIRST: Final = "qwen2.5-coder-1.5b"
 

@@ -4,6 +4,7 @@
     scripts/eval/real.py                             # Qwen2.5-Coder-1.5B; writes build/real
     scripts/eval/real.py --quick                     # six rows, with less to learn from
     scripts/eval/real.py smollm2                     # a model of 135 million weights whose rows are 576 long
+    scripts/eval/real.py qwen2.5-coder-1.5b-shuffled # its channels in another order: a judge for Q4_K too
     scripts/eval/real.py FOLDER                      # any Hugging Face folder, or hf:organisation/name
     scripts/eval/real.py --rows itq3_s 'q3_k*'       # some rows; --list-rows prints them all
     scripts/eval/real.py --results docs              # and the sections of docs/real.md, README.md, docs/results/*
@@ -49,6 +50,7 @@ from gguf_itq3s.evaluate.engine import ABOVE, Evaluation, Settings, Text, chosen
 from gguf_itq3s.evaluate.rows import FISHER, IMATRIX, LAYERWISE, Row, converted, quantized
 from gguf_itq3s.evaluate.tools import Tools
 from scripts.eval import decode, models
+from scripts.eval.shuffle import shuffle
 
 # After the package, which sees to it that gguf-py is the one of the llama.cpp source.
 # isort: split
@@ -160,11 +162,15 @@ def prepare(asked: str, cache: Path) -> tuple[str, str, Path, Path]:
     Raises:
         UserError: there is no such model, or it cannot be had.
     """
-    if (known := models.MODELS.get(asked)) is not None:
-        folder = cache / asked / "hf"
+    if (known := models.MODELS.get(plain := asked.removesuffix(models.SHUFFLED))) is not None:
+        folder = cache / plain / "hf"
         if not folder.is_dir():
-            decode.decode(models.fetch(asked, known, cache / asked), folder)
-        return asked, known.title, folder, cache / asked
+            decode.decode(models.fetch(plain, known, cache / plain), folder)
+        if plain == asked:
+            return asked, known.title, folder, cache / asked
+        if not (shuffled := cache / asked / "hf").is_dir():
+            shuffle(folder, shuffled)
+        return asked, f"{known.title}, shuffled", shuffled, cache / asked
     if asked.startswith("hf:"):
         folder, title = download(asked.removeprefix("hf:")), asked.removeprefix("hf:").partition("@")[0]
     else:
@@ -275,7 +281,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "model", nargs="?", default=models.FIRST,
-        help=f"{', '.join(models.MODELS)}, a Hugging Face folder, or hf:organisation/name (default: %(default)s)",
+        help=f"{', '.join(models.MODELS)} or one of them with {models.SHUFFLED}, a Hugging Face folder, or "
+        "hf:organisation/name (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--rows", nargs="+", default=[], metavar="KEY", help="only these rows; wildcards are allowed")
     parser.add_argument("--list-rows", action="store_true", help="print the keys of all rows and stop")

@@ -13,9 +13,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from gguf_itq3s.base.errors import UserError
 from scripts.eval import decode, models, real
+from tests.support.checkpoints import ARCHITECTURES, SIZES, save_model
 
 PIECES = (b"the first piece, ", b"the second piece")
 
@@ -165,6 +168,41 @@ def test_a_decoded_model_is_compared_with_what_was_published(tmp_path: Path) -> 
     deeper = write_gguf(tmp_path / "deeper.gguf", gguf.GGMLQuantizationType.F16, layers=3)
     with pytest.raises(UserError, match=r"has 3 for llama\.block_count, q8\.gguf 2"):
         decode.check(published, deeper)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
+def test_a_shuffled_model_is_the_same_function(name: str, tokenizer: Path, tmp_path: Path) -> None:
+    """With biases and without, heads that share values, matrices that are tied."""
+    kind, changes = ARCHITECTURES[name]
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**SIZES | changes, dtype=torch.float32)
+    )
+    draws = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=draws).mul(0.1).half().float()
+    save_model(model, tmp_path / "hf", tokenizer)
+    real.shuffle(tmp_path / "hf", tmp_path / "shuffled")
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shuffled", dtype=torch.float32)
+    tokens = torch.arange(64)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(other(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    moved = dict(other.named_parameters())
+    for key, parameter in model.named_parameters():
+        if key.endswith(("up_proj.weight", "o_proj.weight", "embed_tokens.weight")):
+            assert (parameter.data != moved[key].data).float().mean() > 0.9
+            assert torch.equal(*(found.data.flatten().sort().values for found in (parameter, moved[key])))
+
+
+def test_a_model_that_cannot_be_shuffled(tokenizer: Path, tmp_path: Path) -> None:
+    """One of other parts, and one that has norms more than are known."""
+    for kind, match in (("GPT2Config", "has no attribute"), ("Gemma2Config", "logits differ by")):
+        model: Any = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter)
+        with pytest.raises(UserError, match=f"cannot be shuffled .*{match}"):
+            real.shuffle(save_model(model, tmp_path / kind, tokenizer), tmp_path / "shuffled")
+    assert not (tmp_path / "shuffled").exists()
 
 
 # ---------------------------------------------------------------------------------------------- texts, rows and pages
