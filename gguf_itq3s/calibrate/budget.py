@@ -33,7 +33,7 @@ from ..rounding.allocation import Candidates
 from ..rounding.encode import Encoder
 from ..rounding.factors import HessianFactors, Statistics
 from . import ends, store
-from .finished import SCORES, STATISTICS
+from .finished import HELD, SCORES, STATISTICS
 from .options import FULL_COLUMNS
 from .ranks import ALONE, Ranks
 from .run import Sequential
@@ -232,7 +232,7 @@ def choose(budget: Budget, factors: HessianFactors, calibration: Path | None, me
         UserError: weights or statistics cannot be used.
     """
     found = ends.read(calibration) if calibration else None
-    scores = Scores(budget.checkpoint, factors, budget.encoder, found, None)
+    scores = Scores(budget.checkpoint, factors, None, budget.encoder, found, None)
     return budget.plan(_scored(budget, scores, {}, lambda *_: None, messages))
 
 
@@ -240,8 +240,8 @@ def choose_layerwise(
     budget: Budget, sequential: Sequential, factors_of: Callable[[Statistics], HessianFactors], work: Path,
     fingerprint: str,
 ) -> Plan:  # fmt: skip
-    """Choose types before a model is quantized layer by layer: its statistics are collected, and with ``--fisher`` the
-    gradients.
+    """Choose types before a model is quantized layer by layer: its statistics are collected, those of the windows held
+    out apart, and with ``--fisher`` the gradients.
 
     Args:
         sequential: what will quantize.
@@ -252,21 +252,30 @@ def choose_layerwise(
         UserError: model, text or folder cannot be used.
         KeyboardInterrupt: interrupted; the same run goes on where it was.
     """
-    folder, ranks = work / STATISTICS, sequential.ranks
+    folder, held, ranks = work / STATISTICS, work / HELD, sequential.ranks
     try:
         journal = Journal(work / SCORES, fingerprint)
-        done = _resume(journal, folder) if ranks.first else {}
+        done = _resume(journal, folder, held) if ranks.first else {}
         ranks.barrier()
         # One Hessian at a time may be wide in memory; all of them together are files.
-        calibrate(replace(sequential.calibration, widest=FULL_COLUMNS), folder, sequential.messages, ranks)
+        options = replace(sequential.calibration, widest=FULL_COLUMNS)
+        calibrate(options, folder, sequential.messages, ranks, held=False)
+        calibrate(options, held, sequential.messages, ranks, held=True)
         gradients = sequential.collect_fisher(work)
         # Ranks that do not see the first one's files leave the scores to it.
         sees = ranks.all((folder / store.MANIFEST).exists() and (gradients is None or gradients.present))
         scores = None
         if sees or ranks.first:
-            factors = factors_of(store.open_calibration(folder, budget.checkpoint.files))
             rows = None if gradients is None else RowWeights(sequential.model, gradients, sequential.source)
-            scores = Scores(budget.checkpoint, factors, budget.encoder, ends.read(folder), rows)
+            factors, judges = (
+                factors_of(store.open_calibration(path, budget.checkpoint.files)) if (path / store.MANIFEST).exists()
+                else None for path in (folder, held)
+            )  # fmt: skip
+            known, other = ends.read(folder), ends.read(held)
+            if known is not None and other is not None:
+                known = replace(known, output=other.output)
+            assert factors is not None
+            scores = Scores(budget.checkpoint, factors, judges, budget.encoder, known, rows)
 
         def note(name: str, score: Score) -> None:
             if ranks.first:
@@ -313,11 +322,12 @@ def _scored(
     return {tensor.name: result[tensor.name] for tensor in budget.tensors}
 
 
-def _resume(journal: Journal, statistics: Path) -> dict[str, Score]:
+def _resume(journal: Journal, *statistics: Path) -> dict[str, Score]:
     """The scores that an interrupted run of the same kind has left."""
     records = journal.records()
     if records is None:
-        shutil.rmtree(statistics, ignore_errors=True)
+        for folder in statistics:
+            shutil.rmtree(folder, ignore_errors=True)
         journal.path.parent.mkdir(parents=True, exist_ok=True)
     journal.begin(len(records or ()))
     return {

@@ -21,8 +21,8 @@ from ..rounding.encode import SquaredError
 from .ranks import Ranks, is_own, keep_own, own_folder
 
 #: In the folder of work: output Fisher matrices, and what chose the types, which outlast a change of types.
-FISHER, STATISTICS, SCORES = "fisher", "statistics", "scores.jsonl"
-_SHARED: Final = (FISHER, STATISTICS, SCORES)
+FISHER, STATISTICS, HELD, SCORES = "fisher", "statistics", "held", "scores.jsonl"
+_SHARED: Final = (FISHER, STATISTICS, HELD, SCORES)
 #: The activations of the original model and of the quantized one.
 STREAMS: Final = ("original", "quantized")
 

@@ -57,7 +57,7 @@ def share(windows: int, batch: int, ranks: Ranks) -> Share:
     """The windows of this rank: neighbours, as many of those held out as evens out the others."""
     if ranks.alone:
         return Share(np.arange(windows), split(windows, batch))
-    train, held = (np.concatenate(part) if part else np.arange(0) for part in _parts(windows, windows))
+    train, held = parts(windows)
     own = train[ranks.part(len(train))]
     own_held = held[ranks.parts(len(held))[ranks.size - 1 - ranks.rank]]
     numbers = np.sort(np.concatenate([own, own_held]))
@@ -68,6 +68,12 @@ def share(windows: int, batch: int, ranks: Ranks) -> Share:
 def split(windows: int, batch: int) -> Batches:
     """Hold out a tenth of the windows, spread evenly, one (not of a single one) to :data:`HELD_WINDOWS`."""
     return Batches(*_parts(windows, batch))
+
+
+def parts(windows: int) -> tuple[Batch, Batch]:
+    """The numbers of the windows that statistics are taken from, and of those that :func:`split` holds out."""
+    train, held = (np.sort(np.concatenate(part)) if part else np.arange(0) for part in _parts(windows, windows))
+    return train, held
 
 
 def _parts(windows: int, batch: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:

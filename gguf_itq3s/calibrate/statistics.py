@@ -33,7 +33,7 @@ from .layers import LayeredModel, quick_products
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks, keep_own, leave_own, of_all, own_batch
-from .shares import Batch
+from .shares import Batch, parts
 from .store import MANIFEST, Entry, Manifest, model_hash, read_manifest
 from .text import windows
 
@@ -44,14 +44,19 @@ _ACTIVATIONS: Final = "activations"
 
 
 @quick_products()
-def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = None, ranks: Ranks = ALONE) -> Manifest:
+def calibrate(
+    options: CalibrationOptions, out: Path, messages: TextIO | None = None, ranks: Ranks = ALONE, *, held: bool | None =
+    None,
+) -> Manifest:  # fmt: skip
     """Run the model and write the statistics.
 
     Args:
         messages: where progress goes; None for stderr.
+        held: whether the windows are those that a calibration layer by layer holds out, or the others; None for all.
 
     Returns:
-        The manifest of the finished folder; on a rank that does not write, without its entries.
+        The manifest of the finished folder; on a rank that does not write, without its entries. Of fewer windows held
+        out than there are processes nothing is written.
 
     Raises:
         UserError: the model, the text or the folder cannot be used.
@@ -65,7 +70,9 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
         raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
     model = LayeredModel(options, checkpoint, ranks)
     inputs = windows(options, model.context, messages)
-    if len(inputs) < ranks.size:
+    if held is not None:
+        inputs = inputs[parts(len(inputs))[held]]
+    if len(inputs) < ranks.size and not held:
         what = f"cannot be calibrated by {ranks.size} processes with {len(inputs)} windows of text"
         raise of_all(UserError(options.model, what, "give more --tokens, or start fewer"))
     manifest = Manifest(
@@ -76,6 +83,8 @@ def calibrate(options: CalibrationOptions, out: Path, messages: TextIO | None = 
         options={"context": int(inputs.shape[1]), "hessian": options.hessian or "auto", **model.form},
         code=sources(),
     )
+    if len(inputs) < ranks.size:
+        return manifest
     ranks.agree(
         out, checkpoint=manifest.model, text=manifest.text,
         options=repr((manifest.options, options.batch, options.widest)),

@@ -42,8 +42,8 @@ def shuffle(source: Path, folder: Path) -> None:
         except AttributeError as error:
             raise _other(source, str(error)) from error
         after = model(tokens).logits
-    if (error := float((after - before).abs().max() / before.abs().max())) > _TOLERANCE:
-        raise _other(source, f"logits differ by {error:.1e} of the largest")
+    if (apart := float((after - before).abs().max() / before.abs().max())) > _TOLERANCE:
+        raise _other(source, f"logits differ by {apart:.1e} of the largest")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch, folder.name)

@@ -23,6 +23,7 @@ from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint.source import SourceTensor
 from gguf_itq3s.cli import convert_main
+from gguf_itq3s.codec.family import DEFAULT
 from gguf_itq3s.codec.transform import BLOCK
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
@@ -236,12 +237,35 @@ def test_an_interrupted_choice_goes_on(
         quietly(uneven("llama"), out, **asked)
     work = tmp_path / "broken.gguf.calibrating"
     stamps = {path: path.stat().st_mtime_ns for path in work.glob("*/*.safetensors")}
-    assert len(stamps) == 7  # two layers and the ends; two layers and both ends
-    monkeypatch.setattr(budget, "calibrate", lambda _, out, *_again: _unchanged(out, stamps))
+    assert len(stamps) == 10  # two layers and the ends, and of the tokens held out; two layers and both ends
+    monkeypatch.setattr(budget, "calibrate", lambda _, out, *_again, held: _unchanged(out, stamps))
     quietly(uneven("llama"), out, **asked)
     assert len(scored) == len(set(scored)) + 1
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"whole.gguf", "broken.gguf"}
+
+
+def test_costs_are_of_tokens_that_no_rounding_knows(
+    uneven: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On those that it knows a matrix costs less, the more so the fewer they are."""
+    costs: list[list[tuple[float, ...]]] = []
+
+    def both(checkpoint: Any, factors: Any, judges: Any, *rest: Any) -> Scores:
+        assert (factors.source.path.name, judges.source.path.name) == ("statistics", "held")
+        tokens = [of.source.tokens("blk.0.ffn_up.weight", None) for of in (factors, judges)]
+        assert tokens == [9 * 64, 64]  # a window of ten
+        tensors = [t for t in checkpoint.tensors if t.name.startswith("blk.") and len(t.shape) > 1]
+        for of in (Scores(checkpoint, factors, judges, *rest), Scores(checkpoint, factors, None, *rest)):
+            found = [of.of(tensor, [DEFAULT.type]) for tensor in tensors]
+            costs.append([(*score.relative, *(score.fisher or ())) for score in found])
+        return Scores(checkpoint, factors, judges, *rest)
+
+    monkeypatch.setattr(budget, "Scores", both)
+    asked: dict[str, Any] = {"calibrate": (NOVEL,), "fisher": True, "target_bpw": 4.5, "dry_run": True, **SMALL}
+    quietly(uneven("llama"), tmp_path / "x.gguf", **asked)
+    held, known = (np.sum(found, axis=0) for found in costs)
+    assert held.shape == (2,) and (held > 1.2 * known).all()
 
 
 def _unchanged(folder: Path, stamps: dict[Path, int]) -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch
 import transformers
 
+from checkpoints import ARCHITECTURES, SIZES, save_model
 from gguf_itq3s.base.errors import UserError
 from scripts.eval import decode, models, real
-from tests.support.checkpoints import ARCHITECTURES, SIZES, save_model
+from scripts.eval.shuffle import shuffle
 
 PIECES = (b"the first piece, ", b"the second piece")
 
@@ -181,7 +182,7 @@ def test_a_shuffled_model_is_the_same_function(name: str, tokenizer: Path, tmp_p
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draws).mul(0.1).half().float()
     save_model(model, tmp_path / "hf", tokenizer)
-    real.shuffle(tmp_path / "hf", tmp_path / "shuffled")
+    shuffle(tmp_path / "hf", tmp_path / "shuffled")
     other: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shuffled", dtype=torch.float32)
     tokens = torch.arange(64)[None]
     with torch.inference_mode():
@@ -201,7 +202,7 @@ def test_a_model_that_cannot_be_shuffled(tokenizer: Path, tmp_path: Path) -> Non
             if "norm" in name:
                 torch.nn.init.normal_(parameter)
         with pytest.raises(UserError, match=f"cannot be shuffled .*{match}"):
-            real.shuffle(save_model(model, tmp_path / kind, tokenizer), tmp_path / "shuffled")
+            shuffle(save_model(model, tmp_path / kind, tokenizer), tmp_path / "shuffled")
     assert not (tmp_path / "shuffled").exists()
 
 
