@@ -231,6 +231,8 @@ def mix(name: str, columns: int, target: Type, model: Model) -> Type:
     if name.endswith(_STEPS):
         return Type.Q8_0
     found = _mix_2_bits(name, model) if follows == LlamaFileType.MOSTLY_IQ2_XXS else _mix_3_bits(name, model)
+    if _ATTN_V[-1] in name and model.gqa > 1 and found != Type.Q8_0:
+        return row.values
     return target if found is None else row.in_mix.get(found, found)
 
 

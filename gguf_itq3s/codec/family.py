@@ -62,6 +62,7 @@ class TrellisType:
         fallback: the type in its place where a row is not whole blocks.
         follows: the file type whose mix llama-quantize makes.
         in_mix: types of that mix, and what takes their place.
+        values: type of the values' matrix where query heads share its heads: it costs most for a weight.
     """
 
     format: Format
@@ -70,6 +71,7 @@ class TrellisType:
     fallback: Type
     follows: LlamaFileType
     in_mix: Mapping[Type, Type]
+    values: Type
 
     @property
     def name(self) -> str:
@@ -88,28 +90,28 @@ class TrellisType:
 
 
 def _row(
-    fmt: Format, number: int, follows: LlamaFileType, in_mix: Mapping[Type, Type] | None = None,
-    fallback: Type = Type.IQ4_NL,
+    fmt: Format, number: int, follows: LlamaFileType, in_mix: Mapping[Type, Type], values: Type, fallback: Type =
+    Type.IQ4_NL,
 ) -> TrellisType:  # fmt: skip
     """A row, with its members in the enums of gguf-py."""
     qtype = add_member(gguf.GGMLQuantizationType, fmt.name, number)
     file_type = add_member(gguf.LlamaFileType, f"MOSTLY_{fmt.name}", number)
     gguf.GGML_QUANT_SIZES[qtype] = (fmt.block, fmt.block_bytes)
-    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix or {})
+    return TrellisType(fmt, qtype, file_type, fallback, follows, in_mix, values)
 
 
 # Rows that are no multiple of 256 are in blocks of 64 where these divide them, by the mix of the longer type. What a
 # mix has in Q4_K is in four bits of ours, of less error in 4.06 bits than in 4.5, and one size up where those are the
 # rule.
 _IQ2_XXS, _IQ3_S = LlamaFileType.MOSTLY_IQ2_XXS, LlamaFileType.MOSTLY_IQ3_S
-_ITQ4_N: Final = _row(ITQ4_N_FORMAT, 517, _IQ3_S, {Type.Q4_K: Type.Q5_K})
-_ITQ4_S: Final = _row(ITQ4_S_FORMAT, 516, _IQ3_S, {Type.Q4_K: Type.Q5_K}, _ITQ4_N.type)
-_ITQ3_N: Final = _row(ITQ3_N_FORMAT, 513, _IQ3_S, {Type.Q4_K: _ITQ4_N.type})
-_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 510, _IQ3_S, {Type.Q4_K: _ITQ4_S.type}, _ITQ3_N.type)
-_ITQ2_N: Final = _row(ITQ2_N_FORMAT, 514, _IQ2_XXS, {Type.Q2_K: _ITQ3_N.type, Type.Q4_K: _ITQ4_N.type})
-_ITQ2_S: Final = _row(
-    ITQ2_S_FORMAT, 512, _IQ2_XXS, {Type.Q2_K: _ITQ3_S.type, Type.Q4_K: _ITQ4_S.type}, _ITQ2_N.type
-)  # fmt: skip
+_ITQ4_N: Final = _row(ITQ4_N_FORMAT, 517, _IQ3_S, {Type.Q4_K: Type.Q5_K}, Type.Q6_K)
+_ITQ4_S: Final = _row(ITQ4_S_FORMAT, 516, _IQ3_S, {Type.Q4_K: Type.Q5_K}, Type.Q6_K, _ITQ4_N.type)
+_ITQ3_N: Final = _row(ITQ3_N_FORMAT, 513, _IQ3_S, {Type.Q4_K: _ITQ4_N.type}, Type.Q6_K)
+_ITQ3_S: Final = _row(ITQ3_S_FORMAT, 510, _IQ3_S, {Type.Q4_K: _ITQ4_S.type}, Type.Q6_K, _ITQ3_N.type)
+_IN_2_BITS: Final = {Type.Q2_K: _ITQ3_N.type, Type.Q4_K: _ITQ4_N.type}
+_ITQ2_N: Final = _row(ITQ2_N_FORMAT, 514, _IQ2_XXS, _IN_2_BITS, _ITQ4_N.type)
+_IN_2_BITS_256: Final = {Type.Q2_K: _ITQ3_S.type, Type.Q4_K: _ITQ4_S.type}
+_ITQ2_S: Final = _row(ITQ2_S_FORMAT, 512, _IQ2_XXS, _IN_2_BITS_256, _ITQ4_S.type, _ITQ2_N.type)
 
 #: The types, the first the one that is taken where none is named.
 FAMILY: Final[Mapping[Type, TrellisType]] = {

@@ -29,7 +29,8 @@ def test_c_has_the_same_mixes() -> None:
     listed = re.findall(r"^ +X\((.+)\)", (SOURCES.parent / "llama" / "itq-mix.h").read_text(), re.MULTILINE)
     expected = [
         f'{row.name}, "{row.format.bits_per_weight:g}", {row.follows.name.removeprefix("MOSTLY_")}, '
-        f"{', '.join(row.in_mix.get(t, t).name for t in (Type.Q2_K, Type.Q4_K))}, {row.fallback.name}"
+        f"{', '.join(row.in_mix.get(t, t).name for t in (Type.Q2_K, Type.Q4_K))}, "
+        f"{row.values.name}, {row.fallback.name}"
         for row in FAMILY.values()
     ]
     assert listed == expected and all(set(row.in_mix) <= {Type.Q2_K, Type.Q4_K} for row in FAMILY.values())
