@@ -38,8 +38,13 @@ ITQ_INLINE int third_bit(int length, int k) {
     return 8 * (k / (length / 4)) + (k / (length / 32) % 8 ^ 1);
 }
 
+// A third bit inverts the others in a panel.
+static uint32_t mirrored(uint32_t symbol) {
+    return symbol ^ 3 * (symbol >> 2);
+}
+
 ITQ_INLINE void put_symbol(int bits, int length, uint32_t (*qs)[ROWS], int r, int k, uint32_t symbol) {
-    qs[symbol_word(bits, length, k)][r] |= (symbol & 3) << symbol_bit(bits, length, k);
+    qs[symbol_word(bits, length, k)][r] |= (mirrored(symbol) & 3) << symbol_bit(bits, length, k);
     if (bits == 3) {
         qs[third_word(length, k)][r] |= symbol >> 2 << third_bit(length, k);
     }
@@ -47,7 +52,7 @@ ITQ_INLINE void put_symbol(int bits, int length, uint32_t (*qs)[ROWS], int r, in
 
 ITQ_INLINE uint32_t get_symbol(int bits, int length, const uint32_t (*qs)[ROWS], int r, int k) {
     const uint32_t low = qs[symbol_word(bits, length, k)][r] >> symbol_bit(bits, length, k) & (bits == 1 ? 1 : 3);
-    return bits < 3 ? low : low | (qs[third_word(length, k)][r] >> third_bit(length, k) & 1) << 2;
+    return bits < 3 ? low : mirrored(low | (qs[third_word(length, k)][r] >> third_bit(length, k) & 1) << 2);
 }
 
 // To the place that it has in a file.

@@ -25,7 +25,8 @@
 // n/4*j + T*g + t, so that the selector before is the same bit of sel[t - 1], or of sel[T - 1] a bit lower. Start states stay in
 // the scales. Symbols lie so that masks merge them with the subsets to nibbles, two in a byte, without a shift:
 // - two bits: the symbol of p = 2*T*a + T*h + t is in bits 2*(a ^ 1) of qs[2*t + h];
-// - a third bit: that of p = T*g + t is bit g ^ 1 of the bytes of qs[2*T + t];
+// - a third bit: that of p = T*g + t is bit g ^ 1 of the bytes of qs[2*T + t]; where it is set, the two bits are stored
+//   inverted. With c0, c1 and c2 inverted too, what is looked up is a magnitude, and the third bit its sign;
 // - one bit: that of p = T*g + t is bit g ^ 3 of the bytes of qs[t].
 //
 // Of the weights g = 0 .. 7 of a step t, nibbles i = 0 .. 3 are those of g = i in the lower half and of g = i + 4 in the upper
@@ -46,7 +47,8 @@
      ((nibble) >> ((i) < 2 ? 0 : 2) & 3))
 #define ITQ_INDEX_2(nibble, i, c2, q2) \
     (8 * ((nibble) >> ((i) < 2 ? 2 : 0) & 3) + 4 * (c2) + ((nibble) >> ((i) < 2 ? 0 : 2) & 3))
-#define ITQ_INDEX_3(nibble, i, c2, q2) (ITQ_INDEX_2(nibble, i, c2, q2) + 32 * (q2))
+// 32 * q2, and q0 and q1 as they were before q2 inverted them
+#define ITQ_INDEX_3(nibble, i, c2, q2) (ITQ_INDEX_2(nibble, i, c2, q2) ^ 56 * (q2))
 
 // Levels plus 64 by nibble i, where the rest of the index, 2*q2 + c2, is given.
 ITQ_INLINE void itq_level_table(int bits, const int8_t * levels, int i, int rest, uint8_t table[16]) {

@@ -83,6 +83,9 @@ static inline void split_symbols_3(const uint8_t qs[24], uint32_t words[6]) {
                 }                                                                                            \
                 scales->d[r] = x->d;                                                                         \
             }                                                                                                \
+            if ((bits) == 3) {                                                                               \
+                itq_mirror_symbols(2, codes->qs);                                                            \
+            }                                                                                                \
         }                                                                                                    \
     }
 ITQ_TYPES_64(ITQ_REPACK_64)

@@ -817,6 +817,9 @@ static inline void repack_symbols(const struct row_reader * readers, int64_t b, 
                         repack_plane(readers, b, QK_ITQ / 4, 1, i, codes->qs + 16);                        \
                     }                                                                                      \
                 }                                                                                          \
+                if ((bits) == 3) {                                                                         \
+                    itq_mirror_symbols(8, codes->qs);                                                      \
+                }                                                                                          \
                 for (int r = 0; r < ITQ_PANEL_ROWS; ++r) {                                                 \
                     const block_##name * x = block_at(&readers[r], b);                                     \
                     scales->d[r]           = x->d;                                                         \

@@ -220,7 +220,7 @@ static inline __m256i itq_load_256(const uint8_t * p) {
 // Indices of a block by nibbles, two in a byte: at[m] of weights m and m + 128, at[64 + m] of m + 64 and m + 192, m < 64. From
 // bit 0 on a nibble has c0 c1 q0 q1; of one symbol bit it has two symbols, that of weight m and of the one 32 further, the
 // first of which is that of weights with m % 64 < 32, the second that of the others. c2 and q2 are planes: bit g of byte m of
-// weight m + 32*g.
+// weight m + 32*g. Where q2 is set, all others are inverted.
 typedef struct {
     _Alignas(32) uint8_t at[QK_ITQ / 2];
     __m256i c2;
@@ -238,13 +238,21 @@ ITQ_INLINE void itq_make_indices(const int bits, const uint8_t * columns, const 
     const __m256i c0         = _mm256_xor_si256(itq_load_256(s - 2), s4);
     const __m256i t          = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
     // c0 and c1 beside each other, of the even and of the odd g
-    const __m256i subsets[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
+    __m256i       subsets[2] = { _mm256_xor_si256(c0, _mm256_add_epi8(t, t)), _mm256_xor_si256(c1, t) };
     to->c2                   = _mm256_xor_si256(_mm256_xor_si256(itq_load_256(s), itq_load_256(s - 6)), s5);
     if (bits == 3) {
         to->q2 = itq_load_256(third + 16);
+        to->c2 = _mm256_xor_si256(to->c2, to->q2);
     }
     for (int h = 0; h < 2; ++h) {
-        const __m256i q = bits == 1 ? itq_load_256(qs + 16) : itq_load_256(qs + 32 * h);
+        __m256i q = bits == 1 ? itq_load_256(qs + 16) : itq_load_256(qs + 32 * h);
+        if (bits == 3) {  // bit 2*f + h to both bits of field f
+            const __m256i one =
+                _mm256_and_si256(h == 0 ? to->q2 : _mm256_srli_epi16(to->q2, 1), _mm256_set1_epi8(0x55));
+            const __m256i both = _mm256_or_si256(one, _mm256_add_epi8(one, one));
+            subsets[h]         = _mm256_xor_si256(subsets[h], both);
+            q                  = _mm256_xor_si256(q, both);
+        }
         const __m256i u =
             _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(subsets[h], 2), q), _mm256_set1_epi8(0x33));
         _mm256_store_si256((__m256i *) (to->at + 32 * h), _mm256_xor_si256(subsets[h], _mm256_slli_epi16(u, 2)));
@@ -252,35 +260,34 @@ ITQ_INLINE void itq_make_indices(const int bits, const uint8_t * columns, const 
     }
 }
 
-// Levels plus 64 by a nibble with the symbols of weight m % 64 < 32 (h = 0) or of the others, of one c2 and q2.
-ITQ_INLINE __m256i itq_nibble_levels(const int bits, const int8_t * levels, const int h, const int c2, const int q2) {
-    const __m128i a = _mm_loadu_si128((const __m128i *) levels + 2 * q2);
+// Levels by a nibble with the symbols of weight m % 64 < 32 (h = 0) or of the others, of one c2; plus 64, but of symbols of
+// three bits, where they are those whose q2 is not set.
+ITQ_INLINE __m256i itq_nibble_levels(const int bits, const int8_t * levels, const int h, const int c2) {
+    const __m128i a = _mm_loadu_si128((const __m128i *) levels);
     __m128i       table;  // four levels of each symbol
     if (bits == 1) {
         table = h == 0 ? (c2 ? _mm_shuffle_epi32(a, 0xDD) : _mm_shuffle_epi32(a, 0x88))
                        : (c2 ? _mm_shuffle_epi32(a, 0xF5) : _mm_shuffle_epi32(a, 0xA0));
     } else {
-        const __m128 b = _mm_castsi128_ps(_mm_loadu_si128((const __m128i *) levels + 2 * q2 + 1));
+        const __m128 b = _mm_castsi128_ps(_mm_loadu_si128((const __m128i *) levels + 1));
         const __m128 f = _mm_castsi128_ps(a);
         table          = _mm_castps_si128(c2 ? _mm_shuffle_ps(f, b, 0xDD) : _mm_shuffle_ps(f, b, 0x88));
     }
-    return _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(64)));
+    return _mm256_broadcastsi128_si256(bits == 3 ? table : _mm_add_epi8(table, _mm_set1_epi8(64)));
 }
 
 // Levels plus 64 of 32 weights by their indices: g says which bit of c2 and q2.
 ITQ_INLINE __m256i itq_look_up(const int bits, const int8_t * levels, const itq_indices * from, __m256i nibbles,
                                const int g) {
-    const __m256i c2  = _mm256_slli_epi16(from->c2, 7 - g);
-    const int     h   = g % 2;
-    const __m256i two = _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 0), nibbles),
-                                           _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 0), nibbles), c2);
+    const __m256i c2    = _mm256_slli_epi16(from->c2, 7 - g);
+    const int     h     = g % 2;
+    const __m256i found = _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0), nibbles),
+                                             _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1), nibbles), c2);
     if (bits < 3) {
-        return two;
+        return found;
     }
-    const __m256i upper =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 0, 1), nibbles),
-                           _mm256_shuffle_epi8(itq_nibble_levels(bits, levels, h, 1, 1), nibbles), c2);
-    return _mm256_blendv_epi8(two, upper, _mm256_slli_epi16(from->q2, 7 - g));
+    const __m256i q2 = _mm256_or_si256(_mm256_slli_epi16(from->q2, 7 - g), _mm256_set1_epi8(1));  // never 0
+    return _mm256_add_epi8(_mm256_sign_epi8(found, q2), _mm256_set1_epi8(64));
 }
 
 // Of weights m .. m + 31 and m + 128 .. m + 159 of a block, m = 0, 32, 64, 96.

@@ -72,6 +72,16 @@ static inline __m256i start_levels(int32_t sum) {
     return _mm256_set1_epi32(-64 * sum);  // takes the offset of the levels back
 }
 
+// Sums of the products of magnitudes of levels and activations in two places: 16 bits hold four, 4 * 61 * 127 < 2^15.
+static inline __m256i dot_magnitudes(__m256i acc, __m256i a, __m256i of_a, __m256i b, __m256i of_b) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(acc, a, of_a), b, of_b);
+#else
+    const __m256i four = _mm256_add_epi16(_mm256_maddubs_epi16(a, of_a), _mm256_maddubs_epi16(b, of_b));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(four, _mm256_set1_epi16(1)));
+#endif
+}
+
 // Operands of all places of a block, unsigned bytes.
 typedef struct {
     _Alignas(64) uint8_t operands[PLACES][2][32];
@@ -152,18 +162,20 @@ static inline __m256i sum_chains(const __m256i acc[CHAINS]) {
 // trellis types: codes to indices, two in a byte, and indices to levels
 //
 
-// Levels plus 64 by nibble i (itq-gemm.h) and what an index has besides, 2*q2 + c2.
+// Levels plus 64 by c2 and nibble i (itq-gemm.h). Symbols of three bits have magnitudes: of the levels below zero, whose
+// third bit, q2, is not set.
 struct level_tables {
-    __m256i by_rest[4][4];
+    __m256i by_c2[2][4];
 };
 
 ITQ_INLINE struct level_tables load_level_tables(const int bits, const int8_t * levels) {
     struct level_tables tables;
-    for (int rest = 0; rest < 1 << (bits - 1); ++rest) {
+    for (int c2 = 0; c2 < (bits == 1 ? 1 : 2); ++c2) {
         for (int i = 0; i < 4; ++i) {
             uint8_t table[16];
-            itq_level_table(bits, levels, i, rest, table);
-            tables.by_rest[rest][i] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) table));
+            itq_level_table(bits, levels, i, c2, table);
+            const __m256i from  = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) table));
+            tables.by_c2[c2][i] = bits == 3 ? _mm256_sub_epi8(_mm256_set1_epi8(64), from) : from;
         }
     }
     return tables;
@@ -191,10 +203,11 @@ ITQ_INLINE void load_selectors(const int words, const uint32_t sel[][ITQ_PANEL_R
 }
 
 // Of half a block: nibbles i of step t, and what an index has besides, moved so that the bits of the upper nibbles are the
-// highest of the bytes: c2 and, of symbols of three bits, q2.
+// highest of the bytes: c2 and, of symbols of three bits, q2 in bytes that are not zero, as psignb takes it.
 struct indices {
     __m256i nibbles[4][8];
-    __m256i rest[2][4][8];
+    __m256i c2[4][8];
+    __m256i q2[4][8];
 };
 
 // Bits of a where bytes of mask have a bit, else of b, in *to_a, and the other way round in *to_b.
@@ -214,10 +227,24 @@ ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t se
     __m256i c0_before = _mm256_xor_si256(selectors.at[SELECTORS_BEFORE - 3], selectors.at[SELECTORS_BEFORE - 5]);
     for (int t = 0; t < words; ++t) {
         const __m256i * s  = selectors.at + SELECTORS_BEFORE + t;
-        const __m256i   c2 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-5]), s[-6]);
-        const __m256i   c1 = _mm256_xor_si256(_mm256_xor_si256(s[-1], s[-4]), c0_before);
-        const __m256i   c0 = _mm256_xor_si256(s[-2], s[-4]);
+        __m256i         c2 = _mm256_xor_si256(_mm256_xor_si256(s[0], s[-5]), s[-6]);
+        __m256i         c1 = _mm256_xor_si256(_mm256_xor_si256(s[-1], s[-4]), c0_before);
+        __m256i         c0 = _mm256_xor_si256(s[-2], s[-4]);
         c0_before          = c0;
+        if (bits == 3) {
+            const __m256i q2      = load_words(qs[2 * words + t], half);
+            const __m256i ordered = exchange_bits_of_bytes(q2, 1, 0x55);
+            const __m256i one     = _mm256_set1_epi8(1);
+
+            c0 = _mm256_xor_si256(c0, ordered);
+            c1 = _mm256_xor_si256(c1, ordered);
+            c2 = _mm256_xor_si256(c2, ordered);
+
+            indices->q2[0][t] = _mm256_or_si256(_mm256_slli_epi16(q2, 2), one);
+            indices->q2[1][t] = _mm256_or_si256(_mm256_slli_epi16(q2, 3), one);
+            indices->q2[2][t] = _mm256_or_si256(q2, one);
+            indices->q2[3][t] = _mm256_or_si256(_mm256_add_epi8(q2, q2), one);
+        }
 
         // c0 and c1 beside each other, of the even and of the odd g
         const __m256i u    = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(c0, 1), c1), _mm256_set1_epi8(0x55));
@@ -226,10 +253,7 @@ ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t se
 
         __m256i of_even, of_odd;
         if (bits == 1) {
-            const __m256i mask    = _mm256_set1_epi8(0x33);
-            const __m256i swapped = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(c2, mask), 2),
-                                                    _mm256_and_si256(_mm256_srli_epi16(c2, 2), mask));
-            exchange_bits(swapped, load_words(qs[t], half), 0x55, &of_even, &of_odd);
+            exchange_bits(exchange_bits_of_bytes(c2, 2, 0x33), load_words(qs[t], half), 0x55, &of_even, &of_odd);
         } else {
             of_even = load_words(qs[2 * t], half);
             of_odd  = load_words(qs[2 * t + 1], half);
@@ -238,48 +262,35 @@ ITQ_INLINE void make_indices(const int bits, const int length, const uint32_t se
         exchange_bits(odd, of_odd, 0x33, &indices->nibbles[1][t], &indices->nibbles[3][t]);
 
         if (bits > 1) {
-            indices->rest[0][0][t] = _mm256_slli_epi16(c2, 3);
-            indices->rest[0][1][t] = _mm256_slli_epi16(c2, 2);
-            indices->rest[0][2][t] = _mm256_add_epi8(c2, c2);
-            indices->rest[0][3][t] = c2;
-        }
-        if (bits == 3) {  // stored with neighbours exchanged
-            const __m256i q2       = load_words(qs[2 * words + t], half);
-            indices->rest[1][0][t] = _mm256_slli_epi16(q2, 2);
-            indices->rest[1][1][t] = _mm256_slli_epi16(q2, 3);
-            indices->rest[1][2][t] = q2;
-            indices->rest[1][3][t] = _mm256_add_epi8(q2, q2);
+            indices->c2[0][t] = _mm256_slli_epi16(c2, 3);
+            indices->c2[1][t] = _mm256_slli_epi16(c2, 2);
+            indices->c2[2][t] = _mm256_add_epi8(c2, c2);
+            indices->c2[3][t] = c2;
         }
     }
 }
 
-// Levels plus 64 by indices in lower nibbles, 0 above; c2 and q2 are the highest bits of bytes.
-ITQ_INLINE __m256i look_up(const int bits, const struct level_tables * tables, const int i, __m256i nibbles, __m256i c2,
-                           __m256i q2) {
-    const __m256i levels = _mm256_shuffle_epi8(tables->by_rest[0][i], nibbles);
-    if (bits == 1) {
-        return levels;
-    }
-    const __m256i of_2 = _mm256_blendv_epi8(levels, _mm256_shuffle_epi8(tables->by_rest[1][i], nibbles), c2);
-    if (bits == 2) {
-        return of_2;
-    }
-    return _mm256_blendv_epi8(of_2,
-                              _mm256_blendv_epi8(_mm256_shuffle_epi8(tables->by_rest[2][i], nibbles),
-                                                 _mm256_shuffle_epi8(tables->by_rest[3][i], nibbles), c2),
-                              q2);
+// Levels plus 64, or magnitudes, by indices in lower nibbles, 0 above; c2 is the highest bit of bytes.
+ITQ_INLINE __m256i look_up(const int bits, const struct level_tables * tables, const int i, __m256i nibbles,
+                           __m256i c2) {
+    const __m256i found = _mm256_shuffle_epi8(tables->by_c2[0][i], nibbles);
+    return bits == 1 ? found : _mm256_blendv_epi8(found, _mm256_shuffle_epi8(tables->by_c2[1][i], nibbles), c2);
 }
 
-// Of nibbles i of step t: levels plus 64 of the lower and of the upper ones, half of all places apart.
-ITQ_INLINE void levels_of_nibbles(const int bits, const struct level_tables * tables, const struct indices * indices,
-                                  const int i, const int t, __m256i levels[2]) {
+// Of nibbles i of step t: levels plus 64, or magnitudes, of the lower and of the upper ones, half of all places apart.
+ITQ_INLINE void look_up_nibbles(const int bits, const struct level_tables * tables, const struct indices * indices,
+                                const int i, const int t, __m256i levels[2]) {
     const __m256i low     = _mm256_set1_epi8(0x0F);
     const __m256i nibbles = indices->nibbles[i][t];
-    const __m256i c2      = bits > 1 ? indices->rest[0][i][t] : nibbles;
-    const __m256i q2      = bits > 2 ? indices->rest[1][i][t] : nibbles;
-    levels[0] =
-        look_up(bits, tables, i, _mm256_and_si256(nibbles, low), _mm256_slli_epi16(c2, 4), _mm256_slli_epi16(q2, 4));
-    levels[1] = look_up(bits, tables, i, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low), c2, q2);
+    const __m256i c2      = bits > 1 ? indices->c2[i][t] : nibbles;
+    levels[0]             = look_up(bits, tables, i, _mm256_and_si256(nibbles, low), _mm256_slli_epi16(c2, 4));
+    levels[1]             = look_up(bits, tables, i, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low), c2);
+}
+
+// Signs of the same levels, for psignb: above zero where q2 is not set, so that magnitudes become minus the levels.
+ITQ_INLINE void load_signs(const struct indices * indices, const int i, const int t, __m256i signs[2]) {
+    signs[0] = _mm256_slli_epi16(indices->q2[i][t], 4);
+    signs[1] = indices->q2[i][t];
 }
 
 // Scales of a block and, where there are zero-points, of what they take.
@@ -344,9 +355,20 @@ ITQ_INLINE void multiply_part(const struct indexed_block * block, const struct l
             ITQ_PREFETCH_BYTES(codes + byte);
         }
         __m256i levels[2][2];
-        levels_of_nibbles(bits, tables, &block->halves[0], i, t0 + t, levels[0]);
-        levels_of_nibbles(bits, tables, &block->halves[1], i, t0 + t, levels[1]);
-        for (int c = 0; c < n; ++c) {
+        look_up_nibbles(bits, tables, &block->halves[0], i, t0 + t, levels[0]);
+        look_up_nibbles(bits, tables, &block->halves[1], i, t0 + t, levels[1]);
+        for (int half = 0; half < 2 && bits == 3; ++half) {  // activations take the signs
+            __m256i signs[2];
+            load_signs(&block->halves[half], i, t0 + t, signs);
+            for (int c = 0; c < n; ++c) {
+                const __m256i lower = _mm256_sign_epi8(load_place(q + c * length, t), signs[0]);
+                const __m256i upper = _mm256_sign_epi8(load_place(q + c * length + length / 2, t), signs[1]);
+                __m256i *     sum   = &sums[c][half][t % chains];
+                *sum                = dot_magnitudes(*sum, levels[half][0], lower, levels[half][1], upper);
+                IN_ORDER(*sum);
+            }
+        }
+        for (int c = 0; c < n && bits < 3; ++c) {
             for (int upper = 0; upper < 2; ++upper) {
                 const __m256i four = load_place(q + c * length + length / 2 * upper, t);
                 for (int half = 0; half < 2; ++half) {
@@ -367,7 +389,7 @@ ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struc
     __m256i sums[MAX_TILE][2][2];
     for (int c = 0; c < n; ++c) {
         for (int half = 0; half < 2; ++half) {
-            sums[c][half][0] = start_levels(y->sums[at + c]);
+            sums[c][half][0] = bits == 3 ? _mm256_setzero_si256() : start_levels(y->sums[at + c]);
             sums[c][half][1] = _mm256_setzero_si256();
         }
     }
@@ -385,6 +407,9 @@ ITQ_INLINE void multiply_indexed(const struct indexed_block * block, const struc
     for (int c = 0; c < n; ++c) {
         for (int half = 0; half < 2; ++half) {
             acc[c][half] = chains_of(n) == 1 ? sums[c][half][0] : _mm256_add_epi32(sums[c][half][0], sums[c][half][1]);
+            if (bits == 3) {  // the signs were those of minus the levels
+                acc[c][half] = _mm256_sub_epi32(_mm256_setzero_si256(), acc[c][half]);
+            }
         }
     }
 }
@@ -396,7 +421,14 @@ ITQ_INLINE void decode_indexed(const struct indexed_block * block, const struct 
         for (int t = 0; t < words; ++t) {
             for (int i = 0; i < 4; ++i) {
                 __m256i levels[2];
-                levels_of_nibbles(bits, tables, &block->halves[half], i, t, levels);
+                look_up_nibbles(bits, tables, &block->halves[half], i, t, levels);
+                if (bits == 3) {
+                    const __m256i offset = _mm256_set1_epi8(64);
+                    __m256i       signs[2];
+                    load_signs(&block->halves[half], i, t, signs);
+                    levels[0] = _mm256_sub_epi8(offset, _mm256_sign_epi8(levels[0], signs[0]));
+                    levels[1] = _mm256_sub_epi8(offset, _mm256_sign_epi8(levels[1], signs[1]));
+                }
                 store_place(decoded, words * i + t, half, levels[0]);
                 store_place(decoded, words * (i + 4) + t, half, levels[1]);
             }

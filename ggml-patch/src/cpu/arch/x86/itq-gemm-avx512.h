@@ -860,6 +860,9 @@ static void itq_repack_itq3_s_avx512(const void * rows, size_t row_size, int n_r
                     _mm512_store_si512(codes->qs[PLANE / 4 + t], exchange_512(turned, 1, 0x55));             \
                     _mm512_store_si512(codes->sel[t], q[8 + t]);                                             \
                 }                                                                                            \
+                if ((bits) == 3) {                                                                           \
+                    itq_mirror_symbols(8, codes->qs);                                                        \
+                }                                                                                            \
             }                                                                                                \
         }
 REPACK_TWO_PLANES(itq2_s, 1)

@@ -81,13 +81,16 @@ static inline void repack_plane(const uint8_t * plane, uint32_t (*words)[ITQ_PAN
 }
 
 // Exchange the bits of the bytes that mask selects with those `shift` higher.
-static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift, char mask) {
+ITQ_INLINE __m256i exchange_bits_of_bytes(__m256i x, const int shift, const char mask) {
     const __m256i m = _mm256_set1_epi8(mask);
+    return _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, m), shift),
+                           _mm256_and_si256(_mm256_srli_epi16(x, shift), m));
+}
+
+static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift, char mask) {
     for (int r = 0; r < ITQ_PANEL_ROWS; r += REPACKED_ROWS) {
-        __m256i *     to = (__m256i *) &words[r];
-        const __m256i x  = _mm256_load_si256(to);
-        _mm256_store_si256(to, _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, m), shift),
-                                               _mm256_and_si256(_mm256_srli_epi16(x, shift), m)));
+        __m256i * to = (__m256i *) &words[r];
+        _mm256_store_si256(to, exchange_bits_of_bytes(_mm256_load_si256(to), shift, mask));
     }
 }
 
@@ -118,6 +121,9 @@ static inline void exchange_neighbours(uint32_t words[ITQ_PANEL_ROWS], int shift
                     exchange_neighbours(plane[t], 2, 0x33);                                                 \
                 }                                                                                           \
                 exchange_neighbours(plane[t], 1, 0x55);                                                     \
+            }                                                                                               \
+            if ((bits) == 3) {                                                                              \
+                itq_mirror_symbols(8, codes->qs);                                                           \
             }                                                                                               \
         }                                                                                                   \
     }
