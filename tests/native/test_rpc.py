@@ -56,7 +56,8 @@ def text(model: Path, *options: str) -> tuple[str, str]:
 @pytest.mark.parametrize("outtype", ["itq3_s", "tq2_0"])
 def test_two_servers_write_the_local_text(tmp_path: Path, outtype: str) -> None:
     model = tmp_path / "model.gguf"
-    assert not convert_main([str(llama.MODEL), str(model), "--outtype", outtype])
+    # Upstream's types are repacked on one machine and not by a server, which rounds in another order.
+    assert not convert_main([str(llama.MODEL), str(model), "--outtype", outtype, "--pure"])
     local, _ = text(model, "-ngl", "0")
     assert local.startswith(PROMPT) and len(local) > len(PROMPT) + 48
     with server(tmp_path / "one.txt") as one, server(tmp_path / "two.txt") as two:

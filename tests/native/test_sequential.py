@@ -297,7 +297,7 @@ def test_codes_are_quantized_as_what_they_mean(uneven: Callable[[str], Path], tm
         files.append(tmp_path / f"{folder.name}.gguf")
         quiet(asked(folder, files[-1]))
     coded, floats = map(matrices, files)
-    assert coded == floats and len(coded) == 15
+    assert coded == floats and len(coded) == 13
 
 
 @pytest.mark.parametrize("fisher", [False, True])
