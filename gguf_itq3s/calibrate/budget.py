@@ -267,14 +267,13 @@ def choose_layerwise(
         scores = None
         if sees or ranks.first:
             rows = None if gradients is None else RowWeights(sequential.model, gradients, sequential.source)
-            factors, judges = (
-                factors_of(store.open_calibration(path, budget.checkpoint.files)) if (path / store.MANIFEST).exists()
-                else None for path in (folder, held)
-            )  # fmt: skip
+            files = budget.checkpoint.files
+            factors = factors_of(store.open_calibration(folder, files))
+            there = (held / store.MANIFEST).exists()
+            judges = factors_of(store.open_calibration(held, files)) if there else None
             known, other = ends.read(folder), ends.read(held)
             if known is not None and other is not None:
                 known = replace(known, output=other.output)
-            assert factors is not None
             scores = Scores(budget.checkpoint, factors, judges, budget.encoder, known, rows)
 
         def note(name: str, score: Score) -> None:

@@ -66,21 +66,18 @@ def share(windows: int, batch: int, ranks: Ranks) -> Share:
 
 
 def split(windows: int, batch: int) -> Batches:
-    """Hold out a tenth of the windows, spread evenly, one (not of a single one) to :data:`HELD_WINDOWS`."""
-    return Batches(*_parts(windows, batch))
+    """The windows of a process alone."""
+    train, held = parts(windows)
+    return Batches(_batches(train, batch), _batches(held, batch))
 
 
 def parts(windows: int) -> tuple[Batch, Batch]:
-    """The numbers of the windows that statistics are taken from, and of those that :func:`split` holds out."""
-    train, held = (np.sort(np.concatenate(part)) if part else np.arange(0) for part in _parts(windows, windows))
-    return train, held
-
-
-def _parts(windows: int, batch: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+    """The numbers of the windows that statistics are taken from, and of those that are held out: a tenth, spread
+    evenly, one (not of a single one) to :data:`HELD_WINDOWS`."""
     count = min(windows - 1, max(1, min(windows // 10, HELD_WINDOWS)))
     # From the middle of as many parts of the text.
     held = ((np.arange(count) + 0.5) * windows / count).astype(np.int64) if count else np.zeros(0, dtype=np.int64)
-    return _batches(np.setdiff1d(np.arange(windows), held), batch), _batches(held, batch)
+    return np.setdiff1d(np.arange(windows), held), held
 
 
 def _batches(numbers: Batch, batch: int) -> tuple[Batch, ...]:

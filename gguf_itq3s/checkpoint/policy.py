@@ -73,7 +73,8 @@ _GATES: Final = (
 _STEPS: Final = "ssm_x.weight"
 #: Rows that cost nothing in F16.
 _FEW_ROWS: Final = 64
-_ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
+_VALUES: Final = "attn_v.weight"
+_ATTN_V: Final = ("attn_qkv.weight", "attn_kv_b.weight", _VALUES)
 _ATTN_K: Final = "attn_k.weight"
 _POSITION_AND_TOKEN_TYPE: Final = ("position_embd.weight", "token_types.weight")
 TOKEN_EMBEDDINGS: Final = ("token_embd.weight", "per_layer_token_embd.weight")
@@ -231,7 +232,7 @@ def mix(name: str, columns: int, target: Type, model: Model) -> Type:
     if name.endswith(_STEPS):
         return Type.Q8_0
     found = _mix_2_bits(name, model) if follows == LlamaFileType.MOSTLY_IQ2_XXS else _mix_3_bits(name, model)
-    if _ATTN_V[-1] in name and model.gqa > 1 and found != Type.Q8_0:
+    if _VALUES in name and model.gqa > 1 and found != Type.Q8_0:
         return row.values
     return target if found is None else row.in_mix.get(found, found)
 

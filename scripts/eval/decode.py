@@ -53,6 +53,11 @@ def decode(source: Path, folder: Path) -> None:
         for name in ("quantization_method", "is_quantized", "quantization_config"):
             vars(holder).pop(name, None)
     model.config.architectures = [type(model).__name__]
+    save(model, tokenizer, folder)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder that names no place; it appears when it is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch, folder.name)

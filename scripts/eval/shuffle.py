@@ -9,7 +9,6 @@ spectrum of every matrix stay what they were.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import torch
 import transformers
 
 from gguf_itq3s.base.errors import UserError
+from scripts.eval.decode import save
 
 _SEED: Final = 0
 #: Tokens that the two models are compared on, and how far their logits may lie apart, of the largest.
@@ -44,12 +44,7 @@ def shuffle(source: Path, folder: Path) -> None:
         after = model(tokens).logits
     if (apart := float((after - before).abs().max() / before.abs().max())) > _TOLERANCE:
         raise _other(source, f"logits differ by {apart:.1e} of the largest")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:
-        whole = Path(scratch, folder.name)
-        model.to(torch.float16).save_pretrained(whole, max_shard_size="1GB")
-        transformers.AutoTokenizer.from_pretrained(source).save_pretrained(whole)
-        whole.replace(folder)
+    save(model.to(torch.float16), transformers.AutoTokenizer.from_pretrained(source), folder)
 
 
 def _other(source: Path, reason: str) -> UserError:

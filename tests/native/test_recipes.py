@@ -43,7 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the page supposes it: the build, and a model."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "build").symlink_to(llama.BIN.parent)
-    convert(ConvertOptions.of(llama.MODEL, folder / "model.gguf"), io.StringIO())
+    # Ours alone: products of upstream's types are not the same to the last bit in every build.
+    convert(ConvertOptions.of(llama.MODEL, folder / "model.gguf", pure=True), io.StringIO())
     return folder
 
 
@@ -82,8 +83,7 @@ def test_llama_cpp_python(place: Path, expected: str) -> None:
     assert install == f"CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install {upstream.PACKAGE}=={upstream.VERSION}"
     (place / "recipe.py").write_text(block("llama-cpp-python", "python"))
     said = run(command, place, PYTHONPATH=str(binding.folder()))
-    # Products of Q6_K are not the same to the last bit in every build.
-    assert said.split()[:6] == expected.split()[:6]
+    assert said.strip() == expected
 
 
 def test_transformers(place: Path, expected: str) -> None:
