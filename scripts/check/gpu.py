@@ -3,24 +3,29 @@
 
     gpu.py pack FOLDER                      where the project is built: the patched source, the bundled model, a text
     gpu.py run FOLDER [--backend vulkan]    on the machine with the GPU: build, test, measure, write FOLDER/BACKEND.json
+    gpu.py table RESULTS                    what run has written, as a table
+    gpu.py build FOLDER --architecture 90   where nvcc is and no GPU: what run would build, for another machine's GPU
 
-``run`` needs CMake, a C++ compiler, and nvcc with cuBLAS (of the toolkit or of a Python package), or glslc with the
-headers of Vulkan and SPIR-V; of Python only the standard library. It runs test-backend-ops on all our types against the
-CPU, compares perplexities with the CPU's, times products with test-backend-ops and random models of 8B shapes with
-llama-bench. A program that ended well is not run again, so a check that was broken off goes on where it stopped; its
-output is FOLDER/logs/BACKEND-NAME.log.
+``run`` and ``build`` need CMake, a C++ compiler, and nvcc with cuBLAS (of the toolkit or of a Python package), or glslc
+with the headers of Vulkan and SPIR-V; of Python only the standard library. ``run`` runs test-backend-ops on all our
+types against the CPU, compares perplexities with the CPU's, times products (products.py) and random models of 8B shapes
+with llama-bench. A program that ended well is not run again, so a check that was broken off goes on where it stopped;
+its output is FOLDER/logs/BACKEND-NAME.log.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -33,11 +38,12 @@ from scripts.bench import random_model  # noqa: E402
 #: What of the source is built here.
 PARTS: Final = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "src", "tests", "tools", "vendor")
 BACKENDS: Final = ("blas", "cpu", "cuda", "vulkan")
+OPERATIONS: Final = ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION", "GET_ROWS")
+DEVICES: Final = {"cuda": "CUDA0", "vulkan": "Vulkan0"}
+PRODUCTS: Final = (sys.executable, ROOT / "scripts" / "bench" / "products.py")
 PROGRAMS: Final = ("test-backend-ops", "llama-perplexity", "llama-bench")
 TYPES: Final = ("itq3_s", "itq2_s", "itq4_s", "itq3_n", "itq2_n", "itq4_n", "tq1_0", "tq2_0")
-MEASURED: Final = (*TYPES, "q4_K", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
-#: Rows and length of the timed product, gate and up of a 70B Llama in one, past the L2 cache of any card; its columns.
-ROWS, LENGTH, COLUMNS = 57344, 8192, (1, 4, 8, 16, 64, 128, 512)
+MEASURED: Final = (*TYPES, "q4_K", "iq4_xs", "iq3_s", "q3_K", "q2_K", "iq2_xxs", "f16")
 #: Perplexities may differ from the CPU's by this share.
 TOLERANCE: Final = 0.002
 
@@ -71,10 +77,12 @@ def pack(folder: Path) -> None:
 class Run:
     """The programs of a check and what came of them: FOLDER/BACKEND.json."""
 
-    def __init__(self, folder: Path, backend: str) -> None:
+    def __init__(self, folder: Path, backend: str, architecture: str = "native") -> None:
         self.folder, self.backend, self.path = folder, backend, folder / f"{backend}.json"
-        self.build, self.device = folder / f"build-{backend}", "CUDA0" if backend == "cuda" else "Vulkan0"
+        self.architecture = architecture
+        self.build, self.device = folder / f"build-{backend}", DEVICES[backend]
         self.results: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.lock = threading.Lock()
         (folder / "logs").mkdir(exist_ok=True)
 
     def program(self, name: str, command: list[str | Path], **environment: str) -> str:
@@ -90,8 +98,9 @@ class Run:
 
     def note(self, name: str, **found: Any) -> None:
         """Keep what was found of a program."""
-        self.results[name] = self.results.get(name, {}) | found
-        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+        with self.lock:
+            self.results[name] = self.results.get(name, {}) | found
+            self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
     def tool(self, name: str) -> Path:
         return self.build / "bin" / name
@@ -101,9 +110,11 @@ class Run:
         if not (self.folder / "source").exists():
             with tarfile.open(self.folder / "source.tar.xz") as archive:
                 archive.extractall(self.folder, filter="data")
-        options = ["-DLLAMA_BUILD_TESTS=ON", "-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF"]
+        options = ["-DLLAMA_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF"]
+        options += ["-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON"]
+        options += [f"-DGGML_NATIVE={'ON' if self.architecture == 'native' else 'OFF'}"]
         options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("EXAMPLES", "SERVER", "APP", "UI")]
-        options += cuda_options(self.folder) if self.backend == "cuda" else ["-DGGML_VULKAN=ON"]
+        options += cuda_options(self.folder, self.architecture) if self.backend == "cuda" else ["-DGGML_VULKAN=ON"]
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
         self.program("configure", ["cmake", *ninja, "-S", self.folder / "source", "-B", self.build, *options])
         jobs = str(os.cpu_count() or 1)
@@ -120,10 +131,6 @@ class Run:
             "-p",
             f"type(_a)?=({'|'.join(TYPES)})",
         ]
-        for operation in ("MUL_MAT", "MUL_MAT_ID", "MUL_MAT_VEC_FUSION", "GET_ROWS"):
-            text = self.program(operation, [*tests, "-o", operation])
-            found = re.search(r"(\d+)/(\d+) tests passed", text)
-            self.note(operation, passed=int(found[1]) if found else 0, tests=int(found[2]) if found else 0)
         common: list[str | Path] = [
             self.tool("llama-perplexity"),
             "-m",
@@ -133,36 +140,32 @@ class Run:
         ]
         ways = {"cpu": ["-dev", "none"], "gpu": ["-ngl", "99"], "partial": ["-ngl", "2"]}
         ways |= {f"batch{n}": ["-ngl", "99", "-b", "512", "-ub", str(n)] for n in (1, 4, 8, 16, 64)}
-        for name, options in ways.items():
-            text = self.program(f"ppl-{name}", [*common, "-c", "512", "--chunks", "16", *options])
+
+        def operation(name: str) -> None:
+            found = re.search(r"(\d+)/(\d+) tests passed", self.program(name, [*tests, "-o", name]))
+            self.note(name, passed=int(found[1]) if found else 0, tests=int(found[2]) if found else 0)
+
+        def perplexity(name: str) -> None:
+            text = self.program(f"ppl-{name}", [*common, "-c", "512", "--chunks", "16", *ways[name]])
             found = re.search(r"Final estimate: PPL = ([\d.]+)", text)
             self.note(f"ppl-{name}", perplexity=float(found[1]) if found else None)
 
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of the time goes into the CPU's results
+            done = [pool.submit(operation, name) for name in OPERATIONS]
+            done += [pool.submit(perplexity, name) for name in ways]
+        for one in done:
+            one.result()
+
     def measure(self) -> None:
         """Times of products and of whole models."""
+        options = ["--device", self.device, "--types", *MEASURED]
+        # without the variable the same product many times over would quantize its activations once
+        text = self.program("products", [*PRODUCTS, self.build / "bin", *options], GGML_CUDA_ITQ3S_SHARE="0")
+        if self.results["products"]["exit"] == 0:
+            name = re.search(r"Device 0: ([^,]+)|^ggml_vulkan: 0 = ([^(|]+)", text, re.MULTILINE)
+            times = next(line for line in text.splitlines() if line.startswith("{"))
+            self.note("products", device=(name[1] or name[2]).strip() if name else "", types=json.loads(times))
         ggml = random_model.Ggml(self.tool("libggml-base.so"))
-        operation, cases = ggml.operation_number("MUL_MAT"), self.folder / "cases"
-        lines = [
-            f"{operation} 0 {ROWS} {n} 1 1 0 2 {ggml.type_number(kind)} {LENGTH} {ROWS} 1 1 0 0 0 0 0 {LENGTH} {n} 1 1 "
-            f"0 0 0 0 {kind}.{n}"
-            for kind in MEASURED
-            for n in COLUMNS
-        ]
-        cases.write_text("\n".join(lines) + "\n")
-        perf: list[str | Path] = [
-            self.tool("test-backend-ops"),
-            "perf",
-            "--test-file",
-            cases,
-            "-b",
-            self.device,
-            "--output",
-            "csv",
-        ]
-        for kind in MEASURED:
-            # the same product many times over would quantize its activations once
-            text = self.program(f"perf-{kind}", [*perf, "-p", f"name={kind}[.]"], GGML_CUDA_ITQ3S_SHARE="0")
-            self.note(f"perf-{kind}", rows=[line for line in text.splitlines() if f"name={kind}." in line])
         model = self.folder / "random.gguf"
         for kind in (kind for kind in MEASURED if self.results.get(f"bench-{kind}", {}).get("exit") != 0):
             random_model.write_model(model, ggml, random_model.Shape(), kind)
@@ -188,9 +191,24 @@ class Run:
         return found
 
 
-def cuda_options(folder: Path) -> list[str]:
-    """How CMake finds the GPU's architecture, a cuBLAS that is a Python package, and a driver without a stub."""
-    options = ["-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", "-DCMAKE_CUDA_ARCHITECTURES=native"]
+def table(results: dict[str, Any]) -> str:
+    """Times of products in microseconds, bytes a second of one column, and tokens a second, as a table."""
+    types = results["products"]["types"]
+    columns = list(next(iter(types.values()))["seconds"])
+    lines = [["type", *columns, "GB/s", "pp512", "tg128"]]
+    lines.append(["---"] * len(lines[0]))
+    for kind, one in types.items():
+        speeds = results.get(f"bench-{kind}", {}).get("pp512_tg128") or [math.nan] * 2
+        times = [f"{1e6 * one['seconds'][count]:.0f}" for count in columns]
+        lines.append(
+            [kind.upper(), *times, f"{one['bytes'] / one['seconds']['1'] / 1e9:.0f}", *(f"{n:.0f}" for n in speeds)]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cuda_options(folder: Path, architecture: str) -> list[str]:
+    """How CMake finds a cuBLAS that is a Python package, and does without a stub of the driver."""
+    options = ["-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     toolkit = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve().parents[1]
     if not any(toolkit.glob("**/stubs/libcuda.so")):
         options.append("-DGGML_CUDA_NO_VMM=ON")
@@ -211,19 +229,23 @@ def cuda_options(folder: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("pack", "run"))
+    parser.add_argument("command", choices=("pack", "build", "run", "table"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda")
+    parser.add_argument("--architecture", default="native", help="of the GPU, such as 90 (default: the one at hand)")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     if arguments.command == "pack":
         pack(folder)
         return 0
+    if arguments.command == "table":
+        print(table(json.loads(folder.read_text())))
+        return 0
     if not (folder / "source.tar.xz").exists():
         print(f"error: {folder}: has no source.tar.xz; write it with gpu.py pack", file=sys.stderr)
         return 1
-    check = Run(folder, arguments.backend)
-    if check.compile():
+    check = Run(folder, arguments.backend, arguments.architecture)
+    if check.compile() and arguments.command == "run":
         check.test()
         check.measure()
     problems = check.problems()

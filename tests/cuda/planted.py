@@ -103,4 +103,15 @@ FAULTS = (
         "part[0] + part[1];",
         "part[0] + (emulate::fault == 17 ? 0 : part[1]);",
     ),
+    # The table of subsets: read before all of it is there; of the byte before, what is of the byte itself.
+    (
+        "itq-mma.cuh",
+        "__syncthreads();\n    }\n    if (!ids)",
+        "if (emulate::fault != 18) {\n__syncthreads();\n}\n    }\n    if (!ids)",
+    ),
+    (
+        "itq-fragment.cuh",
+        "= of_8.next;",
+        "= emulate::fault == 19 ? of_8.own : of_8.next;",
+    ),
 )

@@ -1,4 +1,4 @@
-"""scripts/check/gpu.py with programs that stand in for llama.cpp's: what is run, what is found, what is run again."""
+"""scripts/check/gpu.py: what is run, found, run again. Programs stand in for llama.cpp's, products are on the CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 import llama
-from gguf_itq3s.codec.native import library_name
 from scripts.bench import random_model
 from scripts.check import gpu
 
 PROGRAM = """#!/bin/sh
 echo "$0 $*" >> {calls}
 case "$0 $*" in
-  *perf*) echo "MUL_MAT,name=q4_K.1,12.5" ;;
   *test-backend-ops*GET_ROWS*) echo "  {rows}/7 tests passed" ;;
   *test-backend-ops*) echo "  7/7 tests passed" ;;
   *perplexity*-ub\\ 8*) echo "Final estimate: PPL = {batch8} +/- 0.1" ;;
@@ -33,7 +31,8 @@ def test_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         archive.add(tmp_path / "source", "source")
     folder = tmp_path / "build-cuda" / "bin"
     folder.mkdir(parents=True)
-    (folder / "libggml-base.so").symlink_to(llama.BIN / library_name())
+    for library in llama.BIN.glob("libggml*"):
+        (folder / library.name).symlink_to(library)
 
     def programs(rows: int, batch8: float) -> None:
         for path in (*(folder / name for name in gpu.PROGRAMS), tmp_path / "cmake"):
@@ -43,6 +42,9 @@ def test_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(random_model, "write_model", lambda path, *_: path.write_bytes(b""))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "run", str(tmp_path)])
+    monkeypatch.setitem(gpu.DEVICES, "cuda", "CPU")
+    size = ["--rows", "64", "--length", "1024", "--columns", "1", "4", "--rounds", "1"]
+    monkeypatch.setattr(gpu, "PRODUCTS", [*gpu.PRODUCTS, *size])
 
     programs(6, 8.1)
     assert gpu.main() == 1
@@ -50,7 +52,10 @@ def test_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "GET_ROWS: 6 of 7" in said and "ppl-batch8: 8.1, the CPU's is 8.0" in said
     results = json.loads((tmp_path / "cuda.json").read_text())
     assert results["bench-q4_K"]["pp512_tg128"] == [100.5, 20.25]
-    assert results["perf-q4_K"]["rows"] == ["MUL_MAT,name=q4_K.1,12.5"]
+    times = results["products"]["types"]
+    assert times["q4_K"]["bytes"] == 64 * 1024 // 256 * 144 and set(times) == set(gpu.MEASURED)
+    assert all(seconds > 0 for one in times.values() for seconds in one["seconds"].values())
+    assert "| Q4_K |" in gpu.table(results)
     calls = (tmp_path / "calls").read_text()
     assert gpu.main() == 1 and (tmp_path / "calls").read_text() == calls  # all have ended well
 

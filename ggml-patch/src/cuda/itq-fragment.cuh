@@ -27,9 +27,14 @@ template <ggml_type type> constexpr int itq_fragment_columns = 8 / itq_fragment_
 ITQ_FUNC constexpr int itq_fragment_at(const int s, const int c, const int w) {
     return 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * w;
 }
-// ITQ3_S and ITQ4_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + i holds the weights
-// 4n + i of its chunk, n = 0..7.
+// ITQ3_S: lane c = j + 2h decodes groups g = 2h, 2h + 1 of half j; step s = 4*(g % 2) + m holds the weights 8m .. 8m + 7 of
+// its chunk, weight r and weight r + 4 of them side by side.
 ITQ_FUNC constexpr int itq3_s_fragment_position(const int t) {
+    const int j = t / 32 % 2, g = t / 64, m = t % 32 / 8, n = 2 * (t % 4) + t % 8 / 4;
+    return itq_fragment_at(4 * (g % 2) + m, j + 2 * (g / 2), n / 4) + n % 4;
+}
+// ITQ4_S: the same lanes; step s = 4*(g % 2) + i holds the weights 4n + i of the chunk, n = 0..7.
+ITQ_FUNC constexpr int itq4_s_fragment_position(const int t) {
     const int j = t / 32 % 2, g = t / 64, i = t % 4, n = t % 32 / 4;
     return itq_fragment_at(4 * (g % 2) + i, j + 2 * (g / 2), n / 4) + n % 4;
 }
@@ -65,6 +70,7 @@ template <ggml_type type> ITQ_FUNC constexpr int itq_fragment_position(const int
     if constexpr (ggml_cuda_is_itq(type)) {
         return itq_traits<type>::bits == 1 ? itq2_s_fragment_position(t)
                : ggml_cuda_is_itq_64(type) ? itq3_n_fragment_position(t)
+               : type == GGML_TYPE_ITQ4_S  ? itq4_s_fragment_position(t)
                                            : itq3_s_fragment_position(t);
     } else {
         return type == GGML_TYPE_TQ2_0 ? tq2_0_fragment_position(t) : tq1_0_fragment_position(t);
@@ -125,6 +131,46 @@ ITQ_FUNC constexpr int itq_quad_source(const int quad, const int w) {
     return c == 0 && w == 0 ? ITQ_WORD_DZ : ITQ_WORD_SEL + 4 * (c / 2) + c % 2 + w - 1;
 }
 
+// Selector bits of 8 weights to subsets, by a table in shared memory: the code is linear, so that the subsets of 8 weights are
+// an entry's `own` for their byte, XOR the `next` of the byte before. Nibble n of both is of weight n/2 + 4*(n % 2): c1 and
+// c0, complemented by c2, and above them c2 twice. Each lane of half a warp has a copy of the table for itself, so that no two
+// of them meet in a bank.
+struct alignas(8) itq_subset_entry {
+    uint32_t own, next;
+};
+#define ITQ_SUBSETS_COPIES 16
+#define ITQ_SUBSETS_STRIDE (ITQ_SUBSETS_COPIES * (int) sizeof(itq_subset_entry))  // from entry to entry
+static_assert(ITQ_SUBSETS_STRIDE == 128, "what a byte is multiplied by, a byte too");
+
+ITQ_FUNC uint32_t itq_subset_word(const uint32_t byte, const int next) {
+    const itq_planes planes  = itq_subset_planes(byte << 8, 0);
+    uint32_t         nibbles = 0;
+    for (int n = 0; n < 8; ++n) {
+        const int      at = 8 + 8 * next + n / 2 + 4 * (n % 2);
+        const uint32_t c2 = planes.c2 >> at & 1;
+        nibbles |= (c2 * 15 ^ (planes.c1 >> at & 1) << 1 ^ (planes.c0 >> at & 1)) << 4 * n;
+    }
+    return nibbles;
+}
+
+// x >> 16, on the pipe of products, which is not as busy as that of shifts where subsets come from the table.
+ITQ_FUNC uint32_t itq_upper_half(const uint32_t x) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    return __dp2a_lo(x, 0x0100u, 0u);
+#else
+    return x >> 16;
+#endif
+}
+
+// Byte of a word by its number, times 128, plus a number. One instruction, on the pipe of products.
+ITQ_FUNC uint32_t itq_byte_times_128(const uint32_t word, const int byte, const uint32_t plus) {
+#if defined(__CUDA_ARCH__) && !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+    return __dp4a(word, 0x80u << 8 * byte, plus);
+#else
+    return (word >> 8 * byte & 0xFF) * 128 + plus;
+#endif
+}
+
 // Of blocks of 64, the words that hold one lie in the two quads of its lane, as in the file, from the word on in which
 // the block begins; that may be in its middle, so there is a word more than it has, or half of one. A ninth word of each of
 // the four blocks of a row is in one quad more.
@@ -156,7 +202,8 @@ template <ggml_type type> struct itq_fragment_lane {
     int              c;
     uint32_t         zero;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const char *,
+                                                 const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
@@ -178,25 +225,32 @@ template <ggml_type type> struct itq_fragment_tables : itq_tables<type> {
 
 template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     // Bytes of row lane/4 of the first stage.
-    const char * own;     // the quad whose symbols are in place, and after it that of the selector
-    const char * others;  // the quad whose symbols must be moved by 4 bits
-    int          turn;    // by so many, to the left
-    uint32_t     mask;    // of the symbols in place
-    bool         first;   // whether the first chunk is that of the block
+    const char * own;      // the quad whose symbols are in place, and after it that of the selector
+    const char * others;   // the quad whose symbols must be moved by 4 bits
+    const char * subsets;  // the table, and the byte of this lane's copy
+    uint32_t     copy;
+    int          turn;   // of symbols, by so many to the left
+    uint32_t     mask;   // of the symbols in place
+    bool         first;  // whether the first chunk is that of the block
     uint32_t     zero;
 
     itq_fragment_tables<GGML_TYPE_ITQ3_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
-        tables(lane) {
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char * shared,
+                                                 const int lane) : subsets(shared), tables(lane) {
         const int c = lane % 4;
         const int h = c / 2;
         own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
         others      = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * (c ^ 2));
+        copy        = itq_kept(lane % ITQ_SUBSETS_COPIES * sizeof(itq_subset_entry), lane);
         turn        = itq_kept(4 + 24 * h, lane);
         mask        = itq_kept(0x0F0F0F0F << 4 * h, lane);
         first       = c == 0;
         zero        = itq_kept(0, lane);
+    }
+
+    __device__ __forceinline__ itq_subset_entry subsets_of(const uint32_t word, const int byte) const {
+        return *((const itq_subset_entry *) (subsets + itq_byte_times_128(word, byte, copy)));
     }
 };
 
@@ -208,7 +262,8 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
 
     itq_fragment_tables<GGML_TYPE_ITQ2_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const char *,
+                                                 const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), tables(lane) {}
 };
 
@@ -224,7 +279,8 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ4_S> {
 
     itq_fragment_tables<GGML_TYPE_ITQ4_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char *,
+                                                 const int        lane) :
         row((const char *) row0), turn(lane % 4 / 2 * 4), first(lane % 4 == 0), half(false), zero(itq_kept(0, lane)),
         tables(lane) {
         symbols = row + sizeof(uint32_t) * (8 * (lane % 2));
@@ -261,27 +317,32 @@ struct itq_fragment_lane_64 {
     }
 };
 
-#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                         \
-    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                             \
-        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                           \
-                                                                                                                \
-        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) : \
-            itq_fragment_lane_64(row0, lane), tables(lane) {}                                                   \
+#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                     \
+    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                         \
+        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                       \
+                                                                                                            \
+        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char *, \
+                                                     const int        lane) :                               \
+            itq_fragment_lane_64(row0, lane), tables(lane) {}                                               \
     };
 ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 
 // What has the indices of a step in two halves, the words of a step, in parts or merged.
 template <ggml_type type, typename own> struct itq_fragments_of {
+    static __device__ __forceinline__ itq_indices upper_half(const itq_indices & x) {
+        return itq_indices::upper_half(x);
+    }
+
     __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at,
                                          uint32_t (&parts)[2][itq_nparts<type>]) const {
         const itq_indices index = ((const own *) this)->indices(s);
         itq_parts<type>(at.tables, index, parts[0]);
-        itq_parts<type>(at.tables, itq_indices::upper_half(index), parts[1]);
+        itq_parts<type>(at.tables, own::upper_half(index), parts[1]);
     }
     __device__ __forceinline__ void step(const int s, const itq_fragment_lane<type> & at, uint32_t (&word)[2]) const {
         const itq_indices index = ((const own *) this)->indices(s);
         word[0]                 = itq_levels_raised<type>(index, at.tables);
-        word[1]                 = itq_levels_raised<type>(itq_indices::upper_half(index), at.tables);
+        word[1]                 = itq_levels_raised<type>(own::upper_half(index), at.tables);
     }
 };
 
@@ -290,10 +351,10 @@ template <ggml_type type> struct itq_fragments;
 
 template <>
 struct itq_fragments<GGML_TYPE_ITQ3_S> : itq_fragments_of<GGML_TYPE_ITQ3_S, itq_fragments<GGML_TYPE_ITQ3_S>> {
-    uint32_t  sym[4];    // per i: nibble n has the symbols of both groups of weight 4n + i
-    itq_pairs pairs[2];  // per group
-    uint32_t  dz;        // without the start state
-    float     d;
+    uint32_t symbols[4];  // nibble n of word m: of weight 8m + n/2 + 4*(n % 2), those of both groups
+    uint32_t subsets[8];  // word 4g + m: of these weights of group g
+    uint32_t dz;          // without the start state
+    float    d;
 
     // Row lane/4 + 8*r of a block of the stage that begins this many bytes after the ring.
     __device__ __forceinline__ void load(const itq_fragment_lane<GGML_TYPE_ITQ3_S> & at, const int r,
@@ -304,23 +365,31 @@ struct itq_fragments<GGML_TYPE_ITQ3_S> : itq_fragments_of<GGML_TYPE_ITQ3_S, itq_
         const uint4    b     = *((const uint4 *) (at.others + row));
         const uint32_t va[4] = { a.x, a.y, a.z, a.w };
         const uint32_t vb[4] = { b.x, b.y, b.z, b.w };
-        uint32_t       v[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            v[m] = itq_select(at.mask, va[m], itq_funnel_left(vb[m], vb[m], at.turn));
+            symbols[m] = itq_select(at.mask, va[m], itq_funnel_left(vb[m], vb[m], at.turn));
         }
-        itq_transpose_bytes(v, sym);
-
-        pairs[0] = itq_pairs_of_chunk<2>(s.y, at.first ? itq_word_before(s.x >> 16) : s.x);
-        pairs[1] = itq_pairs_of_chunk<2>(s.w, s.z);
-        dz       = __shfl_sync(0xFFFFFFFF, s.x, 0, 4) & ITQ_WITHOUT_STATE;  // lane c = 0 has it
-        d        = itq_half2_bits(dz).x;
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+            const uint32_t before = g == 1 ? s.z : at.first ? itq_word_before(s.x >> 16) : s.x;
+            uint32_t       next   = at.subsets_of(before, 3).next;
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const itq_subset_entry of_8 = at.subsets_of(g == 0 ? s.y : s.w, m);
+                subsets[4 * g + m]          = of_8.own ^ next;
+                next                        = of_8.next;
+            }
+        }
+        dz = __shfl_sync(0xFFFFFFFF, s.x, 0, 4) & ITQ_WITHOUT_STATE;  // lane c = 0 has it
+        d  = itq_half2_bits(dz).x;
     }
 
     __device__ __forceinline__ itq_indices indices(const int s) const {
-        const int g = s / 4;
-        const int i = s % 4;
-        return itq_indices_of<2>(pairs[g], i, g == 0 ? sym[i] << 2 : sym[i]);
+        const uint32_t q = s < 4 ? symbols[s] << 2 : symbols[s - 4];
+        return { subsets[s] ^ (q & 0xCCCCCCCC), subsets[s], false };
+    }
+    static __device__ __forceinline__ itq_indices upper_half(const itq_indices & x) {
+        return { itq_upper_half(x.nibbles), itq_upper_half(x.sign), x.low };
     }
 };
 

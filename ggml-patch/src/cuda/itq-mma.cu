@@ -81,7 +81,7 @@ static void launch(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_dev
     const int64_t room     = std::max<int64_t>(1, per_sm * device.nsm / products);
 
     itq_mma_shape shape = args.shape;
-    constexpr int unit  = ITQ_MMA_UNIT * itq_fragment_blocks<type>;
+    constexpr int unit  = itq_mma_unit<type> * itq_fragment_blocks<type>;
     shape.log2_warps_k  = choose_log2_warps_k(shape.nrows, (shape.nblocks + unit - 1) / unit, room);
     shape.stages        = stages;
     const int rows      = ITQ_MMA_ROWS * ITQ_MMA_WARPS >> shape.log2_warps_k;
@@ -102,19 +102,26 @@ template <ggml_type type, int ngroups, bool has_fusion>
 static void switch_aligned(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
     // Rows of blocks of 64 are there because they are no multiple of 256, and every second block of ITQ4_S is not aligned.
-    if constexpr (!itq_mma_by_block<type>) {
-        const itq_mma_shape & shape   = args.shape;
-        bool                  aligned = shape.nblocks % ITQ_MMA_UNIT == 0;
-        for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,
-                                     (int64_t) shape.stride_row_x, shape.stride_channel_x, shape.stride_sample_x }) {
-            aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
+    if constexpr (type == GGML_TYPE_ITQ3_S) {  // one block at a time, and all of them aligned
+        launch<type, ngroups, true, has_fusion>(args, fusion, stream);
+    } else {
+        bool aligned = false;
+        if constexpr (!itq_mma_by_block<type>) {
+            const itq_mma_shape & shape = args.shape;
+            aligned                     = shape.nblocks % ITQ_MMA_UNIT == 0;
+            for (const int64_t bytes :
+                 { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate, (int64_t) shape.stride_row_x,
+                   shape.stride_channel_x, shape.stride_sample_x }) {
+                aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
+            }
+            if (aligned) {
+                launch<type, ngroups, true, has_fusion>(args, fusion, stream);
+            }
         }
-        if (aligned) {
-            launch<type, ngroups, true, has_fusion>(args, fusion, stream);
-            return;
+        if (!aligned) {
+            launch<type, ngroups, false, has_fusion>(args, fusion, stream);
         }
     }
-    launch<type, ngroups, false, has_fusion>(args, fusion, stream);
 }
 
 template <ggml_type type>

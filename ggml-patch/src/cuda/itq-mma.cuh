@@ -15,12 +15,13 @@
 
 #include <cstdint>
 
-#define ITQ_MMA_WARPS      8
-#define ITQ_MMA_ROWS       16
-#define ITQ_MMA_UNIT       2  // blocks of each row in a stage of the ring
+#define ITQ_MMA_WARPS 8
+#define ITQ_MMA_ROWS  16
+#define ITQ_MMA_UNIT  2  // blocks of each row in a stage of the ring, one of ITQ3_S, whose blocks all start at words
 #define ITQ_MMA_MAX_STAGES 3
 #define ITQ_MMA_MAX_GROUPS 8  // of columns
 
+template <ggml_type type> constexpr int itq_mma_unit        = type == GGML_TYPE_ITQ3_S ? 1 : ITQ_MMA_UNIT;
 template <ggml_type type> constexpr int itq_mma_max_columns = ITQ_MMA_MAX_GROUPS * itq_fragment_columns<type>;
 
 // d += a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
@@ -57,11 +58,11 @@ template <ggml_type type> struct itq_mma_ring {
 // ITQ3_S and blocks of 64: in quads, as itq-fragment.cuh has them.
 template <> struct itq_mma_ring<GGML_TYPE_ITQ3_S> {
     static constexpr int bs         = ggml_cuda_type_traits<GGML_TYPE_ITQ3_S>::bs;
-    static constexpr int row_bytes  = ITQ_MMA_UNIT * bs;
+    static constexpr int row_bytes  = bs;
     static constexpr int copy_bytes = 4;
     static constexpr int row_words  = row_bytes / 4;
     static constexpr int lanes      = 32;
-    static constexpr int words      = ITQ_MMA_UNIT * ITQ_TILE_WORDS;
+    static constexpr int words      = ITQ_TILE_WORDS;
     static_assert(ITQ_MMA_ROWS == 16, "the rows of a tile");
 
     static constexpr __host__ __device__ int row(const int i) { return 4 * i; }
@@ -129,11 +130,15 @@ static constexpr __host__ __device__ int itq_mma_sum_words(const int ngroups, co
     return ITQ_MMA_WARPS * ITQ_MMA_ROWS * itq_fragment_columns<type> * itq_mma_parts<type> * ngroups *
            itq_mma_sum_buffers(ngroups, has_fusion) * (has_fusion ? 2 : 1);
 }
+// Words of the table of subsets.
+template <ggml_type type>
+constexpr int itq_mma_table_words = type == GGML_TYPE_ITQ3_S ? 256 * ITQ_SUBSETS_STRIDE / 4 : 0;
+
 template <ggml_type type>
 static constexpr __host__ __device__ size_t itq_mma_shared_bytes(const int stages, const int ngroups,
                                                                  const bool has_fusion) {
-    return sizeof(uint32_t) *
-           (ITQ_MMA_WARPS * stages * itq_mma_ring<type>::words + itq_mma_sum_words<type>(ngroups, has_fusion));
+    return sizeof(uint32_t) * (itq_mma_table_words<type> + ITQ_MMA_WARPS * stages * itq_mma_ring<type>::words +
+                               itq_mma_sum_words<type>(ngroups, has_fusion));
 }
 
 // CUDA blocks that a multiprocessor has registers for: with many columns the sums of one fill them.
@@ -405,7 +410,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 float * dst, const itq_mma_shape shape) {
     using ring                                      = itq_mma_ring<type>;
     constexpr int                  bs               = ring::bs;
-    constexpr int                  unit             = ITQ_MMA_UNIT;
+    constexpr int                  unit             = itq_mma_unit<type>;
     constexpr bool                 is_64            = ggml_cuda_is_itq_64(type);
     constexpr bool                 by_block         = itq_mma_by_block<type>;
     constexpr int                  per_256          = itq_fragment_blocks<type>;
@@ -429,8 +434,9 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     const int nunits     = (shape.nblocks + unit * per_256 - 1) / (unit * per_256);
     const int ring_words = shape.stages * ring::words;
 
-    uint32_t * const tiles = (uint32_t *) itq_mma_shared + threadIdx.y * ring_words;
-    float * const    sums  = (float *) ((uint32_t *) itq_mma_shared + ITQ_MMA_WARPS * ring_words);
+    uint32_t * const rings = (uint32_t *) itq_mma_shared + itq_mma_table_words<type>;
+    uint32_t * const tiles = rings + threadIdx.y * ring_words;
+    float * const    sums  = (float *) (rings + ITQ_MMA_WARPS * ring_words);
 
     if constexpr (ngroups > 1) {
         ids = nullptr;  // a token's experts are products with one column
@@ -465,52 +471,38 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     };
 
     // This lane's word of a block (ITQ3_S) or unit in a row of x, and its place in the ring.
-    constexpr bool by_lane     = aligned || type == GGML_TYPE_ITQ3_S;
-    const int      from_word   = type == GGML_TYPE_ITQ3_S ? itq_quad_source(lane / 4, lane % 4) : by_lane ? lane : 0;
-    constexpr int  block_lanes = 32 / per_256;                                        // that copy a block
-    const int      from_byte   = by_block ? lane / block_lanes * bs : 4 * from_word;  // of blocks of 64: of the lane's
-    uint32_t *     lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S || is_64 ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
-                                          : by_lane || by_block             ? lane
-                                                                            : 0);
+    const int     from_word   = type == GGML_TYPE_ITQ3_S ? itq_quad_source(lane / 4, lane % 4) : aligned ? lane : 0;
+    constexpr int block_lanes = 32 / per_256;                                        // that copy a block
+    const int     from_byte   = by_block ? lane / block_lanes * bs : 4 * from_word;  // of blocks of 64: of the lane's
+    uint32_t *    lane_tiles  = tiles + (type == GGML_TYPE_ITQ3_S || is_64 ? ITQ_QUAD_WORDS * (lane / 4) + lane % 4
+                                         : aligned || by_block             ? lane
+                                                                           : 0);
     // The copies of a warp's units: tiles of the CUDA block, matrices, units of the warp's share.
-    int            next_tile   = warp_k < nunits ? blockIdx.x : shape.tiles;
-    int            next_matrix = 0;
-    int            next_unit   = warp_k;
-    const char *   next_from   = rows_of(next_tile, 0) + next_unit * ring::row_bytes + from_byte;
-    int            next_nrows  = nrows_of(next_tile);
-    const auto     fetch       = [&](const uint32_t stage) {  // stage: its byte
+    int           next_tile   = warp_k < nunits ? blockIdx.x : shape.tiles;
+    int           next_matrix = 0;
+    int           next_unit   = warp_k;
+    const char *  next_from   = rows_of(next_tile, 0) + next_unit * ring::row_bytes + from_byte;
+    int           next_nrows  = nrows_of(next_tile);
+    const auto    fetch       = [&](const uint32_t stage) {  // stage: its byte
         uint32_t * const to = (uint32_t *) ((char *) lane_tiles + stage);
-        if constexpr (by_lane) {
-            const bool whole = aligned || (next_unit + 1) * unit <= shape.nblocks;
-            const auto copy  = [&](const int i, const char * from, const bool whole) {
-                if constexpr (type == GGML_TYPE_ITQ3_S) {
-#pragma unroll
-                    for (int b = 0; b < unit; ++b) {
-                        if (b == 0 || whole) {
-                            itq_copy_async<4>(to + b * ITQ_TILE_WORDS + ring::row(i), from + b * bs);
-                        }
-                    }
-                } else {
-                    itq_copy_async<4>(to + ring::row(i), from);
-                }
-            };
+        if constexpr (aligned) {
             if (ring::lanes == 32 || lane < ring::lanes) {
                 const char * from = next_from;
-                if (whole && next_nrows == ITQ_MMA_ROWS) {
+                if (next_nrows == ITQ_MMA_ROWS) {
 #pragma unroll
                     for (int i = 0; i < ITQ_MMA_ROWS; ++i) {
-                        copy(i, from, true);
+                        itq_copy_async<4>(to + ring::row(i), from);
                         from += shape.stride_row_x;
                     }
                 } else {
 #pragma unroll 1
                     for (int i = 0; i < next_nrows; ++i) {
-                        copy(i, from, whole);
+                        itq_copy_async<4>(to + ring::row(i), from);
                         from += shape.stride_row_x;
                     }
                 }
             }
-            if constexpr (ring::row_words > ring::lanes && type != GGML_TYPE_ITQ3_S) {
+            if constexpr (ring::row_words > ring::lanes) {
                 static_assert(ring::row_words == 33, "a lane a row for the rest");
                 if (lane < next_nrows) {
                     const char * from = next_from - from_byte + itq_mma_product(lane, shape.stride_row_x);
@@ -657,6 +649,18 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     for (int i = 0; i < shape.stages - 1; ++i) {
         fetch(i * sizeof(uint32_t) * ring::words);
     }
+    if constexpr (itq_mma_table_words<type> > 0) {
+        itq_subset_entry * const table = (itq_subset_entry *) itq_mma_shared;
+#pragma unroll 1
+        for (int e = threadIdx.y * 32 + lane; e < 256; e += ITQ_MMA_WARPS * 32) {
+            const itq_subset_entry entry = { itq_subset_word(e, 0), itq_subset_word(e, 1) };
+#pragma unroll
+            for (int k = 0; k < ITQ_SUBSETS_COPIES; ++k) {  // each lane begins at another bank
+                table[ITQ_SUBSETS_COPIES * e + (k + lane) % ITQ_SUBSETS_COPIES] = entry;
+            }
+        }
+        __syncthreads();
+    }
     if (!ids) {
         ggml_cuda_pdl_sync();  // the weights are on their way; the activations may still be quantized
     }
@@ -679,7 +683,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     }
 
     const uint32_t * const  row0 = tiles + ring::row(lane / 4);
-    itq_fragment_lane<type> at(row0, row0 + ring::row(8), lane);
+    itq_fragment_lane<type> at(row0, row0 + ring::row(8), (const char *) itq_mma_shared, lane);
     const uint32_t          last_stage                          = keep(sizeof(uint32_t) * (ring_words - ring::words));
     uint4                   activations[itq_mma_quads(ngroups)] = {};
     uint32_t                stage                               = 0;  // bytes of the ring: read, and filled meanwhile
@@ -694,7 +698,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
                 at.begin(rows_of(tile, matrix) + (uint32_t) min(lane / 4, last) * shape.stride_row_x +
                              (is_64 ? lane % 4 * bs : 0),
                          lane);
-            } else if constexpr (!by_lane) {
+            } else if constexpr (!aligned) {
                 const char * row  = rows_of(tile, matrix);
                 const int    last = max(nrows_of(tile), 1) - 1;
 #pragma unroll

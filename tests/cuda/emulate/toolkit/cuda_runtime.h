@@ -195,6 +195,15 @@ static inline unsigned int __vsub4(const unsigned int a, const unsigned int b) {
 static inline unsigned int __vcmpne4(const unsigned int a, const unsigned int b) {
     return emulate_bytewise(a, b, [](const uint8_t x, const uint8_t y) { return x != y ? 0xFF : 0; });
 }
+static inline unsigned int __dp4a(const unsigned int a, const unsigned int b, unsigned int c) {
+    for (int n = 0; n < 32; n += 8) {
+        c += (uint8_t) (a >> n) * (uint8_t) (b >> n);
+    }
+    return c;
+}
+static inline unsigned int __dp2a_lo(const unsigned int a, const unsigned int b, const unsigned int c) {
+    return c + (uint16_t) a * (uint8_t) b + (uint16_t) (a >> 16) * (uint8_t) (b >> 8);
+}
 static inline int __dp4a(const int a, const int b, int c) {
     for (int n = 0; n < 32; n += 8) {
         c += (int) (int8_t) (a >> n) * (int) (int8_t) (b >> n);
