@@ -490,7 +490,7 @@ def check_of_fault(fault: int, device: Device) -> None:
         product(device, MANY, name, blocks_of(name, 128, 3, zero_point=0), activations(9, 3 * BLOCK))
     elif fault == 8:
         expert_product(device, FEW, name, 9, 3, 2, broadcast=False)
-    elif fault in (7, 9):
+    elif fault in (7, 9, 18, 19):
         product(device, FEW, name, blocks_of(name, 5, 33), activations(1, 33 * BLOCK))
     else:
         name, (kernels, columns) = "itq3_n", (MANY, 9) if fault in (11, 12) else (FEW, 3)
