@@ -176,6 +176,16 @@ def test_which_kernels(on: Callable[..., Device], architecture: int, cc: int, mo
             assert choices[2] == MANY
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_a_card_with_little_shared_memory(on: Callable[..., Device], name: str) -> None:
+    """As the RTX 30 to 50 have it: as many columns go to the kernels for few as fit."""
+    device = on(HOPPER, smpbo=99 * 1024)
+    most = 32 if name == "itq4_s" else 16 if name in SHORT_BLOCKS else 64
+    choices = [int(device("choice", TYPES.index(name), columns, 0)) for columns in (most, most + 1)]
+    assert choices == [FEW, MANY]
+    product(device, FEW, name, blocks_of(name, 20, 3), activations(most, row_length(name, 3)))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # mul_mat_vec_q
 

@@ -12,15 +12,31 @@ bool ggml_cuda_itq_prefers_cublas(const ggml_type type, const int64_t ncols) {
     return ggml_cuda_has_own_products(type) && from > 0 && ncols >= from;
 }
 
+// As many groups of columns as have room for their sums beside two stages of the ring.
+template <ggml_type type> static int64_t max_columns(const size_t smpbo) {
+    int ngroups = ITQ_MMA_MAX_GROUPS;
+    while (itq_mma_shared_bytes<type>(2, ngroups, false) > smpbo) {
+        ngroups /= 2;
+    }
+    return ngroups * itq_fragment_columns<type>;
+}
+
 int64_t ggml_cuda_itq_mma_max_columns(const ggml_type type) {
-    if (!ggml_cuda_has_own_products(type)) {
+    const auto & device = ggml_cuda_info().devices[ggml_cuda_get_device()];
+    if (!GGML_CUDA_CC_IS_NVIDIA(device.cc) || ggml_cuda_highest_compiled_arch(device.cc) < GGML_CUDA_CC_AMPERE) {
         return 0;
     }
-    const int cc = ggml_cuda_info().devices[ggml_cuda_get_device()].cc;
-    if (!GGML_CUDA_CC_IS_NVIDIA(cc) || ggml_cuda_highest_compiled_arch(cc) < GGML_CUDA_CC_AMPERE) {
-        return 0;
+    switch (type) {
+#define ITQ_MAX_COLUMNS(NAME, ...) \
+    case GGML_TYPE_##NAME:         \
+        return max_columns<GGML_TYPE_##NAME>(device.smpbo);
+        ITQ_TYPES(ITQ_MAX_COLUMNS)
+        ITQ_MAX_COLUMNS(TQ1_0)
+        ITQ_MAX_COLUMNS(TQ2_0)
+#undef ITQ_MAX_COLUMNS
+        default:
+            return 0;
     }
-    return ggml_cuda_is_itq_64(type) ? itq_mma_max_columns<GGML_TYPE_ITQ3_N> : itq_mma_max_columns<GGML_TYPE_ITQ3_S>;
 }
 
 // What the system keeps of a multiprocessor's shared memory for each CUDA block.

@@ -21,8 +21,7 @@
 #define ITQ_MMA_MAX_STAGES 3
 #define ITQ_MMA_MAX_GROUPS 8  // of columns
 
-template <ggml_type type> constexpr int itq_mma_unit        = type == GGML_TYPE_ITQ3_S ? 1 : ITQ_MMA_UNIT;
-template <ggml_type type> constexpr int itq_mma_max_columns = ITQ_MMA_MAX_GROUPS * itq_fragment_columns<type>;
+template <ggml_type type> constexpr int itq_mma_unit = type == GGML_TYPE_ITQ3_S ? 1 : ITQ_MMA_UNIT;
 
 // d += a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
 static __device__ __forceinline__ void itq_mma(int (&d)[4], const uint32_t (&a)[4], const uint32_t b0,
