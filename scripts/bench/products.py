@@ -84,8 +84,9 @@ class Device:
         size, sample = self.base.size(number, length) * rows, self.base.sample(number)
         self.fill(matrix, (sample * -(-size // len(sample)))[:size])
         rng = random.Random(1)
+        column = array.array("f", (rng.gauss(0.0, 1.0) for _ in range(length))).tobytes()
         for count, tensor in inputs.items():
-            self.fill(tensor, array.array("f", (rng.gauss(0.0, 1.0) for _ in range(length))).tobytes() * count)
+            self.fill(tensor, column * count)
         return graphs
 
     def fill(self, tensor: Any, data: bytes) -> None:

@@ -29,7 +29,7 @@ class Ggml:
 
     def __init__(self, path: Path) -> None:
         self.lib = ctypes.CDLL(str(path))
-        self.lib.ggml_type_name.restype = self.lib.ggml_op_name.restype = ctypes.c_char_p
+        self.lib.ggml_type_name.restype = ctypes.c_char_p
         self.lib.ggml_row_size.restype = self.lib.ggml_quantize_chunk.restype = ctypes.c_size_t
         self.lib.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
         self.lib.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
@@ -42,9 +42,6 @@ class Ggml:
             if found and found.decode().lower() == name.lower():
                 return number
         raise ValueError(f"{name}: ggml has no such type")
-
-    def operation_number(self, name: str) -> int:
-        return next(number for number in range(256) if self.lib.ggml_op_name(number).decode() == name)
 
     def size(self, kind: int, weights: int) -> int:
         return int(self.lib.ggml_row_size(kind, weights))

@@ -110,9 +110,9 @@ class Run:
         if not (self.folder / "source").exists():
             with tarfile.open(self.folder / "source.tar.xz") as archive:
                 archive.extractall(self.folder, filter="data")
-        options = ["-DLLAMA_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF"]
-        options += ["-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON"]
-        options += [f"-DGGML_NATIVE={'ON' if self.architecture == 'native' else 'OFF'}"]
+        native = "ON" if self.architecture == "native" else "OFF"
+        options = ["-DLLAMA_BUILD_TESTS=ON", f"-DGGML_NATIVE={native}", "-DCMAKE_BUILD_TYPE=Release"]
+        options += ["-DLLAMA_OPENSSL=OFF", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON"]
         options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("EXAMPLES", "SERVER", "APP", "UI")]
         options += cuda_options(self.folder, self.architecture) if self.backend == "cuda" else ["-DGGML_VULKAN=ON"]
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []

@@ -142,15 +142,9 @@ struct alignas(8) itq_subset_entry {
 #define ITQ_SUBSETS_STRIDE (ITQ_SUBSETS_COPIES * (int) sizeof(itq_subset_entry))  // from entry to entry
 static_assert(ITQ_SUBSETS_STRIDE == 128, "what a byte is multiplied by, a byte too");
 
-ITQ_FUNC uint32_t itq_subset_word(const uint32_t byte, const int next) {
-    const itq_planes planes  = itq_subset_planes(byte << 8, 0);
-    uint32_t         nibbles = 0;
-    for (int n = 0; n < 8; ++n) {
-        const int      at = 8 + 8 * next + n / 2 + 4 * (n % 2);
-        const uint32_t c2 = planes.c2 >> at & 1;
-        nibbles |= (c2 * 15 ^ (planes.c1 >> at & 1) << 1 ^ (planes.c0 >> at & 1)) << 4 * n;
-    }
-    return nibbles;
+// Where there are no symbols an index is the subset, as it is wanted here.
+ITQ_FUNC itq_subset_entry itq_make_subset_entry(const uint32_t byte) {
+    return { itq_indices_8<2>(0, 0, 0, byte << 8).nibbles, itq_indices_8<2>(0, 0, 0, byte).nibbles };
 }
 
 // x >> 16, on the pipe of products, which is not as busy as that of shifts where subsets come from the table.
@@ -202,8 +196,7 @@ template <ggml_type type> struct itq_fragment_lane {
     int              c;
     uint32_t         zero;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const char *,
-                                                 const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)) {}
 };
 
@@ -227,17 +220,17 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ3_S> {
     // Bytes of row lane/4 of the first stage.
     const char * own;      // the quad whose symbols are in place, and after it that of the selector
     const char * others;   // the quad whose symbols must be moved by 4 bits
-    const char * subsets;  // the table, and the byte of this lane's copy
-    uint32_t     copy;
-    int          turn;   // of symbols, by so many to the left
-    uint32_t     mask;   // of the symbols in place
-    bool         first;  // whether the first chunk is that of the block
+    const char * subsets;  // the table; the kernel says where
+    uint32_t     copy;     // byte of this lane's copy
+    int          turn;     // of symbols, by so many to the left
+    uint32_t     mask;     // of the symbols in place
+    bool         first;    // whether the first chunk is that of the block
     uint32_t     zero;
 
     itq_fragment_tables<GGML_TYPE_ITQ3_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char * shared,
-                                                 const int lane) : subsets(shared), tables(lane) {
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
+        subsets(nullptr), tables(lane) {
         const int c = lane % 4;
         const int h = c / 2;
         own         = (const char *) (row0 + ITQ_QUAD_WORDS * 2 * c);
@@ -262,8 +255,7 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ2_S> {
 
     itq_fragment_tables<GGML_TYPE_ITQ2_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const char *,
-                                                 const int lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t * row1, const int lane) :
         rows{ row0, row1 }, x{ 0, 0 }, c(lane % 4), zero(itq_kept(0, lane)), tables(lane) {}
 };
 
@@ -279,8 +271,7 @@ template <> struct itq_fragment_lane<GGML_TYPE_ITQ4_S> {
 
     itq_fragment_tables<GGML_TYPE_ITQ4_S> tables;
 
-    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char *,
-                                                 const int        lane) :
+    __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) :
         row((const char *) row0), turn(lane % 4 / 2 * 4), first(lane % 4 == 0), half(false), zero(itq_kept(0, lane)),
         tables(lane) {
         symbols = row + sizeof(uint32_t) * (8 * (lane % 2));
@@ -317,13 +308,12 @@ struct itq_fragment_lane_64 {
     }
 };
 
-#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                     \
-    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                         \
-        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                       \
-                                                                                                            \
-        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const char *, \
-                                                     const int        lane) :                               \
-            itq_fragment_lane_64(row0, lane), tables(lane) {}                                               \
+#define ITQ_FRAGMENT_LANE_64(NAME, ...)                                                                         \
+    template <> struct itq_fragment_lane<GGML_TYPE_##NAME> : itq_fragment_lane_64 {                             \
+        itq_fragment_tables<GGML_TYPE_##NAME> tables;                                                           \
+                                                                                                                \
+        __device__ __forceinline__ itq_fragment_lane(const uint32_t * row0, const uint32_t *, const int lane) : \
+            itq_fragment_lane_64(row0, lane), tables(lane) {}                                                   \
     };
 ITQ_TYPES_64(ITQ_FRAGMENT_LANE_64)
 

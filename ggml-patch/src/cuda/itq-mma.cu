@@ -15,7 +15,7 @@ bool ggml_cuda_itq_prefers_cublas(const ggml_type type, const int64_t ncols) {
 // As many groups of columns as have room for their sums beside two stages of the ring.
 template <ggml_type type> static int64_t max_columns(const size_t smpbo) {
     int ngroups = ITQ_MMA_MAX_GROUPS;
-    while (itq_mma_shared_bytes<type>(2, ngroups, false) > smpbo) {
+    while (ngroups > 0 && itq_mma_shared_bytes<type>(2, ngroups, false) > smpbo) {
         ngroups /= 2;
     }
     return ngroups * itq_fragment_columns<type>;
@@ -118,22 +118,23 @@ template <ggml_type type, int ngroups, bool has_fusion>
 static void switch_aligned(const itq_mma_args & args, const ggml_cuda_mm_fusion_args_device & fusion,
                            cudaStream_t stream) {
     // Rows of blocks of 64 are there because they are no multiple of 256, and every second block of ITQ4_S is not aligned.
-    if constexpr (type == GGML_TYPE_ITQ3_S) {  // one block at a time, and all of them aligned
-        launch<type, ngroups, true, has_fusion>(args, fusion, stream);
-    } else {
-        bool aligned = false;
-        if constexpr (!itq_mma_by_block<type>) {
-            const itq_mma_shape & shape = args.shape;
-            aligned                     = shape.nblocks % ITQ_MMA_UNIT == 0;
-            for (const int64_t bytes :
-                 { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate, (int64_t) shape.stride_row_x,
-                   shape.stride_channel_x, shape.stride_sample_x }) {
-                aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
-            }
-            if (aligned) {
-                launch<type, ngroups, true, has_fusion>(args, fusion, stream);
-            }
+    constexpr bool never  = itq_mma_by_block<type>;
+    constexpr bool always = type == GGML_TYPE_ITQ3_S;  // one block at a time, and all of them are
+
+    const itq_mma_shape & shape   = args.shape;
+    bool                  aligned = always || (!never && shape.nblocks % ITQ_MMA_UNIT == 0);
+    if constexpr (!never && !always) {
+        for (const int64_t bytes : { (int64_t) (uintptr_t) args.vx, (int64_t) (uintptr_t) fusion.gate,
+                                     (int64_t) shape.stride_row_x, shape.stride_channel_x, shape.stride_sample_x }) {
+            aligned = aligned && bytes % itq_mma_ring<type>::copy_bytes == 0;
         }
+    }
+    if constexpr (!never) {
+        if (aligned) {
+            launch<type, ngroups, true, has_fusion>(args, fusion, stream);
+        }
+    }
+    if constexpr (!always) {
         if (!aligned) {
             launch<type, ngroups, false, has_fusion>(args, fusion, stream);
         }

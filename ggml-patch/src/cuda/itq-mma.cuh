@@ -15,12 +15,13 @@
 
 #include <cstdint>
 
-#define ITQ_MMA_WARPS 8
-#define ITQ_MMA_ROWS  16
-#define ITQ_MMA_UNIT  2  // blocks of each row in a stage of the ring, one of ITQ3_S, whose blocks all start at words
+#define ITQ_MMA_WARPS      8
+#define ITQ_MMA_ROWS       16
+#define ITQ_MMA_UNIT       2  // blocks of each row in a stage of the ring
 #define ITQ_MMA_MAX_STAGES 3
 #define ITQ_MMA_MAX_GROUPS 8  // of columns
 
+// One of ITQ3_S, whose blocks all start at words.
 template <ggml_type type> constexpr int itq_mma_unit = type == GGML_TYPE_ITQ3_S ? 1 : ITQ_MMA_UNIT;
 
 // d += a*b for the warp: a of 16 rows by 32 bytes, b of 32 bytes by 8 columns.
@@ -652,7 +653,7 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
         itq_subset_entry * const table = (itq_subset_entry *) itq_mma_shared;
 #pragma unroll 1
         for (int e = threadIdx.y * 32 + lane; e < 256; e += ITQ_MMA_WARPS * 32) {
-            const itq_subset_entry entry = { itq_subset_word(e, 0), itq_subset_word(e, 1) };
+            const itq_subset_entry entry = itq_make_subset_entry(e);
 #pragma unroll
             for (int k = 0; k < ITQ_SUBSETS_COPIES; ++k) {  // each lane begins at another bank
                 table[ITQ_SUBSETS_COPIES * e + (k + lane) % ITQ_SUBSETS_COPIES] = entry;
@@ -682,12 +683,15 @@ mul_mat_itq_mma(const void * vx, const void * vy, const int32_t * ids, const ggm
     }
 
     const uint32_t * const  row0 = tiles + ring::row(lane / 4);
-    itq_fragment_lane<type> at(row0, row0 + ring::row(8), (const char *) itq_mma_shared, lane);
-    const uint32_t          last_stage                          = keep(sizeof(uint32_t) * (ring_words - ring::words));
-    uint4                   activations[itq_mma_quads(ngroups)] = {};
-    uint32_t                stage                               = 0;  // bytes of the ring: read, and filled meanwhile
-    uint32_t                fill                                = last_stage;
-    int                     buffer                              = 0;
+    itq_fragment_lane<type> at(row0, row0 + ring::row(8), lane);
+    if constexpr (itq_mma_table_words<type> > 0) {
+        at.subsets = (const char *) itq_mma_shared;
+    }
+    const uint32_t last_stage                          = keep(sizeof(uint32_t) * (ring_words - ring::words));
+    uint4          activations[itq_mma_quads(ngroups)] = {};
+    uint32_t       stage                               = 0;  // bytes of the ring: read, and filled meanwhile
+    uint32_t       fill                                = last_stage;
+    int            buffer                              = 0;
     for (int tile = blockIdx.x; tile < shape.tiles; tile += gridDim.x) {
         for (int matrix = 0; matrix < nmatrices; ++matrix) {
             float sum[ngroups][itq_mma_sums<type>] = { { 0.0f } };
