@@ -25,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from ..base.journal import Journal, save_arrays
-from ..checkpoint import experts as names
 from ..codec.transform import rotation_block
 from . import experts
 from .activations import Activations, activation_path, activations, complete
 from .experts import LayerExperts, Loaded, Routed
 from .gradients import PRIOR, GradientSums, check_finite
 from .inputs import LayerMatrix
-from .layers import LayeredModel
+from .layers import Keywords, LayeredModel
 from .moments import Moment, rotated
 from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
 from .shares import Batch, Batches, Share, share, split
@@ -240,7 +239,7 @@ class OutputFisher:
 
     def _backward(
         self, model: LayeredModel, number: int, shape: tuple[int, ...], batches: Batches,
-        keywords: Mapping[int, dict[str, Any]], *, again: bool,
+        keywords: Keywords, *, again: bool,
     ) -> tuple[int, int]:  # fmt: skip
         """One layer: its matrices' Fisher matrices to files, the gradient of its input to another.
 
@@ -251,7 +250,7 @@ class OutputFisher:
             Of experts, how many matrices saw too few tokens, and how many there are.
         """
         found = experts.find(model, number)
-        readers = [r for group in model.layout.groups(number, model.base.layers[number]) for r in group.readers]
+        readers = [r for group in model.layout.groups(number, model.blocks[number]) for r in group.readers]
         plain = [] if again else [reader for reader in readers if reader.expert is None]
         if found is None:
             self._backward_rest(model, number, model.load(number), plain, shape, batches, keywords, again=again)
@@ -284,7 +283,7 @@ class OutputFisher:
 
     def _backward_rest(
         self, model: LayeredModel, number: int, layer: torch.nn.Module, readers: Sequence[LayerMatrix],
-        shape: tuple[int, ...], batches: Batches, keywords: Mapping[int, dict[str, Any]], *, again: bool,
+        shape: tuple[int, ...], batches: Batches, keywords: Keywords, *, again: bool,
         before: Callable[[Batch], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """The same of a loaded layer's own matrices; ``before`` each batch is made known what its experts do."""
@@ -298,21 +297,21 @@ class OutputFisher:
             first = Moment(model.hidden, model.hidden <= self._full)
         square = 0.0
 
-        def watch(entry: str) -> Callable[..., None]:
+        def watch(reader: LayerMatrix) -> Callable[..., None]:
             def hook(_: Any, __: Any, out: torch.Tensor) -> None:
                 if out.requires_grad:
-                    out.register_hook(lambda gradient: sums.add(entry, gradient))
+                    out.register_hook(lambda gradient: sums.add(reader.entry, reader.outputs_of(gradient)))
 
             return hook
 
-        handles = [layer.get_submodule(r.path).register_forward_hook(watch(r.entry)) for r in readers]
+        handles = [layer.get_submodule(r.path).register_forward_hook(watch(r)) for r in readers]
         for place, part in enumerate(batches.all):
             if place == len(batches.train):
                 sums.hold_out()
             before(part)
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
             with model.products():
-                out = layer(hidden, **keywords[hidden.shape[0]])
+                out = layer(hidden, **keywords.of(part))
             out = (out[0] if isinstance(out, tuple) else out).float()
             out.backward(torch.from_numpy(np.array(behind[part])).to(model.device))
             assert hidden.grad is not None
@@ -348,11 +347,11 @@ class OutputFisher:
         Returns:
             How many matrices saw so few tokens that their own count for less.
         """
-        entries: dict[tuple[int, str], list[str]] = {}
+        by_parameter: dict[tuple[int, str], list[LayerMatrix]] = {}
         for reader in readers:
             assert reader.expert is not None
-            # Gate before up, as their rows are.
-            entries.setdefault((reader.expert, reader.parameter), []).append(reader.entry)
+            by_parameter.setdefault((reader.expert, reader.parameter), []).append(reader)
+        gate_up, down = found.names
         for batch in batches:
             for name in ("hidden", "weights"):
                 routed.put(f"of {name}", batch, torch.zeros_like(routed.get(name, batch)))
@@ -360,27 +359,27 @@ class OutputFisher:
         together: list[torch.Tensor] = []
         counts: dict[str, int] = {}
         files: dict[Path, list[str]] = {}
-        hidden, inner = found.columns
-        sizes = (rows * (rows if rows <= self._full else self._block) for rows in (inner, inner, hidden))
+        sizes = (rows * (rows if rows <= self._full else self._block) for rows, _ in found.shapes)
         groups = found.groups(4 * found.weights + 8 * sum(sizes))
         kept = torch.float64 if len(groups) == 1 else torch.float32  # until the mean is known
         for place, numbers in enumerate(groups):
             sums = GradientSums(self._full, self._block, found.model.device)
             loaded = found.load(numbers)
             for batch in batches:
-                _add(routed, batch, loaded, entries, sums)
+                _add(routed, batch, loaded, by_parameter, sums)
             del loaded
             sums.reduce([reader for reader in readers if reader.expert in numbers], self._ranks)
             if not readers or not self._ranks.first:
                 continue
-            downs = [entry for number in numbers for entry in entries.get((number, names.DOWN), ())]
+            downs = [reader.entry for number in numbers for reader in by_parameter.get((number, down), ())]
             means: dict[str, torch.Tensor] = {}
             for entry in downs:
                 parts, counts[entry] = sums.take(entry)
                 for number, part in enumerate(parts):
                     together[number : number + 1] = [part + together[number] if number < len(together) else part]
                     means[f"{entry}/{number:05d}"] = (part / tokens).to("cpu", kept)
-            few += sum(sums.shrink_to_diagonal(e) for n in numbers for e in entries.get((n, names.GATE_UP), ()))
+            ups = [reader.entry for number in numbers for reader in by_parameter.get((number, gate_up), ())]
+            few += sum(sums.shrink_to_diagonal(entry) for entry in ups)
             matrices = dict(sums.means(tokens))
             check_finite(found.model.folder, matrices)
             save_arrays(matrices, self.folder / f"{stem}-{place:04d}.safetensors")
@@ -428,20 +427,24 @@ class _Known(torch.autograd.Function):
 
 def _behind_experts(
     model: LayeredModel, layer: torch.nn.Module, routed: Routed, batch: Batch, source: Activations,
-    behind: Activations, keywords: Mapping[int, dict[str, Any]],
+    behind: Activations, keywords: Keywords,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient at the outputs of the experts, (tokens, hidden)."""
     output = routed.get("output", batch).requires_grad_(True)
     routed.answer(lambda hidden, *_: output.reshape(hidden.shape))
     with model.products():
-        out = layer(torch.from_numpy(np.array(source[batch])).to(model.device), **keywords[len(batch)])
+        out = layer(torch.from_numpy(np.array(source[batch])).to(model.device), **keywords.of(batch))
     out = (out[0] if isinstance(out, tuple) else out).float()
     (gradient,) = torch.autograd.grad(out, output, torch.from_numpy(np.array(behind[batch])).to(model.device))
     return gradient
 
 
 def _add(
-    routed: Routed, batch: Batch, loaded: Loaded, entries: Mapping[tuple[int, str], list[str]], sums: GradientSums
+    routed: Routed,
+    batch: Batch,
+    loaded: Loaded,
+    readers: Mapping[tuple[int, str], list[LayerMatrix]],
+    sums: GradientSums,
 ) -> None:
     """Add the gradients of some experts to the sums and to those of what came into them."""
     hidden, weights, behind, of_hidden, of_weights = (
@@ -455,15 +458,15 @@ def _add(
         x = hidden[tokens].requires_grad_(True)
         share = weights[tokens, places].requires_grad_(True)
         gate_up, down = (matrix.float() for matrix in loaded.matrices(number))
-        first = x @ gate_up.T
-        out = loaded.of.gate(first) @ down.T
+        of_first, of_second = loaded.biases(number)
+        first = x @ gate_up.T + of_first
+        out = loaded.of.known.gate(first) @ down.T + of_second
         found = torch.autograd.grad(out * share[:, None], (x, share, first, out), behind[tokens])
         of_hidden.index_add_(0, tokens, found[0])
         of_weights[tokens, places] = found[1]
-        for parameter, gradient in ((names.GATE_UP, found[2]), (names.DOWN, found[3])):
-            of = entries.get((number, parameter), [])
-            for entry, part in zip(of, gradient.chunk(max(1, len(of)), dim=-1), strict=False):
-                sums.add(entry, part)
+        for parameter, gradient in zip(loaded.of.names, found[2:], strict=True):
+            for reader in readers.get((number, parameter), ()):
+                sums.add(reader.entry, reader.outputs_of(gradient))
     routed.put("of hidden", batch, of_hidden)
     routed.put("of weights", batch, of_weights)
 

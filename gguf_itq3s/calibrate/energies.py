@@ -71,7 +71,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")
     with progress as bar:
         for number in range(model.layers):
-            groups = model.layout.groups(number, model.base.layers[number])
+            groups = model.layout.groups(number, model.blocks[number])
             sums = {group.key: np.zeros(group.columns) for group in groups}
             tokens = dict.fromkeys(sums, 0)
 

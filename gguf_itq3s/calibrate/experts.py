@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import torch
 
-from ..base.errors import UserError
-from ..checkpoint import experts
 from ..torch import stacked
 from .activations import Activations, activations
 from .inputs import LayerMatrix
@@ -51,29 +49,42 @@ class LayerExperts:
 
     Attributes:
         module: of Transformers, its parameters on the meta device.
-        gate: what lies between both matrices of an expert.
+        known: its two parameters, and what lies between them.
     """
 
     model: LayeredModel
     number: int
     path: str
     module: Any
-    gate: Callable[[torch.Tensor], torch.Tensor]
+    known: stacked.Experts
 
     @property
     def count(self) -> int:
         """How many experts."""
-        return len(self.module.down_proj)
+        return self.known.count
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The parameters: of the first matrices, and of the second."""
+        first, second = self.known.stacks
+        return first, second
 
     @property
     def weights(self) -> int:
         """Weights of one of them."""
-        return sum(getattr(self.module, name)[0].numel() for name in (experts.GATE_UP, experts.DOWN))
+        return sum(getattr(self.module, name)[0].numel() for name in self.names)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of an expert's first matrix, and of its second."""
+        first, second = self.known.stacks.values()
+        return (first.rows, first.columns), (second.rows, second.columns)
 
     @property
     def columns(self) -> tuple[int, int]:
         """Of the input of an expert's first matrices, and of its second."""
-        return self.module.gate_up_proj.shape[2], self.module.down_proj.shape[2]
+        (_, first), (_, second) = self.shapes
+        return first, second
 
     def groups(self, each: int) -> list[range]:
         """The experts in groups, each of whom takes so many bytes for weights and sums."""
@@ -87,7 +98,7 @@ class LayerExperts:
             UserError: the checkpoint lacks a matrix.
         """
         stacks = {}
-        for name in (experts.GATE_UP, experts.DOWN):
+        for name, _ in self.module.named_parameters():
             whole, parameter = f"{self.model.prefix}.{self.number}.{self.path}.{name}", getattr(self.module, name)
             together = len(numbers) == self.count
             dtype = parameter.dtype if together else torch.float32
@@ -102,7 +113,7 @@ class LayerExperts:
     @contextmanager
     def left_out(self) -> Iterator[torch.nn.Module]:
         """The layer with its weights; in place of the experts stands an :class:`Outside`."""
-        layer = self.model.base.layers[self.number]
+        layer = self.model.blocks[self.number]
         layer.set_submodule(self.path, Outside())
         try:
             self.model.load(self.number)
@@ -113,27 +124,16 @@ class LayerExperts:
 
 
 def find(model: LayeredModel, number: int) -> LayerExperts | None:
-    """The experts of a layer that is not loaded, None where it has none.
-
-    Raises:
-        UserError: their class computes in a way that is not known.
-    """
-    for path, module in model.base.layers[number].named_modules():
-        if not isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
-            continue
-        known = stacked.find(module) if stacked.is_stacked(module) else "its parameters are no stacks of matrices"
-        if not isinstance(known, str) and (known.bias or any(stack.transposed for stack in known.stacks.values())):
-            known = "its matrices have biases, or lie the other way round"
-        if isinstance(known, str):
-            what = f"has experts that cannot be calibrated ({type(module).__name__}): {known}"
-            raise UserError(model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
-        return LayerExperts(model, number, path, module, known.gate)
+    """The experts of a layer that is not loaded; None where it has none, or of a class that is not known."""
+    for path, module in model.blocks[number].named_modules():
+        if stacked.is_stacked(module) and not isinstance(known := stacked.find(module), str):
+            return LayerExperts(model, number, path, module, known)
     return None
 
 
 @dataclass
 class Loaded:
-    """Experts that are in memory, by parameter, (experts, rows, columns): gate above up, and down."""
+    """Experts that are in memory, by parameter, as the module has them."""
 
     of: LayerExperts
     numbers: range
@@ -144,19 +144,30 @@ class Loaded:
         return Loaded(self.of, self.numbers, {name: stack.clone() for name, stack in self.stacks.items()})
 
     def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of an expert, views: (2 inner, hidden), gate above up, and (hidden, inner)."""
-        place = number - self.numbers.start
-        return self.stacks[experts.GATE_UP][place], self.stacks[experts.DOWN][place]
+        """Of an expert, views: (rows, hidden), gate and up where there is a gate, and (hidden, inner)."""
+        first, second = (self._matrix(name, number) for name in self.of.names)
+        return first, second
 
-    def rows(self, reader: LayerMatrix) -> torch.Tensor:
-        """A matrix, a view."""
+    def _matrix(self, name: str, number: int) -> torch.Tensor:
+        found = self.stacks[name][number - self.numbers.start]
+        return found.mT if self.of.known.stacks[name].transposed else found
+
+    def biases(self, number: int) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """Of the same, (rows,) and (hidden,), or zeros."""
+        if not self.of.known.bias:
+            return 0.0, 0.0
+        first, second = (self.stacks[f"{name}_bias"][number - self.numbers.start] for name in self.of.names)
+        return first, second
+
+    def matrix(self, reader: LayerMatrix) -> torch.Tensor:
+        """The parameter's matrix that has those of a reader, a view."""
         assert reader.expert is not None
-        return reader.rows_of(self.stacks[reader.parameter][reader.expert - self.numbers.start])
+        return self._matrix(reader.parameter, reader.expert)
 
     def inner(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, inner), the input of an expert's second matrix."""
         first, _ = self.matrices(number)
-        return self.of.gate(x.to(first.dtype) @ first.T)
+        return self.of.known.gate(x.to(first.dtype) @ first.T + self.biases(number)[0])
 
     def add_outputs(
         self, total: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -170,7 +181,7 @@ class Loaded:
         for number in self.numbers:
             tokens, places = torch.where(chosen == number)
             if len(tokens):
-                out = self.inner(number, hidden[tokens]) @ self.matrices(number)[1].T
+                out = self.inner(number, hidden[tokens]) @ self.matrices(number)[1].T + self.biases(number)[1]
                 total.index_add_(0, tokens, out * weights[tokens, places, None])
         return total
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..base.errors import UserError
 from ..checkpoint import experts
 from ..checkpoint.channels import Norms, plan_norms
+from ..checkpoint.row_order import row_order
+from ..checkpoint.source import SourceTensor
+from ..checkpoint.weights import Parameters
 from ..codec.transform import rotation_block
 from ..rounding.factors import tensor_entry
+from ..torch import stacked
 
 if TYPE_CHECKING:
     from .layers import LayeredModel
@@ -26,28 +33,52 @@ class LayerMatrix:
     Attributes:
         name: GGUF name of its tensor.
         expert: which matrix of a stack, None for a plain one.
-        half: of a parameter that holds the gate's and the up matrix's rows in one, 0 or 1; else None.
+        path: of the module.
+        parameter: of the module, that holds it.
+        part: the rows of the parameter's matrix that it has, ascending; None for all of them.
+        order: which of these each row of the tensor is, int64 (m,); None where they are in order.
+        transposed: whether the parameter has it the other way round.
+        columns: which of the matrix each column of the tensor is, int64 (n,); None where they are in order.
     """
 
     name: str
     expert: int | None
     path: str
     parameter: str = "weight"
-    half: int | None = None
+    part: slice | npt.NDArray[np.int64] | None = field(default=None, compare=False)
+    order: npt.NDArray[np.int64] | None = field(default=None, compare=False)
+    transposed: bool = False
+    columns: npt.NDArray[np.int64] | None = field(default=None, compare=False)
 
     @property
     def entry(self) -> str:
         """Its name in statistics."""
         return tensor_entry(self.name, self.expert)
 
-    def rows(self, layer: torch.nn.Module) -> torch.Tensor:
-        """Its weights in a layer, (rows, columns), a view."""
-        weights = getattr(layer.get_submodule(self.path), self.parameter)
-        return weights if self.expert is None else self.rows_of(weights[self.expert])
+    def matrix(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The parameter's matrix in a layer that holds its weights, (rows, columns), a view."""
+        weights: torch.Tensor = getattr(layer.get_submodule(self.path), self.parameter)
+        weights = weights if self.expert is None else weights[self.expert]
+        return weights.mT if self.transposed else weights
 
     def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The same of the parameter's matrix of its expert."""
-        return matrix if self.half is None else matrix.chunk(2, dim=0)[self.half]
+        """Its rows out of the parameter's matrix, or of what the module puts out, (..., rows)."""
+        return matrix if self.part is None else matrix[self.part]
+
+    def put(self, matrix: torch.Tensor, weights: torch.Tensor) -> None:
+        """Replace its rows of the parameter's matrix, a view."""
+        if self.columns is not None:
+            matrix[:, self.columns] = weights.to(matrix)
+        else:
+            matrix[slice(None) if self.part is None else self.part] = weights.to(matrix)
+
+    def outputs_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Its outputs out of those of the parameter's matrix, (..., rows)."""
+        return values if self.part is None else values[..., self.part]
+
+    def in_order(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What belongs to its rows (m, ...), by the rows of the tensor."""
+        return values if self.order is None else values[self.order]
 
 
 @dataclass
@@ -75,50 +106,168 @@ class Group:
 
 
 class Layout:
-    """The names of a model: its modules in Transformers, below ``prefix`` and a number, its tensors in GGUF."""
+    """Which tensors of the file the modules of a model hold.
 
-    def __init__(self, arch: str, layers: int, prefix: str, tensors: Iterable[str]) -> None:
-        known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
-        self._names = gguf.get_tensor_name_map(known, layers)
-        self._prefix, self._tensors = prefix, frozenset(tensors)
-        self.norms: Norms = plan_norms(arch, self._tensors)
+    A module and a tensor belong together where both are made of the same tensors of the checkpoint, and where the rows
+    of the tensor are found among those of the module.
 
-    def name(self, number: int, path: str) -> str:
-        """GGUF name of a module's weight, empty where it has none."""
-        short = self._names.get_name(f"{self._prefix}.{number}.{path}".replace("language_model.", ""))
-        return f"{short}.weight" if short else ""
+    Args:
+        prefix: of the layers' names in the model.
+        layers: that the model runs.
+    """
+
+    def __init__(
+        self, arch: str, prefix: str, layers: int, tensors: Mapping[str, SourceTensor], weights: Parameters
+    ) -> None:
+        self._prefix, self._layers, self._tensors, self._weights = prefix, layers, tensors, weights
+        self.norms: Norms = plan_norms(arch, tensors)
+        self._found: dict[int, list[Group]] = {}
+        #: Tensors of which no matrix is known in the layers that were looked at -> why.
+        self.left_alone: dict[str, str] = {}
+
+    @cached_property
+    def _by_source(self) -> dict[str, list[SourceTensor]]:
+        found: dict[str, list[SourceTensor]] = {}
+        for tensor in self._tensors.values():
+            for source in tensor.sources if tensor.name.startswith("blk.") else ():
+                found.setdefault(source, []).append(tensor)
+        return found
+
+    @staticmethod
+    def _number(name: str) -> int:
+        """Of the layer of a tensor; -1 of one of the ends."""
+        start, _, rest = name.partition(".")
+        return int(rest.partition(".")[0]) if start == "blk" else -1
+
+    def _candidates(self, name: str) -> list[SourceTensor]:
+        """The tensors that are made of what a parameter of the model is made of."""
+        found = (tensor for source in sorted(self._weights.sources(name)) for tensor in self._by_source.get(source, ()))
+        return list({tensor.name: tensor for tensor in found}.values())
+
+    def note(self, of: Callable[[str], bool]) -> str:
+        """Which matrices are not calibrated, and why, a sentence; empty where all that ``of`` holds for are."""
+        kinds: dict[str, set[str]] = {}
+        beyond = {
+            name: "layers that do not run" for name, tensor in self._tensors.items()
+            if self._number(name) >= self._layers and len(tensor.shape) > 1
+        }  # fmt: skip
+        for name, why in {**self.left_alone, **beyond}.items():
+            if of(name):
+                kinds.setdefault(why, set()).add(name.split(".")[2])
+        found = "; ".join(f"{', '.join(sorted(names))} ({why})" for why, names in kinds.items())
+        return f"not calibrated: {found}" if found else ""
 
     def modules(self, number: int, layer: torch.nn.Module) -> dict[str, str]:
-        """GGUF name -> path of the modules of a layer that hold one tensor."""
-        return {name: path for path, _ in layer.named_modules() if (name := self.name(number, path)) in self._tensors}
+        """GGUF name -> path of the modules of a layer whose weight alone is a tensor of that shape."""
+        found: dict[str, str] = {}
+        for path, module in layer.named_modules():
+            if (weight := module._parameters.get("weight")) is not None:
+                candidates = self._candidates(f"{self._prefix}.{number}.{path}.weight")
+                found |= {tensor.name: path for tensor in candidates if tensor.shape == tuple(weight.shape)}
+        return found
 
     def groups(self, number: int, layer: torch.nn.Module) -> list[Group]:
         """The groups of a layer, members in the order of its modules; rows that are not whole blocks are left out."""
+        if number not in self._found:
+            self._found[number] = self._look(number, layer)
+        return self._found[number]
+
+    def _look(self, number: int, layer: torch.nn.Module) -> list[Group]:
         found: dict[str, Group] = {}
-
-        def add(reader: LayerMatrix, columns: int, norm: str | None, *, inner: bool = False) -> None:
-            if not rotation_block(columns) or reader.name not in self._tensors:
-                return
-            shared = experts.gate_and_up(reader.entry) if norm is None else norm
-            key = f"{shared}[{reader.expert}]" if norm and reader.expert is not None else shared
-            group = found.setdefault(key, Group(key, columns, norm, reader.path, reader.expert, inner))
-            group.readers.append(reader)
-
+        refused: dict[str, str] = {}
         for path, module in layer.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                name = self.name(number, path)
-                add(LayerMatrix(name, None, path), module.in_features, self.norms.norm_of(name))
-            elif isinstance(getattr(module, experts.GATE_UP, None), torch.nn.Parameter):
-                stacks: dict[str, Any] = {name: getattr(module, name) for name in (experts.GATE_UP, experts.DOWN)}
-                for expert in range(len(stacks[experts.DOWN])):
-                    for parameter, weights in stacks.items():
-                        parts = experts.STACKS[parameter]
-                        for half, part in enumerate(parts):
-                            name = experts.tensor(number, part)
-                            reader = LayerMatrix(name, expert, path, parameter, half if len(parts) > 1 else None)
-                            inner = parameter == experts.DOWN
-                            add(reader, weights.shape[2], self.norms.norm_of(name), inner=inner)
+            for reader, columns, inner in self._matrices(number, path, module, refused):
+                norm = self.norms.norm_of(reader.name)
+                shared = experts.gate_and_up(reader.entry) if norm is None else norm
+                key = f"{shared}[{reader.expert}]" if norm and reader.expert is not None else shared
+                group = found.setdefault(key, Group(key, columns, norm, path, reader.expert, inner))
+                group.readers.append(reader)
+        here = {reader.name for group in found.values() for reader in group.readers}
+        for name, tensor in self._tensors.items():
+            mine = self._number(name) == number and name.endswith(".weight") and name not in here
+            if mine and len(tensor.shape) > 1 and rotation_block(tensor.shape[-1]):
+                self.left_alone[name] = refused.get(name, "no product of the model is with it")
         return list(found.values())
+
+    def _matrices(
+        self, number: int, path: str, module: torch.nn.Module, refused: dict[str, str]
+    ) -> Iterable[tuple[LayerMatrix, int, bool]]:
+        """The matrices of a module, with the length of their input, and whether it is an inner one."""
+        name = f"{self._prefix}.{number}.{path}"
+        if _is_product(module):
+            transposed = not isinstance(module, torch.nn.Linear)
+            shape = tuple(module.weight.shape)[:: -1 if transposed else 1]
+            for tensor in self._candidates(f"{name}.weight"):
+                if len(tensor.shape) != 2 or not rotation_block(shape[1]):
+                    refused[tensor.name] = "a matrix for each head is made of one of the model"
+                    continue
+                weights, whole = self._weights.get(f"{name}.weight", module.weight.shape), tensor.whole()
+                weights = weights.mT if transposed else weights
+                rows = _rows(weights, whole)
+                if rows is None and weights.shape == whole.shape and (across := _rows(weights.mT, whole.T)):
+                    rows = {"columns": across["order"]}
+                if rows is None:
+                    refused[tensor.name] = "its rows are other ones than those of a module"
+                else:
+                    yield LayerMatrix(tensor.name, None, path, transposed=transposed, **rows), shape[1], False
+        elif stacked.is_stacked(module):
+            known = stacked.find(module)
+            _, inner = stacked.stacks(module)
+            for parameter in stacked.stacks(module):
+                stack, shape = f"{name}.{parameter}", getattr(module, parameter).shape
+                for tensor in self._candidates(stack):
+                    if isinstance(known, str):
+                        refused[tensor.name] = f"{type(module).__name__}: {known}"
+                        continue
+                    transposed = known.stacks[parameter].transposed
+                    columns = shape[1 if transposed else 2]
+                    of_these = len(tensor.shape) == 3 and tensor.shape[::2] == (shape[0], columns)
+                    if not of_these or not rotation_block(columns):
+                        continue
+                    first = self._weights.get(stack, shape[1:], 0)
+                    alone = tensor.matrix(0)
+                    alone = tensor.whole()[0] if alone is None else alone
+                    rows = _rows(first.mT if transposed else first, alone)
+                    if rows is None:
+                        refused[tensor.name] = "its rows are other ones than those of a module"
+                        continue
+                    for expert in range(shape[0]):
+                        reader = LayerMatrix(tensor.name, expert, path, parameter, transposed=transposed, **rows)
+                        yield reader, columns, parameter == inner
+
+
+def _is_product(module: torch.nn.Module) -> bool:
+    """Whether a module multiplies by the matrix that it holds: ``Linear`` or, the other way round, GPT-2's ``Conv1D``.
+
+    Classes made of ``Linear`` that have a way of their own are tried on a few numbers.
+    """
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
+        return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    shell = copy.copy(module)
+    numbers = torch.linspace(-1, 2, 15, device="cpu")
+    shell._parameters = {"weight": torch.nn.Parameter(numbers.reshape(5, 3)), "bias": None}
+    try:
+        with torch.no_grad():
+            found = shell(numbers[:6].reshape(1, 2, 3))
+    except Exception:  # a class of another signature can fail in any way
+        return False
+    wanted = numbers[:6].reshape(1, 2, 3) @ numbers.reshape(5, 3).T
+    return isinstance(found, torch.Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4)
+
+
+def _rows(matrix: torch.Tensor, tensor: npt.NDArray[np.floating]) -> dict[str, Any] | None:
+    """``part`` and ``order`` of a :class:`LayerMatrix` for a tensor (m, n), by its rows among those of a matrix of the
+    model; None where they are not there."""
+    try:
+        found = row_order(matrix.float().numpy(), tensor)
+    except ValueError:
+        return None
+    part = np.sort(found)
+    order = np.searchsorted(part, found)
+    kept: Any = part
+    if part[-1] - part[0] + 1 == len(part):
+        kept = None if len(part) == len(matrix) else slice(int(part[0]), int(part[-1]) + 1)
+    return {"part": kept, "order": None if (order == np.arange(len(order))).all() else order}
 
 
 @dataclass(frozen=True)
@@ -141,7 +290,9 @@ class Seen:
     inner: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     def rows(self, group: Group, chosen: torch.Tensor | None = None, *, gain: bool = False) -> torch.Tensor:
-        """The input of one group, (tokens, columns); of an expert, the tokens that ``chosen`` sends to it.
+        """The input of one group, (tokens, columns), as its tensors read it.
+
+        Of an expert, that of the tokens that ``chosen`` sends to it.
 
         Args:
             chosen: the routing to go by; None for that of this call.
@@ -149,7 +300,8 @@ class Seen:
         """
         inputs = self.raw if gain else self.plain
         if group.expert is None:
-            return inputs
+            columns = group.readers[0].columns
+            return inputs if columns is None else inputs[:, columns]
         chosen = self.chosen if chosen is None else chosen
         assert chosen is not None
         tokens = torch.where((chosen == group.expert).any(-1))[0]

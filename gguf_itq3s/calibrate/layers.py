@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,10 +15,14 @@ from ..base.errors import UserError
 from ..checkpoint import tokens
 from ..checkpoint.patches import patched
 from ..checkpoint.source import Checkpoint
+from ..checkpoint.weights import Parameters
 from .activations import activations, complete
 from .inputs import Layout
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks
+
+#: What layers are given to keep keys, values and states in, by name.
+_CACHES: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 
 
 class Stop(Exception):  # noqa: N818 (a signal, not an error)
@@ -38,6 +43,12 @@ class LayeredModel:
     """
 
     def __init__(self, options: CalibrationOptions, checkpoint: Checkpoint, ranks: Ranks = ALONE) -> None:
+        causal = checkpoint.writer.kv_data[0].get(f"{checkpoint.model.arch}.attention.causal")
+        if causal is not None and not causal.value:
+            what = (
+                f"is no language model that goes from left to right ({checkpoint.model.arch}), and cannot be calibrated"
+            )
+            raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         self.dtype = options.dtype
         self.in_bfloat16 = ranks.all(self.dtype == "bfloat16" and quick_bfloat16(self.device))
@@ -51,18 +62,28 @@ class LayeredModel:
         except UserError:
             raise
         except Exception as error:  # a config can be wrong in many ways
-            raise UserError(options.model, f"transformers cannot run it: {error}", "update transformers") from error
-        self.base, self.prefix = decoder_of(self.model)
-        self.layers, self.hidden = len(self.base.layers), int(self.config.hidden_size)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(options.model, f"transformers cannot run it: {reason}", "update transformers") from error
+        if shared := getattr(self.config, "num_kv_shared_layers", 0):
+            what = f"cannot be calibrated: {shared} of its layers read keys and values of others"
+            raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+        self.blocks, self.prefix = blocks_of(self.model, options.model)
+        self.layers, self.hidden = len(self.blocks), int(self.config.hidden_size)
         # Norms and biases are few numbers and stay in float32.
-        for parameter in self.base.layers.parameters() if self.in_bfloat16 else ():
+        for parameter in self.blocks.parameters() if self.in_bfloat16 else ():
             if parameter.ndim > 1:
                 parameter.data = parameter.data.to(torch.bfloat16)
         self.context = int(getattr(self.config, "max_position_embeddings", 2048))
         self.arch = checkpoint.model.arch
-        self.weights = checkpoint.weights
+        self.weights = Parameters(checkpoint.weights, self.model)
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-        self.layout = Layout(self.arch, self.layers, self.prefix, self._tensors)
+        self.layout = Layout(self.arch, self.prefix, self.layers, self._tensors, self.weights)
+        self._computed = self._compute()
+        names = {module: name for name, module in self.model.named_modules()}
+        ends = (names.get(end) for end in (self.model.get_output_embeddings(), self.model.get_input_embeddings()))
+        output, embedding = (f"{name}.weight" for name in ends)
+        self._tied = {output: embedding, **getattr(self.model, "all_tied_weights_keys", {})}
+        self._outputs = 0  # the length of the tuple that a layer puts out; 0 where it is no tuple
 
     def gain(self, norm: str) -> np.ndarray:
         """The gain of a norm by its GGUF name, float32 (n,)."""
@@ -71,14 +92,14 @@ class LayeredModel:
     def start(
         self, folder: Path, windows: np.ndarray, batches: Sequence[slice | np.ndarray], done: int, rows:
         tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> list[dict[int, dict[str, Any]]]:  # fmt: skip
+    ) -> list[Keywords]:  # fmt: skip
         """Write the inputs of the first layer, unless layers are done, and find out what each layer is called with.
 
         Args:
             rows: tokens (n,) and what stands in their rows of the embedding instead, float32 (n, hidden).
 
         Returns:
-            For each layer and batch size the keyword arguments besides the activations: masks, positions.
+            For each layer the keyword arguments besides the activations: masks, positions.
 
         Raises:
             UserError: the checkpoint lacks the embedding, or that has no row for a token of the text.
@@ -89,63 +110,79 @@ class LayeredModel:
             what = f"has {len(embedding.weight)} rows of its embedding, and the text the token {tokens.named(token)}"
             remedy = "take the tokenizer files of the model, or leave that token out of the text"
             raise UserError(self.folder, what, remedy)
-        name = next(name for name, module in self.model.named_modules() if module is embedding)
-        embedding.to_empty(device=self.device)
-        if hasattr(embedding, "scalar_embed_scale"):  # Gemma's factor, kept as a buffer too
-            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=self.device)
-        self._fill(embedding, name)
+        outside = self._outside(self.model.get_output_embeddings())
+        self._fill(outside)
         if rows is not None:
             with torch.no_grad():
                 embedding.weight[torch.from_numpy(rows[0])] = torch.from_numpy(rows[1]).to(self.device)
-        self._make_buffers()
-        keywords: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layers)]
+        keywords = [Keywords(len(windows), self.device) for _ in range(self.layers)]
         shape = (*windows.shape, self.hidden)
         target = None if done else activations(folder, 0, shape, "w+", self.dtype, partial=True)
         first: list[torch.Tensor] = []
 
         def catch(number: int) -> Any:
-            def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                kwargs.pop("past_key_values", None)
-                keywords[number][hidden_states.shape[0]] = {**kwargs, "use_cache": False}
+            own = inspect.signature(self.blocks[number].forward)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                found = own.bind(*args, **kwargs)
+                hidden = next(iter(found.arguments.values()))
                 if number == 0:
-                    first.append(hidden_states)
+                    first.append(hidden)
+                if hidden.shape != first[-1].shape:
+                    raise _OtherFormError
+                keywords[number].add(here, _besides(own, found), hidden)
                 if number + 1 == self.layers:
                     raise Stop
-                return hidden_states
+                return self._put_out(hidden)
 
             return forward
 
-        forwards = {layer: catch(number) for number, layer in enumerate(self.base.layers)}
+        forwards = {layer: catch(number) for number, layer in enumerate(self.blocks)}
         with replaced(forwards), torch.no_grad():  # the arguments are used with gradients too
             for batch in batches:
-                if done and len(windows[batch]) in keywords[0]:
+                if done and all(of.has(len(windows[batch])) for of in keywords):
                     continue
-                with suppress(Stop):
-                    self.model(input_ids=torch.from_numpy(windows[batch]).to(self.device), use_cache=False)
+                here, tokens_here = batch, torch.from_numpy(windows[batch]).to(self.device)
+                for outputs in dict.fromkeys((self._outputs, 0, 1, 2)):
+                    self._outputs = outputs
+                    try:
+                        with suppress(Stop):
+                            self.model(input_ids=tokens_here, use_cache=False)
+                        break
+                    except (_OtherFormError, ValueError) as error:  # too many to unpack
+                        first.clear()
+                        problem = error
+                else:
+                    what, remedy = f"transformers cannot run it: {problem}", "update transformers"
+                    raise UserError(self.folder, what, remedy) from problem
                 hidden = first.pop()
                 if target is not None:
                     target[batch] = hidden.float().cpu().numpy()
         if target is not None:
             complete(target, folder, 0, self.dtype)
-        embedding.to("meta")
+        self._forget(outside)
         return keywords
 
     def load(self, number: int) -> torch.nn.Module:
         """One layer with its weights on the device: in float32, or its matrices in bfloat16."""
-        layer = self.base.layers[number]
-        layer.to_empty(device=self.device)
-        self._fill(layer, f"{self.prefix}.{number}")
+        layer = self.blocks[number]
+        self._fill({f"{self.prefix}.{number}.{path}".rstrip("."): module for path, module in layer.named_modules()})
         return layer
 
     def unload(self, number: int) -> None:
         """Forget a layer's weights."""
-        self.base.layers[number].to("meta")
+        self.blocks[number].to("meta")
 
     def step(self, layer: torch.nn.Module, hidden: np.ndarray, keywords: dict[str, Any]) -> np.ndarray:
         """Run a layer on float32 (windows, context, hidden)."""
         with torch.inference_mode(), self.products():
             out = layer(torch.from_numpy(np.array(hidden)).to(self.device), **keywords)
-        return (out[0] if isinstance(out, tuple) else out).float().cpu().numpy()
+        self._outputs = len(out) if isinstance(out, tuple) else 0
+        return (out[0] if self._outputs else out).float().cpu().numpy()
+
+    def _put_out(self, hidden: torch.Tensor) -> Any:
+        """Activations as a layer of the model puts them out."""
+        return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
 
     def products(self, *, quick: bool = True) -> AbstractContextManager[object]:
         """A context in which products are in bfloat16 where the model runs in it; the residual stream stays in float32.
@@ -170,48 +207,119 @@ class LayeredModel:
             weights: float32, the rows of the output matrix in place of the model's, some after the others.
         """
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        names = {module: name for name, module in self.model.named_modules()}
-        norms = [module for _, module in self.base.named_children() if "norm" in names[module]]
-        for module in (output, *norms):
-            module.to_empty(device=self.device)
-            tied = module is output and not self.weights.has(f"{names[module]}.weight")
-            if module is output and weights is not None:
-                with torch.no_grad():
-                    rest = module.weight
-                    for rows in weights:
-                        rest[: len(rows)].copy_(torch.from_numpy(rows))
-                        rest = rest[len(rows) :]
-                    assert not len(rest)
-            else:
-                self._fill(module, names[embedding] if tied else names[module])
+        outside = self._outside(embedding)
+        self._fill(outside)
+        if weights is not None:
+            with torch.no_grad():
+                rest = output.weight
+                for rows in weights:
+                    rest[: len(rows)].copy_(torch.from_numpy(rows))
+                    rest = rest[len(rows) :]
+                assert not len(rest)
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             zeros = torch.zeros(hidden.shape, device=self.device)
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-            behind = dict.fromkeys(self.base.layers, lambda *_, **__: hidden)
+            behind = dict.fromkeys(self.blocks, lambda *_, **__: self._put_out(hidden))
             with replaced({embedding: lambda *_, **__: zeros, **behind}):
                 return self.model(input_ids=ids, use_cache=False).logits
 
         try:
             yield logits
         finally:
-            for module in (output, *norms):
-                module.to("meta")
+            self._forget(outside)
 
-    def _fill(self, module: torch.nn.Module, prefix: str) -> None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(self.weights.get(f"{prefix}.{name}", parameter.shape))
-        if stray := [name for name, _ in module.named_buffers() if name != "embed_scale"]:
-            what = f"a layer keeps {stray[0]} outside its weights, which is not handled"
-            raise UserError(self.folder, what, "use an importance matrix of llama-imatrix (convert --imatrix)", prefix)
+    def _compute(self) -> dict[str, torch.Tensor]:
+        """The tables that the model computes and no checkpoint has, by name, as its own initialization makes them."""
+        names = [name for name, _ in self.model.named_buffers() if name not in self.model.state_dict()]
+        places = [(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        on_meta = [module._buffers[name] for module, name in places]
+        for (module, name), buffer in zip(places, on_meta, strict=True):
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        self.model.initialize_weights()  # of parameters on the meta device, nothing
+        found = {whole: module._buffers[name] for whole, (module, name) in zip(names, places, strict=True)}
+        for (module, name), buffer in zip(places, on_meta, strict=True):
+            module._buffers[name] = buffer
+        return found
 
-    def _make_buffers(self) -> None:
-        """Build the modules with computed tables (rotary positions) again, off the meta device."""
-        for name, module in list(self.base.named_children()):
-            buffers = [buffer for _, buffer in module.named_buffers()]
-            if buffers and not list(module.parameters()) and all(buffer.is_meta for buffer in buffers):
-                setattr(self.base, name, type(module)(config=self.config).to(self.device))
+    def _outside(self, without: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The modules that belong to no layer, by name, but for one."""
+        inside = f"{self.prefix}."
+        named = self.model.named_modules()
+        return {name: module for name, module in named if not name.startswith(inside) and module is not without}
+
+    def _fill(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Give modules, by their names in the model, what is theirs alone: weights, and tables that are computed."""
+        for prefix, module in modules.items():
+            own = {**module._parameters, **module._buffers}
+            if not any(tensor is not None for tensor in own.values()):
+                continue
+            module.to_empty(device=self.device, recurse=False)
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                whole = f"{prefix}.{name}".lstrip(".")
+                if tensor is None:
+                    continue
+                with torch.no_grad():
+                    if whole in self._computed:
+                        tensor.copy_(self._computed[whole])
+                    else:
+                        whole = whole if self.weights.has(whole) else self._tied.get(whole, whole)
+                        tensor.copy_(self.weights.get(whole, tensor.shape))
+
+    def _forget(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Take the weights of modules from memory; those that compute tables keep them."""
+        for module in modules.values():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                module._apply(lambda tensor: tensor.to("meta"), recurse=False)
+
+
+class Keywords:
+    """What a layer is called with besides activations: the same for all batches of a size, or something for every token
+    (Gemma's inputs of a layer, from the embeddings of the model as it is)."""
+
+    def __init__(self, windows: int, device: torch.device) -> None:
+        self._windows, self._device = windows, device
+        self._by_size: dict[int, dict[str, Any]] = {}
+        self._of_tokens: dict[str, np.ndarray] = {}
+
+    def add(self, batch: slice | np.ndarray, keywords: dict[str, Any], hidden: torch.Tensor) -> None:
+        """Those of a batch whose activations are ``hidden``, (windows, context, n)."""
+        kept = {}
+        for name, value in keywords.items():
+            of_tokens = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3
+            if of_tokens and value.shape[:2] == hidden.shape[:2]:
+                shape = (self._windows, *value.shape[1:])
+                self._of_tokens.setdefault(name, np.zeros(shape, dtype=np.float32))[batch] = value.float().cpu().numpy()
+            else:
+                kept[name] = value
+        self._by_size[hidden.shape[0]] = kept
+
+    def has(self, size: int) -> bool:
+        """Whether those of all batches of a size are known."""
+        return size in self._by_size and not self._of_tokens
+
+    def of(self, batch: np.ndarray) -> dict[str, Any]:
+        """Those of some windows."""
+        kept = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in self._by_size[len(batch)].items()
+        }
+        of_tokens = {name: array[batch] for name, array in self._of_tokens.items() if name not in kept}
+        return kept | {name: torch.from_numpy(values).to(self._device) for name, values in of_tokens.items()}
+
+
+class _OtherFormError(Exception):
+    """A model takes what its layers put out for something else."""
+
+
+def _besides(signature: inspect.Signature, found: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a layer besides the first, by name, without caches."""
+    _, *others = found.arguments.items()
+    kinds = signature.parameters
+    keywords: dict[str, Any] = {}
+    for name, value in others:
+        keywords |= value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    keywords = {name: value for name, value in keywords.items() if name not in _CACHES}
+    return {**keywords, "use_cache": False} if "use_cache" in keywords else keywords
 
 
 @contextmanager
@@ -227,10 +335,18 @@ def replaced(forwards: Mapping[torch.nn.Module, Callable[..., Any]]) -> Iterator
             module.forward = forward
 
 
-def decoder_of(model: Any) -> tuple[Any, str]:
-    """The module of a model that has its layers, and the name of their list."""
-    base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-    return base, next(name for name, module in model.named_modules() if module is base.layers)
+def blocks_of(model: Any, folder: Path) -> tuple[torch.nn.ModuleList, str]:
+    """The layers of a model, and the name of their list.
+
+    Raises:
+        UserError: it has none.
+    """
+    count = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module, name
+    what = f"has no list of {count} layers that run one after the other in transformers"
+    raise UserError(folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
 
 
 def torch_device(options: CalibrationOptions) -> torch.device:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from ..base.errors import UserError, errors_of_weights
+from ..base.errors import errors_of_weights
 from ..checkpoint.rescaling import Rescaling
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..rounding import fisher, target
@@ -44,11 +44,6 @@ class Source:
     types: Mapping[str, Type]
     rescaling: Rescaling
     encoder: Encoder
-
-    @cached_property
-    def plain(self) -> dict[str, SourceTensor]:
-        """The tensors of the checkpoint by name."""
-        return {tensor.name: tensor for tensor in self.checkpoint.tensors}
 
     def quantized(self, name: str) -> bool:
         """Whether a tensor is written in a type that changes it."""
@@ -87,7 +82,7 @@ class Matrix:
     source: Source
     streams: Streams
     reader: LayerMatrix
-    stacks: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
+    stacks: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def type(self) -> Type:
@@ -103,33 +98,26 @@ class Matrix:
     @cached_property
     def weights(self) -> np.ndarray:
         """Its weights in the file before they are rounded, float32 (m, n)."""
-        return self._of(self.source.tensors, rescaled=True)
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """Which row of the model each row of the tensor is, int64 (m,)."""
-        return self.streams.row_order(self.reader, self._of(self.source.plain, rescaled=False))
-
-    def _of(self, tensors: Mapping[str, SourceTensor], *, rescaled: bool) -> np.ndarray:
-        name, expert = self.reader.name, self.reader.expert
+        name, expert, tensors = self.reader.name, self.reader.expert, self.source.tensors
         if expert is None:
             return tensors[name].whole()
         alone = tensors[name].matrix(expert)
         if alone is not None:
             return alone
-        key = (name, rescaled)
-        if key not in self.stacks:
-            self.stacks[key] = tensors[name].whole()
-        return self.stacks[key][expert]
+        if name not in self.stacks:
+            self.stacks[name] = tensors[name].whole()
+        return self.stacks[name][expert]
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Which row of the model's matrix each row of the tensor is, int64 (m,)."""
+        return self.reader.in_order(np.arange(self.source.tensors[self.reader.name].shape[-2]))
 
     def target(self, of: Sums, decomposition: Decomposition, ranks: Ranks = ALONE) -> np.ndarray:
         """What it is rounded to: itself, or more where tokens that were held out speak for it.
 
         Args:
             ranks: those that have the same sums and hold out other tokens; each asks for its share of the rows.
-
-        Raises:
-            UserError: the correction is larger than the matrix.
         """
         held, total = of.held, of.hessian.total
         if held is None or total is None or (of.missing is None and not of.differs):
@@ -149,12 +137,10 @@ class Matrix:
         if held.written is not None:
             lacking = lacking + held.written[:, order]
         correction *= target.line_search(lacking, held.inputs @ correction.T, ranks.sums)
-        energy = float(correction.square().sum())
-        if energy > float(plain.square().sum()):
-            what = "would be rounded to a target that is further from it than it is large"
-            remedy = "give more --tokens, or --calibration or --imatrix in place of --calibrate"
-            raise UserError(self.source.checkpoint.folder, what, remedy, self.reader.entry)
-        return self.weights + rotate(correction).cpu().numpy() if energy else self.weights
+        # Larger than the matrix it is where that hardly adds to its stream: the file should still have the model's.
+        if not 0 < float(correction.square().sum()) <= float(plain.square().sum()):
+            return self.weights
+        return self.weights + rotate(correction).cpu().numpy()
 
     def encode(
         self, wanted: np.ndarray, factor: Factor | None, blocks: list[np.ndarray], ranks: Ranks = ALONE

@@ -24,7 +24,6 @@ from .options import DTYPES, CalibrationOptions
 from .ranks import ALONE, Ranks, own_batch, processes_here
 from .result import MEASURED
 from .shares import Batches
-from .streams import WRITERS
 
 #: Memory of Python and its libraries, torch and transformers among them, in bytes.
 _LIBRARIES: Final = 600 << 20
@@ -39,7 +38,7 @@ class FisherBlocks:
 
 
 def _sizes(
-    name: str, tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type
+    tensor: SourceTensor, calibration: CalibrationOptions, fisher: FisherBlocks, qtype: Type, hidden: int
 ) -> Counter[str]:
     """What a matrix of a layer, or its experts' in one group after the other, takes: numbers of weights and gradients,
     bytes while it is rounded and of what it is encoded in."""
@@ -50,7 +49,7 @@ def _sizes(
     gradients = tensor.size // columns * (rows if rows <= fisher.full else fisher.block)
     inside = len(tensor.shape) > 2
     return Counter(
-        solving=square + 8 * 7 * rows * columns, columns=columns, kept=columns if name.endswith(WRITERS) else 0,
+        solving=square + 8 * 7 * rows * columns, columns=columns, kept=columns if rows == hidden else 0,
         weights=0 if inside else tensor.size, gradients=0 if inside else gradients,
         experts=tensor.size if inside else 0, of_experts=gradients if inside else 0,
         encoded=tensor.bytes_in(qtype) if inside else 0,
@@ -73,7 +72,7 @@ def check(
     for name, tensor in source.tensors.items():
         if len(tensor.shape) >= 2 and name.startswith("blk."):
             size = layers.setdefault(name.split(".")[1], Counter())
-            layer = _sizes(name, tensor, calibration, fisher or FisherBlocks(), source.types[name])
+            layer = _sizes(tensor, calibration, fisher or FisherBlocks(), source.types[name], model.hidden)
             one = {key: max(size[key], layer[key]) for key in ("solving", "columns")}
             size.update(layer)
             size.update({key: value - size[key] for key, value in one.items()})

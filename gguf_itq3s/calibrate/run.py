@@ -122,6 +122,8 @@ class Sequential:
             )  # fmt: skip
             self._gradients = self.collect_fisher(folder)
             self._layers(finished, own)
+            if note := self.model.layout.note(self.source.quantized):
+                print(f"note: {note}", file=self.messages)
             result.say(own, self.model, self.source, self.inputs, self.batches, self.messages, self.ranks)
         except UserError:
             if not finished.layers and self.ranks.alone:
@@ -235,7 +237,7 @@ class Sequential:
             tokens, held = (int(count) for count in counts[2 * place : 2 * place + 2])
             of = sums[group.key] if owner in (None, ranks.rank) else sums.pop(group.key)
             of.reduce(ranks, tokens, held, self.source.tensors[group.readers[0].name].shape[-2], owner)
-        stacks: dict[tuple[str, bool], np.ndarray] = {}
+        stacks: dict[str, np.ndarray] = {}
         fishers = self._fisher_blocks(number, groups)
         results: dict[str, Rounded] = {}
         for group, owner in zip(groups, owners, strict=True):
@@ -259,7 +261,7 @@ class Sequential:
 
     def _group(
         self, number: int, streams: Streams, group: Group, of: Sums, finished: Finished,
-        stacks: dict[tuple[str, bool], np.ndarray], fishers: dict[str, list[np.ndarray]], ranks: Ranks,
+        stacks: dict[str, np.ndarray], fishers: dict[str, list[np.ndarray]], ranks: Ranks,
     ) -> dict[str, Rounded]:  # fmt: skip
         """Round the matrices that read one input, this rank alone or all together."""
         results: dict[str, Rounded] = {}

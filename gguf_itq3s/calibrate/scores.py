@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,13 +27,11 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from ..base.errors import UserError, errors_of_weights
-from ..checkpoint import row_order
 from ..checkpoint.source import Checkpoint, SourceTensor
 from ..codec.family import rotation
 from ..rounding import fisher, hessian
 from ..rounding.encode import Encoder, takes_hessian
 from ..rounding.factors import HessianFactors, tensor_entry
-from . import experts
 from .backward import OutputFisher
 from .ends import Ends
 from .layers import LayeredModel
@@ -91,37 +88,15 @@ class RowWeights:
         return self._weights.get(tensor_entry(name, expert))
 
     def _layer(self) -> Iterator[tuple[str, Vector]]:
-        model, number = self._model, self._number
-        stacks: dict[str, np.ndarray] = {}
-        groups = model.layout.groups(number, model.base.layers[number])
-        found = experts.find(model, number)
-        loaded: dict[int, experts.Loaded] = {}  # one expert at a time
-        with ExitStack() as stack:
-            layer = model.load(number) if found is None else stack.enter_context(found.left_out())
-            for reader in [reader for group in groups for reader in group.readers]:
-                blocks = self.gradients.blocks(reader, number)
-                if not blocks:
-                    continue
-                tensor = self._source.plain[reader.name]
-                here = None if reader.expert is None else tensor.matrix(reader.expert)
-                if here is None:
-                    whole = stacks[reader.name] if reader.name in stacks else tensor.whole()
-                    stacks[reader.name] = whole
-                    here = whole if reader.expert is None else whole[reader.expert]
-                if reader.expert is None:
-                    own = reader.rows(layer)
-                else:
-                    assert found is not None
-                    if reader.expert not in loaded:
-                        loaded = {reader.expert: found.load(range(reader.expert, reader.expert + 1))}
-                    own = loaded[reader.expert].rows(reader)
-                of_model = own.detach().float().cpu().numpy()
-                order = row_order.of_matrix(model.folder, reader.entry, of_model, here)
-                weights = np.concatenate([fisher.factorize(block).weight for block in blocks])
-                rows = self._source.rescaling.rows(reader.name, reader.expert)
-                # Outputs times rows: gradients over rows, and these are squares.
-                yield reader.entry, weights[order] / (1.0 if rows is None else np.square(rows, dtype=np.float64))
-        model.unload(number)
+        number = self._number
+        for group in self._model.layout.groups(number, self._model.blocks[number]):
+            for reader in group.readers:
+                if blocks := self.gradients.blocks(reader, number):
+                    weights = np.concatenate([fisher.factorize(block).weight for block in blocks])
+                    rows = self._source.rescaling.rows(reader.name, reader.expert)
+                    # Outputs times rows: gradients over rows, and these are squares.
+                    scale = 1.0 if rows is None else np.square(rows, dtype=np.float64)
+                    yield reader.entry, reader.in_order(weights) / scale
 
 
 class Scores:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from ..base.errors import UserError, output_error
 from ..base.journal import key_of, save_arrays, sources
-from ..checkpoint.channels import ARCHITECTURES
+from ..checkpoint.channels import ROUTERS
 from ..checkpoint.files import check_output
 from ..checkpoint.reading import open_checkpoint
 from ..codec.transform import rotation_block
@@ -29,7 +30,7 @@ from .activations import Array, activation_path, activations, complete
 from .experts import LayerExperts, Routed
 from .experts import find as find_experts
 from .inputs import Group, Seen, Watch
-from .layers import LayeredModel, quick_products
+from .layers import Keywords, LayeredModel, quick_products
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks, keep_own, leave_own, of_all, own_batch
@@ -65,9 +66,6 @@ def calibrate(
     if ranks.first:
         check_output(out, (options.model, *options.text), folder=True)
     checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code, messages=messages)
-    if checkpoint.model.arch not in ARCHITECTURES:
-        what = f"its architecture, {checkpoint.model.arch}, cannot be calibrated"
-        raise UserError(options.model, what, "use an importance matrix of llama-imatrix (convert --imatrix)")
     model = LayeredModel(options, checkpoint, ranks)
     inputs = windows(options, model.context, messages)
     if held is not None:
@@ -105,6 +103,8 @@ def calibrate(
             own = keep_own(out, key, ranks, "activations", (_ACTIVATIONS,))
             own = own if ranks.alone else own / _ACTIVATIONS
             _run(options, out, own, model, inputs, manifest, messages, ranks)
+            if ranks.first and (note := model.layout.note(lambda name: name.split(".")[2] not in ROUTERS)):
+                print(f"note: {note}", file=messages or sys.stderr)
         leave_own(out, ranks)
         # Also of runs that were killed, the last of them when it was done.
         for path in out.glob("activations-*") if ranks.first else ():
@@ -163,7 +163,16 @@ def _run(
                 if ranks.first:
                     inside = groups[0].expert is not None if groups else False
                     part = f"-experts-{parts:04d}" if inside else ""
-                    _keep(options, out, f"layer-{number:04d}{part}.safetensors", number, groups, found, manifest)
+                    _keep(
+                        options,
+                        out,
+                        f"layer-{number:04d}{part}.safetensors",
+                        number,
+                        groups,
+                        found,
+                        manifest,
+                        inside=inside,
+                    )
                 parts += 1
 
             run_layer(
@@ -187,7 +196,7 @@ def _run(
 
 def run_layer(
     model: LayeredModel, number: int, source: Array, target: Array, batches: Sequence[Batch],
-    keywords: Mapping[int, dict[str, Any]], folder: Path, bytes_of_expert: Callable[[LayerExperts], int],
+    keywords: Keywords, folder: Path, bytes_of_expert: Callable[[LayerExperts], int],
     receive: Callable[[Seen], None] | None, end: Callable[[Sequence[Group]], None] = lambda _: None,
     done: Callable[[], Any] = lambda: None,
 ) -> None:  # fmt: skip
@@ -205,7 +214,7 @@ def run_layer(
         UserError: the checkpoint lacks a matrix.
     """
     found = find_experts(model, number)
-    groups = model.layout.groups(number, model.base.layers[number]) if receive else []
+    groups = model.layout.groups(number, model.blocks[number]) if receive else []
     routed = None
     with ExitStack() as stack:
         layer = model.load(number) if found is None else stack.enter_context(found.left_out())
@@ -218,7 +227,7 @@ def run_layer(
             for batch in batches:
                 if routed is not None:
                     routed.give(batch)
-                target[batch] = model.step(layer, source[batch], keywords[len(batch)])
+                target[batch] = model.step(layer, source[batch], keywords.of(batch))
                 done()
         if routed is not None:
             routed.close()
@@ -229,7 +238,7 @@ def run_layer(
 
 def run_experts(
     found: LayerExperts, layer: torch.nn.Module, source: Array, batches: Sequence[Batch],
-    keywords: Mapping[int, dict[str, Any]], folder: Path, size: int, groups: Sequence[Group] = (),
+    keywords: Keywords, folder: Path, size: int, groups: Sequence[Group] = (),
     receive: Callable[[Seen], None] | None = None, end: Callable[[Sequence[Group]], None] = lambda _: None,
 ) -> Routed:  # fmt: skip
     """Run a layer up to its experts and these outside it, arguments as :func:`run_layer`.
@@ -241,7 +250,7 @@ def run_experts(
     for batch in batches:
         seen: list[Seen] = []
         with Watch(found.model, found.number, layer, groups, seen.append):
-            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords[len(batch)]))  # type: ignore[misc]
+            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords.of(batch)))  # type: ignore[misc]
         if seen and seen[0].plain is not seen[0].raw:
             routed.put("plain", batch, seen[0].plain)
     for members in found.groups(size):
@@ -266,10 +275,13 @@ def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:
 
 def _keep(
     options: CalibrationOptions, out: Path, file: str, number: int, groups: Sequence[Group], moments: Sequence[Moment],
-    manifest: Manifest,
+    manifest: Manifest, *, inside: bool,
 ) -> None:  # fmt: skip
     """Write statistics of a layer, and note them."""
-    statistics = {group.key: moment.mean() for group, moment in zip(groups, moments, strict=True)}
+    # What a layer holds and does not call, as where it computes the same in another way.
+    called = [(group, moment) for group, moment in zip(groups, moments, strict=True) if inside or moment.tokens]
+    groups, moments = [group for group, _ in called], [moment for _, moment in called]
+    statistics = {group.key: moment.mean() for group, moment in called}
     flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
     for key, value in statistics.items():
         problem = None

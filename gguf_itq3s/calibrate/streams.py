@@ -24,20 +24,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..checkpoint import row_order
 from ..codec.transform import rotation_block
 from . import experts
-from .activations import Activations, Array, activations, narrowed, widened
+from .activations import Activations, Array, activations
 from .experts import LayerExperts, Loaded, Routed
 from .inputs import Group, LayerMatrix, Seen, Watch
-from .layers import LayeredModel, Stop, replaced
+from .layers import Keywords, LayeredModel, Stop, replaced
 from .moments import Moment, rotated
 from .options import CalibrationOptions
 from .ranks import ALONE, Ranks
 from .shares import Batch, Batches
-
-#: What a matrix that writes to the residual stream is called.
-WRITERS: Final = ("attn_output.weight", "ffn_down.weight")
 
 #: In the folder of a stream: what comes into the matrices that its shortcuts need.
 KEPT: Final = "kept"
@@ -145,7 +141,7 @@ class _Stream:
     """One of the two; in ``folder`` the inputs of matrices are kept."""
 
     def __init__(
-        self, model: LayeredModel, layer: torch.nn.Module, inputs: Array, keywords: Mapping[int, dict[str, Any]],
+        self, model: LayeredModel, layer: torch.nn.Module, inputs: Array, keywords: Keywords,
         folder: Path, experts: LayerExperts | None,
     ) -> None:  # fmt: skip
         self.layer, self.inputs = layer, inputs
@@ -185,7 +181,7 @@ class _Stream:
 
                 forwards[self.layer.get_submodule(name)] = forward
         with replaced(forwards):
-            return self._model.step(self.layer, self.inputs[batch], self._keywords[len(batch)])
+            return self._model.step(self.layer, self.inputs[batch], self._keywords.of(batch))
 
 
 class Streams:
@@ -200,12 +196,12 @@ class Streams:
 
     def __init__(
         self, model: LayeredModel, number: int, options: CalibrationOptions, inputs: tuple[Array, ...], batches:
-        Batches, keywords: Mapping[int, dict[str, Any]], scales: Callable[[LayerMatrix], npt.NDArray[np.float32] |
+        Batches, keywords: Keywords, scales: Callable[[LayerMatrix], npt.NDArray[np.float32] |
         None], folders: tuple[Path, Path], ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self._model, self._number, self._options = model, number, options
         self._batches, self._scales = batches, scales
-        groups = model.layout.groups(number, model.base.layers[number])
+        groups = model.layout.groups(number, model.blocks[number])
         self._experts = experts.find(model, number)
         self._numbers = [] if self._experts is None else self._experts.groups(bytes_of_expert(self._experts, options))
         self._loaded: list[Loaded] = []  # of both streams, the group of experts that is in memory
@@ -219,11 +215,10 @@ class Streams:
             _Stream(model, layer, stream, keywords, folder / KEPT, self._experts)
             for layer, stream, folder in zip((first, copy.deepcopy(first)), inputs, folders, strict=True)
         )
-        self._modules = model.layout.modules(number, first)
         self._few = min(batches.all, key=len)  # to see how the layer runs
         self._kept = batches.kept(inputs[0].shape[1])
         self.stages = self._in_order(groups)
-        self._writers, self._shortcuts = self._find_writers()
+        self._writers, self._shortcuts = self._find_writers(groups)
         # What was tried on other windows may have gone another way.
         keys = [[group.key for group in stage] for stage in self.stages]
         keys, self._writers, self._shortcuts = ranks.broadcast_object((keys, self._writers, self._shortcuts))
@@ -239,30 +234,23 @@ class Streams:
         self._stack.close()
         self._model.unload(self._number)
 
-    def row_order(self, reader: LayerMatrix, tensor: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-        """Which row of a matrix each row of its GGUF tensor (m, n) is."""
-        weights = self._rows(0, reader)
-        if weights.dtype == torch.bfloat16:
-            tensor = widened(narrowed(np.asarray(tensor, dtype=np.float32)))  # as the layer has it
-        return row_order.of_matrix(self._model.folder, reader.entry, self.weights(reader), tensor)
-
     def weights(self, reader: LayerMatrix) -> npt.NDArray[np.float32]:
         """The weights of a matrix in the original layer, as Transformers has them: (rows, columns).
 
         Of an expert while its group is at work, as in :meth:`put`.
         """
-        return self._rows(0, reader).detach().float().cpu().numpy().copy()
+        return reader.rows_of(self._matrix(0, reader)).detach().float().cpu().numpy().copy()
 
     def put(self, reader: LayerMatrix, weights: npt.NDArray[np.float32]) -> None:
         """Replace the weights of a matrix of the quantized layer."""
         with torch.no_grad():
-            self._rows(1, reader).copy_(torch.from_numpy(weights))
+            reader.put(self._matrix(1, reader), torch.from_numpy(weights))
 
-    def _rows(self, which: int, reader: LayerMatrix) -> torch.Tensor:
-        """A matrix of one of the layers, a view."""
+    def _matrix(self, which: int, reader: LayerMatrix) -> torch.Tensor:
+        """The parameter's matrix that has a reader's, of one of the layers, a view."""
         if reader.expert is not None:
-            return self._loaded[which].rows(reader)
-        return reader.rows(self._streams[which].layer)
+            return self._loaded[which].matrix(reader)
+        return reader.matrix(self._streams[which].layer)
 
     def begin(self, stage: Sequence[Group]) -> None:
         """Make the matrices of a stage ready to be read and replaced, all those before it being so."""
@@ -319,7 +307,7 @@ class Streams:
         return stream.run(batch, shortcuts)
 
     def _empty(self, group: Group) -> Sums:
-        full, writes = self._options.full(group.columns), group.readers[0].entry in self._writers
+        full, writes = self._options.full(group.columns), group.path in self._writers
         return Sums(Moment(group.columns, full), Moment(group.columns, full), writes=writes, device=self._model.device)
 
     def _add(self, stage: Sequence[Group], batch: Batch, result: dict[str, Sums], *, held: bool) -> None:
@@ -357,7 +345,7 @@ class Streams:
             if written is None:
                 of.cross.add(here, rotated(_over(before, scale)) - here)
                 continue
-            missing = (before - now) @ self._rows(0, group.readers[0]).float().T + written
+            missing = (before - now) @ self._matrix(0, group.readers[0]).float().T + written
             product = (missing.T @ here.reshape(len(here), -1)).double()
             of.missing = product if of.missing is None else of.missing.add_(product)
 
@@ -379,9 +367,9 @@ class Streams:
             nonlocal residual
             residual = args[0]
 
-        feed_forward = self._modules.get(f"blk.{self._number}.ffn_norm.weight")
+        before = self._writers.get(stage[0].path)
         with Watch(self._model, self._number, stream.layer, stage, stop):
-            handle = stream.layer.get_submodule(feed_forward).register_forward_pre_hook(note) if feed_forward else None
+            handle = stream.layer.get_submodule(before).register_forward_pre_hook(note) if before else None
             # The stage itself must be run into.
             shortcuts = {path: found for path, found in self._shortcuts.items() if path != stage[0].path}
             try:
@@ -406,51 +394,67 @@ class Streams:
                     stages += [[group for group in here if group.inner == inner and group.expert in numbers]]
         return [stage for stage in stages if stage]
 
-    def _find_writers(self) -> tuple[frozenset[str], _Shortcuts]:
-        """By trying, which matrices are added to the residual stream as they are, and whose modules end with them."""
-        stream, batch = self._streams[0], self._few
+    def _find_writers(self, groups: Sequence[Group]) -> tuple[dict[str, str | None], _Shortcuts]:
+        """By trying, which matrices are added to the residual stream as they are, and whose modules end with them.
+
+        Returns:
+            Path of such a matrix -> path of the norm that reads the stream which it is added to, None for the input of
+            the layer; and the shortcuts.
+        """
+        stream, batch, hidden = self._streams[0], self._few, self._model.hidden
+        layer = stream.layer
         out: dict[str, Any] = {}
-        handles = []
+        streams: dict[str | None, torch.Tensor] = {None: torch.from_numpy(np.array(stream.inputs[batch]))}
+        handles: list[Any] = []
 
         def keep(name: str) -> Callable[..., None]:
-            def hook(_: Any, args: tuple[torch.Tensor, ...], result: Any) -> None:
-                out[name], out[f"{name} input"] = result, args[0] if args else None
+            return lambda _, __, result: out.update({name: result})
+
+        def norm(name: str) -> Callable[..., None]:
+            def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+                if args and args[0].shape == streams[None].shape:
+                    streams[name] = args[0].cpu()
 
             return hook
 
-        names = [f"blk.{self._number}.{part}" for part in (*WRITERS, "ffn_norm.weight")]
-        parents = {}
-        for name in names:
-            if name in self._modules:
-                path = self._modules[name]
-                handles.append(stream.layer.get_submodule(path).register_forward_hook(keep(name)))
-                if name != names[-1] and (parent := path.rpartition(".")[0]):
-                    parents[path] = parent
-                    handles.append(stream.layer.get_submodule(parent).register_forward_hook(keep(parent)))
+        alone = [group for group in groups if group.expert is None and len(group.readers) == 1]
+        alone = [group for group in alone if group.readers[0].part is None and group.readers[0].columns is None]
+        ends = [g.path for g in alone if self._puts_out(g.readers[0]) == hidden]
+        parents = {path: parent for path in ends if (parent := path.rpartition(".")[0])}
+        handles += [layer.get_submodule(p).register_forward_hook(keep(p)) for p in {*ends, *parents.values()}]
+        for path, module in layer.named_modules():
+            if "norm" in type(module).__name__.lower():
+                handles.append(module.register_forward_pre_hook(norm(path)))
         try:
             end = torch.from_numpy(stream.run(batch, {}))
         finally:
             for handle in handles:
                 handle.remove()
-        attention, feed_forward, norm = names
-        start = torch.from_numpy(np.array(stream.inputs[batch]))
-        middle = out.get(f"{norm} input")
-        sums = ((attention, start, middle), (feed_forward, middle, end))
-        writers = frozenset(
-            name
-            for name, before, after in sums
-            if name in out and before is not None and after is not None
-            and torch.allclose(before.cpu() + out[name].cpu(), after.cpu(), rtol=1e-4, atol=1e-5)
-        )  # fmt: skip
+        writers: dict[str, str | None] = {}
         shortcuts: dict[str, tuple[str, int]] = {}
-        for name in (attention, feed_forward):
-            if name in out and (path := self._modules[name]) in parents:
-                whole = out.get(parents[path])
-                first, *rest = whole if isinstance(whole, tuple) else (whole,)
-                same = isinstance(first, torch.Tensor) and first.shape == out[name].shape
-                if same and torch.equal(first, out[name]) and all(other is None for other in rest):
-                    shortcuts[path] = parents[path], len(whole) if isinstance(whole, tuple) else 0
+        for path in ends:
+            if path not in out or out[path].shape != end.shape:
+                continue
+            own = out[path].cpu()
+            for name, before in streams.items():
+                others = (after for other, after in streams.items() if other not in (name, None))
+                if any(_close(before + own, after) for after in (end, *others)):
+                    writers[path] = name
+                    break
+            whole = out.get(parents.get(path, ""))
+            first, *rest = whole if isinstance(whole, tuple) else (whole,)
+            same = isinstance(first, torch.Tensor) and first.shape == out[path].shape
+            if same and torch.equal(first, out[path]) and all(other is None for other in rest):
+                shortcuts[path] = parents[path], len(whole) if isinstance(whole, tuple) else 0
         return writers, shortcuts
+
+    def _puts_out(self, reader: LayerMatrix) -> int:
+        """Rows of the parameter's matrix of a reader."""
+        return len(reader.matrix(self._streams[0].layer))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5)
 
 
 def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:

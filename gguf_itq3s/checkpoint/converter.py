@@ -88,8 +88,10 @@ def indexing(conversion: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[No
     """Within, a ``conversion`` object that is made has these tensors, whatever files its folder holds."""
 
     def index_tensors(self: Any, remote_hf_model_id: str | None = None) -> dict[str, Any]:
-        found = (self.filter_tensors(item) for item in tensors)
-        return dict(item for item in found if item is not None)
+        found = {item[0]: self.filter_tensors(item) for item in tensors}
+        # Upstream gives some tensors names of its own.
+        self.names_of_files = {item[0]: name for name, item in found.items() if item is not None}
+        return dict(item for item in found.values() if item is not None)
 
     # In the base class: some architectures do something of their own before they call it.
     with patches.replaced_in(conversion.ModelBase, "index_tensors", index_tensors):

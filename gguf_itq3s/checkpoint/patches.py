@@ -58,6 +58,29 @@ def patched(
         yield transformers
 
 
+def renaming(model: Any) -> tuple[Function, Function, list[Any]]:
+    """How ``from_pretrained`` goes from the names of a checkpoint to those of a model.
+
+    Returns:
+        A function from a name to that of a parameter and to the pattern of the converter that makes it, None where it
+        is as it is; by what names are sorted, numbers in them as such; the converters.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    rules = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    names, prefix = model.state_dict(), model.base_model_prefix
+
+    def renamed(name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = core_model_loading.rename_source_key(name, renamings, converters, prefix, names)
+        if found[0] not in names and name in names:  # a rule took it for another's
+            return name, None
+        return found
+
+    return renamed, core_model_loading.dot_natural_key, converters
+
+
 def _read_bytes(tensor: Any) -> np.ndarray:
     """The bytes of a safetensors tensor: takes the place of ``gguf.utility.LocalTensor.mmap_bytes``."""
     span = tensor.data_range

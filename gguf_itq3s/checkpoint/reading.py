@@ -248,5 +248,5 @@ def _checkpoint(
     writer = made.gguf_writer
     writer.tensors = [{}]
     facts = model_facts(folder, writer, tensors)
-    weights = Weights(folder, made.model_tensors)
+    weights = Weights(folder, made.model_tensors, made.names_of_files)
     return Checkpoint(folder, tensors, facts, writer, files, made.ftype, made.metadata, weights)

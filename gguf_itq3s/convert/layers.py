@@ -6,31 +6,18 @@ import shutil
 from dataclasses import replace
 from typing import Final
 
-from ..base.errors import UserError
 from ..calibrate import budget
 from ..calibrate.finished import Finished
 from ..calibrate.matrices import Source
 from ..calibrate.needs import FisherBlocks
 from ..calibrate.options import FULL_COLUMNS_AT_ONCE
 from ..calibrate.run import Sequential
-from ..checkpoint.channels import ARCHITECTURES
 from ..checkpoint.source import padded
 from . import header, statistics
 from .job import Job
 
 #: Room for the metadata that are not in the head yet when types are chosen.
 _MORE_METADATA: Final = 1024
-
-
-def check_architecture(job: Job) -> None:
-    """Refuse a model that cannot be run layer by layer.
-
-    Raises:
-        UserError: it is of another architecture.
-    """
-    if (arch := job.checkpoint.model.arch) not in ARCHITECTURES:
-        what = f"its architecture, {arch}, cannot be calibrated"
-        raise UserError(job.options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
 
 
 def choose_for_size(job: Job) -> None:
@@ -71,7 +58,6 @@ def quantize(job: Job, head: bytes) -> Finished:
 
 def _sequential(job: Job) -> Sequential:
     """What quantizes layer by layer, in the types that are chosen."""
-    check_architecture(job)
     asked = job.options
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     chosen = {name: choice.type for name, choice in zip(tensors, job.choices, strict=True)}

@@ -79,8 +79,6 @@ def convert_together(options: ConvertOptions, messages: TextIO | None, ranks: Ra
         layers.choose_for_size(job)
     notes.say_types(job)
     notes.say_unknown(job)
-    if calibrate:
-        layers.check_architecture(job)
     head = header.header(job)
     if not ranks.first:
         if not dry:

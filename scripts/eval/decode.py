@@ -19,6 +19,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from sentencepiece import sentencepiece_model_pb2
 
 #: Rows of a matrix that are compared after decoding.
 _COMPARED: Final = 16
@@ -53,16 +54,35 @@ def decode(source: Path, folder: Path) -> None:
         for name in ("quantization_method", "is_quantized", "quantization_config"):
             vars(holder).pop(name, None)
     model.config.architectures = [type(model).__name__]
-    save(model, tokenizer, folder)
+    save(model, tokenizer, folder, sentencepiece_of(source))
 
 
-def save(model: Any, tokenizer: Any, folder: Path) -> None:
+def sentencepiece_of(source: Path) -> bytes | None:
+    """The SentencePiece model of a GGUF file, which Transformers makes another kind of tokenizer of; None without."""
+    fields = gguf.GGUFReader(source).fields
+    if fields["tokenizer.ggml.model"].contents() != "llama":
+        return None
+    proto: Any = sentencepiece_model_pb2.ModelProto()
+    tokens, scores, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores", "token_type"))
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        proto.pieces.add(piece=token, score=score, type=kind)  # GGUF's kinds are those of SentencePiece
+    proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback = 2, True  # BPE
+    prefix = fields.get("tokenizer.ggml.add_space_prefix")
+    proto.normalizer_spec.add_dummy_prefix = prefix is None or bool(prefix.contents())
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    written: bytes = proto.SerializeToString()
+    return written
+
+
+def save(model: Any, tokenizer: Any, folder: Path, sentencepiece: bytes | None = None) -> None:
     """Write a Hugging Face folder that names no place; it appears when it is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch, folder.name)
         model.save_pretrained(whole, max_shard_size="1GB")
         tokenizer.save_pretrained(whole)
+        if sentencepiece is not None:
+            (whole / "tokenizer.model").write_bytes(sentencepiece)
         _forget_places(whole)
         whole.replace(folder)
 

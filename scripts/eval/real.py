@@ -4,6 +4,7 @@
     scripts/eval/real.py                             # Qwen2.5-Coder-1.5B; writes build/real
     scripts/eval/real.py --quick                     # six rows, with less to learn from
     scripts/eval/real.py smollm2                     # a model of 135 million weights whose rows are 576 long
+    scripts/eval/real.py gemma-3-270m                # rows of 640, a vocabulary of 262144
     scripts/eval/real.py qwen2.5-coder-1.5b-shuffled # its channels in another order: a judge for Q4_K too
     scripts/eval/real.py FOLDER                      # any Hugging Face folder, or hf:organisation/name
     scripts/eval/real.py --rows itq3_s 'q3_k*'       # some rows; --list-rows prints them all

@@ -19,6 +19,8 @@ SIZES: Final[dict[str, Any]] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "n_shared_experts": 1,
     "n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_group": 1, "topk_group": 1,
+    "mamba_chunk_size": 32, "chunk_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
@@ -132,6 +134,7 @@ _ON_THE_HUB: Final[dict[str, dict[str, Any]]] = {
     "ExaoneMoeForCausalLM": {"scoring_func": "sigmoid"},
     "FalconH1ForCausalLM": {"head_dim": 64},
     "GPT2LMHeadModel": {"n_ctx": 256},
+    "GPTNeoXForCausalLM": {"rotary_pct": 0.25},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": [512, 512], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
     "MiMoV2FlashForCausalLM": {
@@ -164,6 +167,16 @@ _PARTS: Final[dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def _make_outliers(model: torch.nn.Module) -> None:
+    """Give every norm of whole rows some channels that are ten times as large as the others, as real models have."""
+    for module in model.modules():
+        gain = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and gain is not None and gain.ndim == 1 and len(gain) >= 128:
+            places = torch.randperm(len(gain))[: len(gain) // 32]
+            # Some add one to what they hold.
+            gain[places] += 9
+
+
 def make(name: str, folder: Path, tokenizer: Path) -> Path:
     """Write a model with random weights in bfloat16.
 
@@ -183,8 +196,10 @@ def make(name: str, folder: Path, tokenizer: Path) -> Path:
     sizes = {key: value for key, value in SIZES.items() if key in own}
     config = config_class(**{**sizes, **_PARTS.get(name, {}), **changes})
     torch.manual_seed(0)
-    model = getattr(transformers, name)(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():
+        _make_outliers(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
     if name in _ON_THE_HUB:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **_ON_THE_HUB[name]}))

@@ -156,7 +156,7 @@ def test_gradients_through_a_model_in_bfloat16(
         layered = LayeredModel(chosen, open_checkpoint(model))
         fisher = OutputFisher(tmp_path / dtype, full=1 << 20, block=1)
         fisher.collect(layered, windows(chosen, layered.context), 4, "key", io.StringIO())
-        readers = [r for g in layered.layout.groups(1, layered.base.layers[1]) for r in g.readers]
+        readers = [r for g in layered.layout.groups(1, layered.blocks[1]) for r in g.readers]
         found[dtype] = {reader.entry: fisher.blocks(reader, 1)[0] for reader in readers}
         assert not list((tmp_path / dtype).glob("**/activations*"))
     off = [

@@ -113,7 +113,7 @@ def test_output_fisher_matrices_of_groups_are_those_of_all_experts_together(
         model = LayeredModel(options, open_checkpoint(uneven(name)))
         fisher, messages = OutputFisher(tmp_path / folder, full=full, block=64), io.StringIO()
         fisher.collect(model, windows(options, model.context), 4, "key", messages)
-        layers = [model.layout.groups(number, model.base.layers[number]) for number in range(2)]
+        layers = [model.layout.groups(number, model.blocks[number]) for number in range(2)]
         readers = [(number, reader) for number in range(2) for group in layers[number] for reader in group.readers]
         found.append({reader.entry: fisher.blocks(reader, number) for number, reader in readers})
         said.append([line for line in messages.getvalue().splitlines() if line.startswith("note: ")])

@@ -222,7 +222,7 @@ def test_where_nothing_changes_the_result_is_that_of_a_calibration(
     everything = Batches(tuple(np.arange(10)[i : i + 4] for i in range(0, 10, 4)), ())
     monkeypatch.setattr(run, "share", lambda *_: Share(np.arange(10), everything))
     monkeypatch.setattr(Streams, "put", lambda *_: None)
-    monkeypatch.setattr(Streams, "_find_writers", lambda _: (frozenset(), {}))
+    monkeypatch.setattr(Streams, "_find_writers", lambda *_: ({}, {}))
     more: dict[str, Any] = {"damping": 0.01, "token_embedding_type": "f16"}
     quiet(asked(uneven(name), tmp_path / "sequential.gguf", **more))
     calibrate(calibration(uneven(name)), tmp_path / "hessians")
@@ -395,7 +395,7 @@ def test_output_fisher_matrices_are_those_of_autograd(
             rows = gradient.reshape(-1, gradient.shape[-1]).double().numpy()
             sums[name] = rows.T @ rows / ids.size + (sums[name] if sums[name].size else 0)
     for name in names:
-        readers = [r for g in model.layout.groups(int(name[4]), model.base.layers[int(name[4])]) for r in g.readers]
+        readers = [r for g in model.layout.groups(int(name[4]), model.blocks[int(name[4])]) for r in g.readers]
         (reader,) = [reader for reader in readers if reader.name == name]
         parts = fisher.blocks(reader, int(name[4]))
         size = sums[name].shape[0] if block is None else block
@@ -442,7 +442,7 @@ def test_output_fisher_matrices_of_experts_are_those_of_autograd(uneven: Callabl
     assert "note: 24 of 24 matrices of experts saw fewer than 16 tokens for each of their rows" in messages.getvalue()
     readers = {
         (reader.name[10:].partition("_")[0], reader.expert): reader
-        for group in model.layout.groups(1, model.base.layers[1]) for reader in group.readers
+        for group in model.layout.groups(1, model.blocks[1]) for reader in group.readers
         if reader.expert is not None
     }  # fmt: skip
     for (part, expert), wanted in sums.items():

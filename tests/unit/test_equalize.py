@@ -20,6 +20,7 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate.energies import MeasuredEnergies
 from gguf_itq3s.calibrate.inputs import Layout
+from gguf_itq3s.calibrate.layers import blocks_of
 from gguf_itq3s.calibrate.store import open_calibration
 from gguf_itq3s.checkpoint import rescaling
 from gguf_itq3s.checkpoint.channels import plan
@@ -27,6 +28,7 @@ from gguf_itq3s.checkpoint.gguf_file import open_gguf
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.rescaling import LARGEST, Equalization
 from gguf_itq3s.checkpoint.source import Checkpoint
+from gguf_itq3s.checkpoint.weights import Parameters
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.convert import equalize as best_factors
 from gguf_itq3s.convert.options import ConvertOptions
@@ -92,9 +94,8 @@ def any_factors(checkpoint: Checkpoint, seed: int = 0) -> Equalization:
 def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str]:
     """Rescale the weights of a model of Transformers; returns the tensors that this was done to."""
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-    base = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is base.layers)
-    layout = Layout(checkpoint.model.arch, len(base.layers), prefix, tensors)
+    blocks, prefix = blocks_of(model, checkpoint.folder)
+    layout = Layout(checkpoint.model.arch, prefix, len(blocks), tensors, Parameters(checkpoint.weights, model))
     done = set()
 
     def times(name: str, weights: torch.Tensor, expert: int | None = None) -> None:
@@ -104,7 +105,7 @@ def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str
                 weights.mul_(by if weights.ndim == 1 else by.reshape(shape))
                 done.add(name)
 
-    for number, layer in enumerate(base.layers):
+    for number, layer in enumerate(blocks):
         for name, path in layout.modules(number, layer).items():
             module = layer.get_submodule(path)
             if len(tensors[name].shape) == 1:  # where a norm adds one to its weight, the gain is what is scaled
@@ -119,7 +120,7 @@ def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str
         for group in layout.groups(number, layer):
             for reader in group.readers:
                 if reader.expert is not None:
-                    times(reader.name, reader.rows(layer), reader.expert)
+                    times(reader.name, reader.rows_of(reader.matrix(layer)), reader.expert)
     return done
 
 

@@ -25,6 +25,7 @@ from gguf_itq3s.calibrate import energies
 from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.checkpoint import patches
 from gguf_itq3s.checkpoint.reading import open_checkpoint
+from gguf_itq3s.checkpoint.weights import Parameters
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
 from quantized import PACKINGS, quantized
@@ -35,11 +36,18 @@ Make = Callable[[str], Path]
 _SHORT = ("fp8-blocks", "gptq")
 
 
+def parameters(folder: Path) -> Parameters:
+    """The weights of a folder by the names of its model."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    return Parameters(open_checkpoint(folder).weights, model)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_weights_are_what_the_codes_mean(packing: str, uneven: Make, tmp_path: Path) -> None:
     """Every matrix, and what is stored beside them as it is."""
     folder, meant = quantized(uneven("llama"), tmp_path, packing)
-    weights = open_checkpoint(folder).weights
+    weights = parameters(folder)
     tensors = load_file(meant / "model.safetensors")
     assert len(tensors) == 21
     for name, tensor in tensors.items():
@@ -79,7 +87,7 @@ def test_one_expert_of_stacked_codes_is_read_alone(
     save_file(tensors, folder / "model.safetensors")
     edit_json(folder / "config.json", quantization_config=PACKINGS["fp8-blocks"][0])
     monkeypatch.setattr(upstream.load_conversion().base.TextModel, "get_vocab_base_pre", lambda *_: "default")
-    weights = open_checkpoint(folder).weights
+    weights = parameters(folder)
     read: list[int] = []
     own = patches._read_bytes
 

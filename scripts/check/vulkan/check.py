@@ -61,6 +61,8 @@ CONFIGURATIONS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 WITH_INTEGERS: Final = CONFIGURATIONS["integers, subgroups of 16"]
 QUICK: Final = ("subgroups of 8", "integers, subgroups of 16")
+#: With this configuration, upstream's products of one row with 64 columns are wrong by chance, those of Q8_0 too.
+ONE_ROW: Final = {"subgroups of 16": r"^(?!.*m=1,n=64,k=256)"}
 NO_COOPERATIVE: Final = "GGML_VK_DISABLE_COOPMAT"
 OPERATIONS: Final = "MUL_MAT,MUL_MAT_ID,GET_ROWS,CPY"
 #: Cases of many columns whose tiles are whole. Mesa 26.1 has cooperative matrices, on which tiles that an edge cuts are
@@ -359,7 +361,8 @@ def main() -> int:
             products = traps(program, here, *(() if args.quick else ("--all",)))
             said.append(f"{name} {products} products")
             if not args.quick:
-                said[-1] += f" and {cases(programs, here)} cases"
+                pattern = f"{ONE_ROW.get(name, '')}.*type(_a|_src)?=({OURS})"
+                said[-1] += f" and {cases(programs, here, pattern=pattern)} cases"
             print(said[-1], flush=True)
         if not args.quick:
             said.append(f"{traps(program, environment, '--large')} products of matrices in parts")
