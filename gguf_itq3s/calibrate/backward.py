@@ -440,12 +440,9 @@ def _behind_experts(
 
 
 def _add(
-    routed: Routed,
-    batch: Batch,
-    loaded: Loaded,
-    readers: Mapping[tuple[int, str], list[LayerMatrix]],
+    routed: Routed, batch: Batch, loaded: Loaded, readers: Mapping[tuple[int, str], list[LayerMatrix]],
     sums: GradientSums,
-) -> None:
+) -> None:  # fmt: skip
     """Add the gradients of some experts to the sums and to those of what came into them."""
     hidden, weights, behind, of_hidden, of_weights = (
         routed.get(name, batch) for name in ("hidden", "weights", "behind", "of hidden", "of weights")

@@ -72,7 +72,7 @@ class LayerExperts:
     @property
     def weights(self) -> int:
         """Weights of one of them."""
-        return sum(getattr(self.module, name)[0].numel() for name in self.names)
+        return sum(rows * columns for rows, columns in self.shapes)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -197,12 +197,15 @@ class Layout:
         if _is_product(module):
             transposed = not isinstance(module, torch.nn.Linear)
             shape = tuple(module.weight.shape)[:: -1 if transposed else 1]
+            weights: torch.Tensor | None = None
             for tensor in self._candidates(f"{name}.weight"):
                 if len(tensor.shape) != 2 or not rotation_block(shape[1]):
                     refused[tensor.name] = "a matrix for each head is made of one of the model"
                     continue
-                weights, whole = self._weights.get(f"{name}.weight", module.weight.shape), tensor.whole()
-                weights = weights.mT if transposed else weights
+                whole = tensor.whole()
+                if weights is None:
+                    weights = self._weights.get(f"{name}.weight", module.weight.shape)
+                    weights = weights.mT if transposed else weights
                 rows = _rows(weights, whole)
                 if rows is None and weights.shape == whole.shape and (across := _rows(weights.mT, whole.T)):
                     rows = {"columns": across["order"]}
@@ -215,6 +218,7 @@ class Layout:
             _, inner = stacked.stacks(module)
             for parameter in stacked.stacks(module):
                 stack, shape = f"{name}.{parameter}", getattr(module, parameter).shape
+                first: torch.Tensor | None = None
                 for tensor in self._candidates(stack):
                     if isinstance(known, str):
                         refused[tensor.name] = f"{type(module).__name__}: {known}"
@@ -224,10 +228,12 @@ class Layout:
                     of_these = len(tensor.shape) == 3 and tensor.shape[::2] == (shape[0], columns)
                     if not of_these or not rotation_block(columns):
                         continue
-                    first = self._weights.get(stack, shape[1:], 0)
+                    if first is None:
+                        first = self._weights.get(stack, shape[1:], 0)
+                        first = first.mT if transposed else first
                     alone = tensor.matrix(0)
                     alone = tensor.whole()[0] if alone is None else alone
-                    rows = _rows(first.mT if transposed else first, alone)
+                    rows = _rows(first, alone)
                     if rows is None:
                         refused[tensor.name] = "its rows are other ones than those of a module"
                         continue

@@ -163,16 +163,7 @@ def _run(
                 if ranks.first:
                     inside = groups[0].expert is not None if groups else False
                     part = f"-experts-{parts:04d}" if inside else ""
-                    _keep(
-                        options,
-                        out,
-                        f"layer-{number:04d}{part}.safetensors",
-                        number,
-                        groups,
-                        found,
-                        manifest,
-                        inside=inside,
-                    )
+                    _keep(options, out, f"layer-{number:04d}{part}.safetensors", number, groups, found, manifest)
                 parts += 1
 
             run_layer(
@@ -275,12 +266,12 @@ def bytes_of_expert(found: LayerExperts, options: CalibrationOptions) -> int:
 
 def _keep(
     options: CalibrationOptions, out: Path, file: str, number: int, groups: Sequence[Group], moments: Sequence[Moment],
-    manifest: Manifest, *, inside: bool,
+    manifest: Manifest,
 ) -> None:  # fmt: skip
     """Write statistics of a layer, and note them."""
-    # What a layer holds and does not call, as where it computes the same in another way.
-    called = [(group, moment) for group, moment in zip(groups, moments, strict=True) if inside or moment.tokens]
-    groups, moments = [group for group, _ in called], [moment for _, moment in called]
+    both = zip(groups, moments, strict=True)
+    # Not what a layer holds and does not call, as where it computes the same in another way.
+    called = [(group, moment) for group, moment in both if group.expert is not None or moment.tokens]
     statistics = {group.key: moment.mean() for group, moment in called}
     flat = {key for key, value in statistics.items() if hessian.is_flat(value)}
     for key, value in statistics.items():
@@ -296,7 +287,7 @@ def _keep(
     partial = out / _PARTIAL
     partial.mkdir(exist_ok=True)
     save_arrays(statistics, out / file, partial)
-    for group, moment in zip(groups, moments, strict=True):
+    for group, moment in called:
         for reader in group.readers:
             tokens = 0 if group.key in flat else moment.tokens
             manifest.entries[reader.entry] = Entry(file, group.key, tokens, group.norm)

@@ -417,9 +417,9 @@ class Streams:
 
             return hook
 
-        alone = [group for group in groups if group.expert is None and len(group.readers) == 1]
-        alone = [group for group in alone if group.readers[0].part is None and group.readers[0].columns is None]
-        ends = [g.path for g in alone if self._puts_out(g.readers[0]) == hidden]
+        alone = [group.readers[0] for group in groups if group.expert is None and len(group.readers) == 1]
+        whole_ones = [reader for reader in alone if reader.part is None and reader.columns is None]
+        ends = [reader.path for reader in whole_ones if len(reader.matrix(layer)) == hidden]
         parents = {path: parent for path in ends if (parent := path.rpartition(".")[0])}
         handles += [layer.get_submodule(p).register_forward_hook(keep(p)) for p in {*ends, *parents.values()}]
         for path, module in layer.named_modules():
@@ -447,10 +447,6 @@ class Streams:
             if same and torch.equal(first, out[path]) and all(other is None for other in rest):
                 shortcuts[path] = parents[path], len(whole) if isinstance(whole, tuple) else 0
         return writers, shortcuts
-
-    def _puts_out(self, reader: LayerMatrix) -> int:
-        """Rows of the parameter's matrix of a reader."""
-        return len(reader.matrix(self._streams[0].layer))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -63,11 +63,12 @@ def test_layer_by_layer_a_model_computes_the_same(name: str, layered: dict[str, 
     batches = [np.arange(4), np.arange(4, 6)]
     keywords = model.start(tmp_path, text, batches, 0)
     hidden = np.array(activations(tmp_path, 0, (*text.shape, model.hidden), "r")[:])
+    tensors = {tensor.name: tensor for tensor in model.checkpoint.tensors}
     for number in range(model.layers):
         layer = model.load(number)
         for group in model.layout.groups(number, layer):
             for reader in group.readers:
-                tensor = model.checkpoint.tensors[[t.name for t in model.checkpoint.tensors].index(reader.name)]
+                tensor = tensors[reader.name]
                 rows = reader.rows_of(reader.matrix(layer)).numpy()
                 rows = rows if reader.columns is None else rows[:, reader.columns]
                 found = tensor.whole() if reader.expert is None else tensor.whole()[reader.expert]
