@@ -5,7 +5,8 @@ of the attention's output, each for all query heads of a key-value head; the row
 the feed-forward network is gated. Between them stands nothing but a linear map, so one may be multiplied by what the
 other is divided by (:mod:`gguf_itq3s.checkpoint.rescaling`).
 
-Only names that prove who reads a channel are acted on: an architecture known to be laid out so, and in each layer no
+Only what is proved is acted on: an architecture whose channels of that kind were rescaled at random in a model of
+random weights, which llama.cpp then predicted the same with (scripts/tables/architectures.py), and in each layer no
 tensor that is not known. What is left alone is said. ``output_norm`` is never among them: pooled embeddings are taken
 behind it, and would be those of another model; its matrix gets more bits anyway.
 """
@@ -15,44 +16,60 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from gguf import MODEL_ARCH, get_tensor_name_map
 
-#: Architectures whose layers read ``attn_norm`` in the q, k and v matrices and ``ffn_norm`` in the feed-forward ones,
-#: and nowhere else, and whose feed-forward networks are gated (each checked against its graph in llama.cpp).
-ARCHITECTURES: Final = frozenset(
-    {
-        "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "granite",
-        "granitemoe", "olmoe", "internlm2", "smollm3",
-    }
-)  # fmt: skip
-#: Of these, those with one matrix of gate and up, under the name of up.
-_FUSED_UP: Final = frozenset({"phi3"})
-
-#: Which matrices of a layer read a norm; :func:`norm_read_by` and :func:`readers_in_checkpoint` answer from it.
-READERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "attn_norm": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
-    "ffn_norm": (
-        "ffn_gate", "ffn_up", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_gate_inp_shexp",
-        "ffn_gate_shexp", "ffn_up_shexp",
+#: Kinds of channels, by what makes them.
+KINDS: Final = ("norms", "values", "products")
+#: Architecture -> the kinds of channels that are proved.
+PROVED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        (
+            "afmoe", "chatglm", "cohere2", "cohere2moe", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe",
+            "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "granite", "granitehybrid", "granitemoe", "hunyuan-dense",
+            "hunyuan-moe", "hy_v3", "internlm2", "jamba", "laguna", "lfm2", "llama", "mellum", "minimax-m2", "mistral3",
+            "olmoe", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "seed_oss",
+            "smollm3",
+        ),
+        KINDS,
     ),
+    **dict.fromkeys(("apertus", "arcee", "gpt-oss"), ("norms", "values")),
+    **dict.fromkeys(("deepseek2", "deepseek32", "gemma4", "glm-dsa", "lfm2moe"), ("norms", "products")),
+    **dict.fromkeys(("exaone4", "falcon-h1", "olmo", "olmo2", "stablelm"), ("values", "products")),
+    **dict.fromkeys(("mamba", "mamba2"), ("norms",)),
+    **dict.fromkeys(("bloom", "gpt2", "jais2", "nemotron", "phi2", "starcoder", "starcoder2"), ("values",)),
 }  # fmt: skip
-#: Of the readers, those that are never rounded: the ways of tokens to experts.
+#: Of these, those with one matrix of gate and up, under the name of up.
+_FUSED_UP: Final = frozenset({"phi3", "chatglm", "glm4"})
+
+_MIXERS: Final = (
+    "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_q_a", "attn_kv_a_mqa", "indexer.attn_k",
+    "indexer.proj", "ssm_in", "ssm_alpha", "ssm_beta", "ssm_ba", "shortconv.in_proj",
+)  # fmt: skip
+_FEED_FORWARD: Final = (
+    "ffn_gate", "ffn_up", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_gate_inp_shexp",
+    "ffn_gate_shexp", "ffn_up_shexp",
+)  # fmt: skip
+#: Of these, those that are never rounded: the ways of tokens to experts.
 ROUTERS: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 
-#: Tensors of a layer that read neither norm.
+#: Tensors of a layer that read none of its norms.
 _OTHERS: Final = frozenset(
     {
-        "attn_output", "attn_q_norm", "attn_k_norm", "attn_sub_norm", "attn_rot_embd", "attn_post_norm",
-        "post_attention_norm", "post_ffw_norm", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "rope_freqs",
-        "rope_factors_long", "rope_factors_short",
+        "attn_norm", "ffn_norm", "attn_output", "attn_q_norm", "attn_k_norm", "attn_sub_norm", "attn_rot_embd",
+        "attn_post_norm", "post_attention_norm", "post_ffw_norm", "ffn_down", "ffn_down_exps", "ffn_down_shexp",
+        "rope_freqs", "rope_factors_long", "rope_factors_short", "attn_sinks", "exp_probs_b", "attn_q_a_norm",
+        "attn_q_b", "attn_kv_a_norm", "attn_k_b", "attn_v_b", "attn_kv_b", "indexer.attn_q_b", "indexer.k_norm",
+        "ssm_conv1d", "ssm_dt", "ssm_norm", "ssm_out", "ssm_x", "ssm_b_norm", "ssm_c_norm", "ssm_dt_norm",
+        "shortconv.conv", "shortconv.out_proj", "inp_gate", "proj", "post_norm", "layer_output_scale",
     }
 )  # fmt: skip
 # Biases are added after the product, so the columns of their matrices can be rescaled.
-_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER: Final = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -67,10 +84,13 @@ class Norms:
     readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     left_alone: Sequence[str] = ()
 
+    @cached_property
+    def _of(self) -> dict[str, str]:
+        return {reader: norm for norm, readers in self.readers.items() for reader in readers}
+
     def norm_of(self, name: str) -> str | None:
         """The norm that a matrix reads, or None."""
-        norm = norm_read_by(name)
-        return norm if norm is not None and name in self.readers.get(norm, ()) else None
+        return self._of.get(name)
 
     @property
     def note(self) -> str:
@@ -105,6 +125,12 @@ class Channels:
     bias: str | None = None
 
     @property
+    def kind(self) -> str:
+        """One of :data:`KINDS`."""
+        part = self.source.split(".")[-2]
+        return "norms" if part.endswith("_norm") else "values" if part in ("attn_v", "attn_qkv") else "products"
+
+    @property
     def size(self) -> int:
         """How many factors they have in all."""
         return self.count * max(1, self.experts)
@@ -129,25 +155,14 @@ class Plan:
     left_alone: Sequence[str] = ()
 
 
-def norm_read_by(name: str) -> str | None:
-    """The norm that a matrix reads by its GGUF name, or None: ``blk.3.attn_q.weight`` -> ``blk.3.attn_norm.weight``."""
-    if name == "output.weight":
-        return "output_norm.weight"
-    layer, _, part = name.removesuffix(".weight").rpartition(".")
-    norm = next((norm for norm, readers in READERS.items() if part in readers), None)
-    return f"{layer}.{norm}.weight" if layer and norm else None
-
-
 def readers_in_checkpoint(names: Iterable[str], layers: int) -> dict[str, list[str]]:
     """Norm -> the matrices that read it, by the names of a Hugging Face checkpoint of Llama's architecture."""
     by_gguf_name = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
     here = {gguf_name: name for name in names if (gguf_name := by_gguf_name.get_name(name, try_suffixes=(".weight",)))}
-    readers: dict[str, list[str]] = {}
-    for gguf_name, name in here.items():
-        norm = norm_read_by(gguf_name)
-        if norm in here:
-            readers.setdefault(here[norm], []).append(name)
-    return readers
+    found = dict(plan_norms("llama", here).readers)
+    if {"output_norm.weight", "output.weight"} <= here.keys():
+        found["output_norm.weight"] = ("output.weight",)
+    return {here[norm]: [here[reader] for reader in readers] for norm, readers in found.items()}
 
 
 def _layers(names: Iterable[str]) -> dict[int, dict[str, str]]:
@@ -162,22 +177,38 @@ def _layers(names: Iterable[str]) -> dict[int, dict[str, str]]:
 
 def _strange(parts: Iterable[str]) -> str | None:
     """The first tensor of a layer that is not known; it may read anything."""
-    expected = {part for readers in READERS.values() for part in readers} | _OTHERS | READERS.keys()
+    expected = _OTHERS.union(_MIXERS, _FEED_FORWARD)
     return min((part for part in parts if part.removesuffix(".bias") not in expected), default=None)
+
+
+def _readers(parts: Mapping[str, str]) -> dict[str, list[str]]:
+    """The norms of a layer, by their parts, and what reads them."""
+    first = second = "attn_norm"
+    if "ffn_norm" in parts:
+        second = "ffn_norm"
+    elif first in parts and "post_attention_norm" in parts:  # some call it by its place
+        second = "post_attention_norm"
+    found: dict[str, list[str]] = {norm: [] for norm in dict.fromkeys((first, second)) if norm in parts}
+    for norm, readers in ((first, _MIXERS), (second, _FEED_FORWARD)):
+        found.get(norm, []).extend(parts[part] for part in readers if part in parts)
+    return found
+
+
+def _not_proved(arch: str, kinds: Iterable[str]) -> list[str]:
+    """A line where there are any."""
+    missing = [kind for kind in kinds if kind not in PROVED.get(arch, ())]
+    return [f"{', '.join(missing)} of the architecture {arch}: not proved that they can be rescaled"] * bool(missing)
 
 
 def plan_norms(arch: str, names: Iterable[str], fixed: Callable[[str], bool] = lambda _: False) -> Norms:
     """Which norms of a model can be rescaled, by the names of its tensors; the rest as of :func:`plan`."""
-    if arch not in ARCHITECTURES:
-        return Norms({}, [f"norms of the architecture {arch}: not known who reads them"])
+    if missing := _not_proved(arch, ("norms",)):
+        return Norms({}, missing)
     norms: dict[str, tuple[str, ...]] = {}
     left_alone = []
     for number, parts in _layers(names).items():
         strange = _strange(parts)
-        for norm, candidates in READERS.items():
-            if norm not in parts:
-                continue
-            readers = [parts[part] for part in candidates if part in parts]
+        for norm, readers in _readers(parts).items():
             stay = [reader for reader in readers if fixed(reader)]
             if strange is not None:
                 left_alone.append(f"{parts[norm]}: layer {number} has a tensor that is not known, {strange}")
@@ -211,18 +242,18 @@ def plan(
     """
     norms = plan_norms(arch, shapes, fixed)
     channels = {}
-    left_alone = list(norms.left_alone)
+    proved = PROVED.get(arch, ())
+    left_alone = [*_not_proved(arch, KINDS), *(norms.left_alone if "norms" in proved else ())]
     for norm, readers in norms.readers.items():
         count = shapes[norm][-1]
         if wrong := [reader for reader in readers if shapes[reader][-1] != count]:
             left_alone.append(f"{norm}: {wrong[0]} has {shapes[wrong[0]][-1]} columns, not {count}")
         else:
             channels[norm] = Channels(norm, readers, count, 0, count, count)
-    for number, parts in _layers(shapes).items() if arch in ARCHITECTURES else ():
+    behind = [*("attn_output",) * ("values" in proved), *(_DOWN if "products" in proved else ())]
+    for number, parts in _layers(shapes).items():
         strange = _strange(parts)
-        for reader in ("attn_output", *_DOWN):
-            if reader not in parts:
-                continue
+        for reader in (reader for reader in behind if reader in parts):
             found: Channels | str
             if strange is not None:
                 found = f"layer {number} has a tensor that is not known, {strange}"

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from ..base.errors import UserError
-from .channels import Channels, Norms, Plan, norm_read_by, plan, plan_norms
+from .channels import Channels, Norms, Plan, plan, plan_norms
 from .gguf_file import GGUFFile, contents_of, shape_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ FOLDED_TAG: Final = "itq3_s-norms-folded"
 EQUALIZED_TAG: Final = "itq3_s-rescaled-"
 
 #: Of what is rescaled, so that no conversion that another version began is continued. The first folded ``output_norm``.
-PLAN_VERSION: Final = 3
+PLAN_VERSION: Final = 4
 
 #: Factors are 2^(k / STEPS): so coarse a grid costs 0.3% of what they gain, and k fits a byte.
 STEPS: Final = 8
@@ -336,18 +336,17 @@ def rescaling_of(file: GGUFFile, gain: Callable[[str], Factors]) -> Rescaling:
     contents = partial(contents_of, file)
     if (sources := contents(SOURCES)) is not None:
         return _equalization(file.paths[0], sources, contents, shapes)
-    if contents(NORMS_FOLDED) is False:
+    if contents(NORMS_FOLDED) is not True:
         return Rescaling()
-    # Versions before the key wrote folded files without it; that a norm is all ones and was not tells.
-    folded = set()
-    for norm in {norm for name in shapes if (norm := norm_read_by(name)) and norm in shapes}:
+    # That a norm is all ones and was not tells which.
+    readers = {}
+    for norm, read_by in plan_norms(str(contents("general.architecture")), shapes).readers.items():
         if tensors[norm].tensor_type not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             what = f"is {tensors[norm].tensor_type.name}, which no norm is"
             raise UserError(file.paths[0], what, _REMEDY, norm)
         now = np.asarray(tensors[norm].data, dtype=np.float32).reshape(-1)
         if (now == 1).all() and (was := gain(norm)).shape == now.shape and not (was == 1).all():
-            folded.add(norm)
-    readers = {norm: tuple(name for name in shapes if norm_read_by(name) == norm) for norm in sorted(folded)}
+            readers[norm] = read_by
     return Folding(Norms(readers), gain)
 
 

@@ -23,13 +23,14 @@ from ..rounding.factors import Inputs
 
 #: Part of the source of channels -> powers of w and a in t^4; channels of others stay.
 Powers = Mapping[str, tuple[float, float]]
+_SECOND_NORMS: Final = ("ffn_norm", "post_attention_norm")
 _VALUES: Final = ("attn_v", "attn_qkv")
 _UPS: Final = ("ffn_up", "ffn_up_exps", "ffn_up_shexp", "ffn_gate_up_exps")
 #: For rounding to the nearest codewords.
-NEAREST: Final[Powers] = dict.fromkeys(("attn_norm", "ffn_norm", *_VALUES, *_UPS), (1.0, 1.0))
+NEAREST: Final[Powers] = dict.fromkeys(("attn_norm", *_SECOND_NORMS, *_VALUES, *_UPS), (1.0, 1.0))
 #: With feedback by an importance matrix, and by Hessians.
 DIAGONAL: Final[Powers] = dict.fromkeys(("attn_norm", *_UPS), (2.0, 0.0))
-FULL: Final[Powers] = dict.fromkeys(("attn_norm", "ffn_norm", *_UPS), (2.0, 0.0))
+FULL: Final[Powers] = dict.fromkeys(("attn_norm", *_SECOND_NORMS, *_UPS), (2.0, 0.0))
 
 #: Tokens of the short run that takes statistics where none are given; measured in docs/calibration.md.
 TOKENS: Final = 2048

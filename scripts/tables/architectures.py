@@ -21,11 +21,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gguf_itq3s  # noqa: F401  (before anything imports gguf)
 
 # isort: split
@@ -36,7 +37,6 @@ import torch
 import transformers
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from gguf_itq3s import upstream
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, report_errors
@@ -46,9 +46,12 @@ from gguf_itq3s.calibrate.text import windows
 from gguf_itq3s.checkpoint import channels, loadable, patches
 from gguf_itq3s.checkpoint.reading import open_checkpoint
 from gguf_itq3s.checkpoint.request import Request
+from gguf_itq3s.checkpoint.rescaling import Equalization, plan_tensors
 from gguf_itq3s.codec.family import DEFAULT
+from gguf_itq3s.convert import statistics
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
+from gguf_itq3s.evaluate.tools import Tools
 from gguf_itq3s.rounding.encode import KEPT_TYPES
 from scripts.tables.layer_errors import layer_errors
 from scripts.tables.random_models import MODELS, WITHOUT_MTP, make
@@ -68,6 +71,7 @@ class Row:
         same: whether both F16 files are the same, byte for byte.
         share: of the weights that become ITQ3_S in a file of that type.
         loads: whether llama.cpp's loader takes its tensors and metadata.
+        rescaled: the kinds of channels by which it can be rescaled, as :func:`rescaled` finds them.
         calibrated: of the quantized weights of its layers, the share that is calibrated.
         fisher: whether gradients were taken too.
         error: behind the layers of the calibrated file on other text, over that of nearest rounding, the median.
@@ -81,6 +85,7 @@ class Row:
     same: bool = False
     share: float = 0.0
     loads: bool = False
+    rescaled: str = ""
     calibrated: float = 0.0
     fisher: bool = False
     error: float = math.nan
@@ -140,13 +145,53 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
             done = convert(ConvertOptions.of(model, small, dry_run=True, no_nextn=no_nextn), messages=io.StringIO())
         except UserError as error:
             return Row(name, upstream=said, ours=f"{error.tensor}: {error.what}" if error.tensor else error.what)
+        kinds = rescaled(model, folder, no_nextn=no_nextn)
         fit = calibrated(model, folder, small, no_nextn=no_nextn)
     reader = gguf.GGUFReader(ours)
     arch = reader.fields["general.architecture"].contents()
     weights = sum(row.weights for row in done.rows)
     share = sum(row.weights for row in done.rows if row.type == DEFAULT.name) / weights
     same = not said and filecmp.cmp(theirs, ours, shallow=False)
-    return Row(name, arch, said, "", same, share, done.check == loadable.BY_LOADER, *fit)
+    return Row(name, arch, said, "", same, share, done.check == loadable.BY_LOADER, kinds, *fit)
+
+
+def rescaled(model: Path, folder: Path, *, no_nextn: bool) -> str:
+    """By which kinds of channels a model can be rescaled: llama.cpp predicts the same with any factors.
+
+    For comparison the sources alone are multiplied, which it must notice: where it does not, nothing is proved.
+    """
+    plain, other, base, log = (folder / name for name in ("plain.gguf", "other.gguf", "base", "log"))
+    convert(ConvertOptions.of(model, plain, outtype="f32", no_nextn=no_nextn), messages=io.StringIO())
+    checkpoint = open_checkpoint(model, request=Request(no_nextn=no_nextn), messages=io.StringIO())
+    with patches.replaced_in(channels, "PROVED", {checkpoint.model.arch: channels.KINDS}):
+        every = plan_tensors(checkpoint).channels.values()
+    if not every:
+        return ""
+    tools, context = Tools.find(2), 128
+    try:
+        tools.log_probabilities(plain, TEXT, base, 4, context, log)
+    except UserError:  # no model that predicts tokens
+        return ""
+    rng = np.random.default_rng(0)
+
+    def divergence(found: Sequence[channels.Channels]) -> float:
+        exponents = {
+            one.source: rng.integers(-20, 21, (max(1, one.experts), one.count)).astype(np.int8) for one in found
+        }
+        equalization = Equalization(found, exponents)
+        with patches.replaced_in(statistics, "rescaling_of", lambda *_: equalization):
+            options = ConvertOptions.of(model, other, outtype="f32", equalize=True, no_nextn=no_nextn)
+            convert(options, messages=io.StringIO())
+        return abs(float(tools.divergence(other, base, context, log)["mean_kld"]))
+
+    kinds = []
+    for kind in channels.KINDS:
+        if found := [one for one in every if one.kind == kind]:
+            right, wrong = divergence(found), divergence([replace(one, readers=()) for one in found])
+            kinds += [kind] * (wrong > 1e-4 and right <= max(1e-6, wrong / 1000))
+    if lost := set(channels.PROVED.get(checkpoint.model.arch, ())).difference(kinds):
+        raise AssertionError(f"{checkpoint.model.arch}: channels.PROVED has {', '.join(lost)}, which nothing shows")
+    return ", ".join(kinds)
 
 
 def calibrated(model: Path, folder: Path, small: Path, *, no_nextn: bool) -> tuple[float, bool, float, str]:
@@ -198,7 +243,7 @@ def table(rows: Sequence[Row]) -> str:
                     + ("" if row.same else f" (F16 not upstream's: {row.upstream or 'another file'})")
                     + ("" if row.loads else " (not loaded)"),
                     row.arch,
-                    "yes" if row.arch in channels.ARCHITECTURES else "",
+                    row.rescaled,
                     f"{row.calibrated:.0%}",
                     "" if row.error != row.error else f"{row.error:.2f}",
                     "yes" if row.fisher else "",

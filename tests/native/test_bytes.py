@@ -91,7 +91,9 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     # With the gain left out of the statistics, and with it in: neither has to be turned into the other.
-    for kind, norm_of in (("hessians", channels.norm_read_by), ("plain", lambda _: None)):
+    norms = [f"blk.{number}.{part}_norm.weight" for number in range(6) for part in ("attn", "ffn")]
+    known = channels.plan_norms("llama", [*matrices, *norms])
+    for kind, norm_of in (("hessians", known.norm_of), ("plain", lambda _: None)):
         (folder / kind).mkdir()
         save_file(tensors, folder / kind / "layer-0000.safetensors")
         entries = {name: Entry("layer-0000.safetensors", name, 100, norm_of(name)) for name in tensors}

@@ -51,6 +51,10 @@ def test_what_is_not_proven_is_left_alone() -> None:
     assert set(plan.readers) == {"blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"} and not plan.note
     plan = plan_norms("llama", [*NAMES, "blk.0.attn_norm.bias"])
     assert plan.left_alone == ["blk.0.attn_norm.weight: the norm has a bias"]
+    plan = plan_norms("gpt-oss", [name.replace("ffn_norm", "post_attention_norm") for name in NAMES])
+    assert plan.norm_of("blk.0.ffn_up.weight") == "blk.0.post_attention_norm.weight"
+    plan = plan_norms("cohere2", [name for name in NAMES if "ffn_norm" not in name])
+    assert {plan.norm_of(f"blk.0.{part}.weight") for part in ("attn_q", "ffn_gate")} == {"blk.0.attn_norm.weight"}
     unknown = plan_norms("falcon", NAMES)
     assert not unknown.readers and "falcon" in unknown.left_alone[0]
     assert unknown.note == f"note: norms that are not folded:\n  {unknown.left_alone[0]}"
