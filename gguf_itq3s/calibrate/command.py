@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..checkpoint import trust
-from .options import FULL_COLUMNS, CalibrationOptions, add_arguments
+from .options import FULL_COLUMNS, TEXTS, CalibrationOptions, add_arguments, text_of
 from .ranks import joined
 
 DESCRIPTION: Final = "Collect the second moments of a model's activations, for convert --statistics."
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         help="statistics for many files of one model (convert --statistics); for one, convert --layerwise is better",
     )
     parser.add_argument("model", metavar="model_dir", type=Path, help="Hugging Face folder with safetensors weights")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text, plain or .xz")
+    parser.add_argument("--text", type=text_of, nargs="+", required=True, metavar="TEXT", help=TEXTS)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add_arguments(parser, FULL_COLUMNS)
     trust.add_argument(parser)
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from .statistics import calibrate  # torch runs the model
 
     values = {key: value for key, value in vars(args).items() if key in CalibrationOptions.__dataclass_fields__}
+    values["text"], values["shares"] = zip(*args.text, strict=True)
     options = CalibrationOptions(**values)
     with joined(args.out, options.device, sys.stderr) as (ranks, messages):
         manifest = calibrate(options, args.out, messages, ranks)

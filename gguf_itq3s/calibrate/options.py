@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from ..base.errors import UserError, positive
 
 #: What activations can be kept in, with the bytes of a number and the ending of the files.
@@ -20,6 +22,12 @@ FULL_COLUMNS_AT_ONCE: Final = 20480
 #: The text that comes with the package; beside it stands where it is from.
 BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
+#: What a text can be, for the help of commands.
+TEXTS: Final = (
+    "files of text, plain or .xz; .jsonl has in each line a text, or messages for the model's chat template; bundled: "
+    "a mix that comes along; TEXT=0.3: three tenths of the tokens, equal parts where nothing is said"
+)
+
 
 @dataclass(frozen=True)
 class CalibrationOptions:
@@ -27,7 +35,7 @@ class CalibrationOptions:
 
     Attributes:
         model: a local Hugging Face folder with safetensors weights.
-        text: files of text, plain or xz; windows are taken from all of them alike.
+        text: files of text, plain or xz; ``.jsonl`` has a text or a conversation in each line.
         tokens: about how many tokens are run.
         context: length of a window; None for :func:`gguf_itq3s.calibrate.text.usual_context`, at most the model's.
         device: torch device.
@@ -35,9 +43,10 @@ class CalibrationOptions:
         hessian: ``full``, ``block``, or None: full up to ``widest`` columns.
         widest: input whose full Hessian is collected where ``hessian`` does not say.
         dtype: what activations are kept in, one of :data:`DTYPES`.
+        shares: of the tokens, for each of the files; None, and what is missing: equal parts of what the others leave.
 
     Raises:
-        UserError: a count is not positive: nothing would be run.
+        UserError: a count is not positive: nothing would be run; the shares leave nothing for a file.
     """
 
     model: Path
@@ -50,16 +59,47 @@ class CalibrationOptions:
     hessian: str | None = None
     widest: int = FULL_COLUMNS
     dtype: str = "float32"
+    shares: Sequence[float | None] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "context", "batch"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(self.model, f"cannot be calibrated with --{name} {value}", "give more than 0")
+        if self.text and min(self.parts) <= 0:
+            path = self.text[int(np.argmin(self.parts))]
+            raise UserError(path, "the shares of the other texts leave nothing for it", "give them less than 1 in all")
+
+    @property
+    def parts(self) -> list[float]:
+        """The share of the tokens of each text; they add up to 1."""
+        given = [*self.shares, *[None] * (len(self.text) - len(self.shares))]
+        known = sum(share for share in given if share is not None)
+        if None not in given:
+            return [float(share or 0) / known for share in given]
+        return [(1 - known) / given.count(None) if share is None else share for share in given]
 
     def full(self, columns: int) -> bool:
         """Whether the full Hessian of that many columns is collected."""
         return self.hessian == "full" or (self.hessian is None and columns <= self.widest)
+
+
+def text_of(argument: str) -> tuple[Path, float | None]:
+    """A text of a command line, ``FILE``, ``FILE=SHARE`` or ``bundled``, as its path and its share.
+
+    Raises:
+        ArgumentTypeError: the share is no number above 0 and up to 1.
+    """
+    name, _, number = argument.rpartition("=")
+    share = None
+    if name and not Path(argument).exists():
+        try:
+            share, argument = float(number), name
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise argparse.ArgumentTypeError(f"{number!r:.40} is no share: give a number up to 1, as in FILE=0.3")
+    return BUNDLED if argument == "bundled" and not Path(argument).exists() else Path(argument), share
 
 
 def add_arguments(parser: argparse._ActionsContainer, widest: int) -> None:

@@ -9,7 +9,7 @@ Hessian of the inputs that it will have. The finished matrices are files in a fo
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple, TextIO
@@ -41,7 +41,7 @@ from .ranks import ALONE, Ranks, leave_own, of_all, own_batch, own_folder
 from .shares import Batches, Share, share
 from .store import model_hash
 from .streams import Drift, Streams, Sums
-from .text import windows
+from .text import Text, read
 
 #: Layers from one search of the damping of a wide Hessian to the next: a decomposition takes seconds, and what one
 #: layer likes the next ones do.
@@ -71,9 +71,14 @@ class Sequential:
         return LayeredModel(self.calibration, self.source.checkpoint, self.ranks)
 
     @cached_property
+    def read(self) -> Text:
+        """The whole text."""
+        return read(self.calibration, self.model.context, self.messages)
+
+    @property
     def text(self) -> np.ndarray:
-        """The whole text: tokens, int64 (windows, context)."""
-        return windows(self.calibration, self.model.context, self.messages)
+        """Its tokens, int64 (windows, context)."""
+        return self.read.tokens
 
     @cached_property
     def share(self) -> Share:
@@ -124,7 +129,8 @@ class Sequential:
             self._layers(finished, own)
             if note := self.model.layout.note(self.source.quantized):
                 print(f"note: {note}", file=self.messages)
-            result.say(own, self.model, self.source, self.inputs, self.batches, self.messages, self.ranks)
+            mine = replace(self.read, tokens=self.inputs, of=self.read.of[self.share.numbers])
+            result.say(own, self.model, self.source, mine, self.batches, self.messages, self.ranks)
         except UserError:
             if not finished.layers and self.ranks.alone:
                 finished.remove()

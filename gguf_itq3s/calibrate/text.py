@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import lzma
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -26,21 +28,42 @@ _WINDOWS: Final = 40
 _NEAR: Final = 64
 # What tokens of the usual tokenizers begin with where a word does, and end with where the next begins a line.
 _BEFORE_A_WORD: Final = ("\u2581", "\u0120")
+_GOLDEN: Final = (5**0.5 - 1) / 2
 _BEFORE_A_LINE: Final = ("\n", "\u010a", "<0x0A>")
 
 
-def windows(options: CalibrationOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
-    """Windows of tokens from places spread evenly over the text, of which no two of a file share a token.
+@dataclass(frozen=True)
+class Text:
+    """Windows of tokens.
 
-    They are as many as are asked for, or as the text holds. A text that is given twice, under whatever names, counts
-    once, and so does a window.
+    Attributes:
+        tokens: int64 (windows, context).
+        of: int64 (windows,), the file that each is from.
+        files: where they are from.
+    """
+
+    tokens: np.ndarray
+    of: np.ndarray
+    files: tuple[Path, ...]
+
+
+def windows(options: CalibrationOptions, longest: int, messages: TextIO | None = None) -> np.ndarray:
+    """The tokens of :func:`read`."""
+    return read(options, longest, messages).tokens
+
+
+def read(options: CalibrationOptions, longest: int, messages: TextIO | None = None) -> Text:
+    """Windows of tokens from places spread evenly over the texts, of which no two of a file share a token.
+
+    They are as many as are asked for, or as the texts hold. A text that is given twice, under whatever names, counts
+    once, and so does a window. Control tokens are read where the model's chat template writes them, nowhere else.
 
     Args:
         longest: context of the model.
         messages: where it is said if the text holds fewer tokens than are asked for.
 
     Returns:
-        int64 (windows, context), each with the tokens before it that the model's tokenizer puts before a text.
+        windows, each with the tokens before it that the model's tokenizer puts before a text.
 
     Raises:
         UserError: a text cannot be read, or has not one window; the context does not fit the model.
@@ -51,38 +74,97 @@ def windows(options: CalibrationOptions, longest: int, messages: TextIO | None =
     with patched(options.model, options.trust_remote_code) as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     before = _before_a_text(tokenizer)
-    files = {read_text(path): path for path in options.text}
+    files: dict[str, tuple[Path, float]] = {}
+    for path, part in zip(options.text, options.parts, strict=True):
+        files.setdefault(read_text(path), (path, part))
+    parts = [part for _, part in files.values()]
 
     def encoded(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
         return ids
 
+    # Of a long text, only what is needed is made tokens of.
     texts: list[list[list[int]]] = []
-    for text, count in zip(files, _shares(max(1, options.tokens // planned), len(files)), strict=True):
-        # Of a long text, only what is needed is made tokens of.
-        texts.append([encoded(piece) for piece in excerpts(text, max(1, count), planned * _CHARACTERS)])
+    for (text, (path, _)), count in zip(files.items(), _shares(max(1, options.tokens // planned), parts), strict=True):
+        if path.name.removesuffix(".xz").endswith(".jsonl"):
+            # Windows that begin with a record leave up to half of the tokens out.
+            texts.append(list(_records(path, text, tokenizer, encoded, before, 2 * count * planned)))
+        else:
+            texts.append([encoded(piece) for piece in excerpts(text, max(1, count), planned * _CHARACTERS)])
     held = sum(len(ids) for pieces in texts for ids in pieces)
     context = options.context or min(longest, usual_context(min(options.tokens, held)))
     asked = max(1, options.tokens // context)
-    rows: dict[tuple[int, ...], None] = {}
-    for path, pieces, count in zip(files.values(), texts, _shares(asked, len(files)), strict=True):
-        found = [
-            (*before, *ids[start : start + context - len(before)])
-            for ids, part in zip(pieces, _shares(max(1, count), len(pieces)), strict=True)
-            for start in places(tokenizer.convert_ids_to_tokens(ids), part, context - len(before))
-        ]
+    length = context - len(before)
+    rows: dict[tuple[int, ...], int] = {}
+    for number, ((path, _), pieces, count) in enumerate(zip(files.values(), texts, _shares(asked, parts), strict=True)):
+        if path.name.removesuffix(".xz").endswith(".jsonl"):
+            found = list(_packed(pieces, max(1, count), length))
+        else:
+            found = [
+                tuple(ids[start : start + length])
+                for ids, part in zip(pieces, _shares(max(1, count), [1.0] * len(pieces)), strict=True)
+                for start in places(tokenizer.convert_ids_to_tokens(ids), part, length)
+            ]
         if not found:
             raise UserError(path, f"is too short for a window of {context} tokens", "give more text, or less --context")
-        rows.update(dict.fromkeys(found))
+        for ids in found:
+            rows.setdefault((*before, *ids), number)
     if len(rows) < asked and messages is not None:
         what = f"{len(rows)} windows of {context} tokens, {len(rows) * context} of the {options.tokens} asked for"
         print(f"note: the text holds {what}", file=messages)
-    return np.array(list(rows), dtype=np.int64)
+    paths = tuple(path for path, _ in files.values())
+    return Text(np.array(list(rows), dtype=np.int64), np.array(list(rows.values()), dtype=np.int64), paths)
 
 
-def _shares(count: int, parts: int) -> list[int]:
-    """A count dealt out evenly."""
-    return [count * (number + 1) // parts - count * number // parts for number in range(parts)]
+def _shares(count: int, parts: Sequence[float]) -> list[int]:
+    """A count dealt out by parts."""
+    ends = np.floor(count * np.cumsum([0.0, *parts]) / sum(parts) + 1e-9).astype(int).tolist()
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def _records(
+    path: Path, text: str, tokenizer: Any, encoded: Callable[[str], list[int]], before: tuple[int, ...], tokens: int
+) -> Iterator[list[int]]:
+    """Token ids of lines of a JSONL file, spread evenly over it, until there are so many tokens: of ``text``, or of
+    ``messages`` as the model's chat template writes them; without what comes before every window."""
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # However many come first in this order, they are spread evenly over all (three gap theorem).
+    order = np.argsort(np.arange(len(lines)) * _GOLDEN % 1.0)
+    for number, line in (lines[place] for place in order):
+        try:
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("text"), str):
+                ids = encoded(record["text"])
+            elif isinstance(record, dict) and isinstance(record.get("messages"), list):
+                if not tokenizer.chat_template:
+                    remedy = "give a model with one, or lines with a text"
+                    raise UserError(path, "has messages, and the model's tokenizer no chat template", remedy)
+                ids = tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+            else:
+                raise ValueError("there is neither a text nor messages")
+        except UserError:
+            raise
+        except Exception as error:  # a template raises what it likes
+            what = f"line {number} cannot be read: {error}"
+            raise UserError(path, what, "give objects with text, or messages of role and content") from error
+        if tuple(ids[: len(before)]) == before:
+            ids = ids[len(before) :]
+        yield list(ids)
+        tokens -= len(ids)
+        if tokens <= 0:
+            return
+
+
+def _packed(records: Sequence[list[int]], count: int, length: int) -> Iterator[tuple[int, ...]]:
+    """Windows that begin where a record does, or go on where the window before has cut one off."""
+    window: list[int] = []
+    for ids in records:
+        window += ids
+        while len(window) >= length and count:
+            yield tuple(window[:length])
+            count -= 1
+            # What is left of a record is a window, or nothing.
+            window = window[length:] if len(window) >= 2 * length else []
 
 
 def _before_a_text(tokenizer: Any) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..base import report
 from ..base.errors import UserError, positive
-from ..calibrate.options import FULL_COLUMNS_AT_ONCE
+from ..calibrate.options import FULL_COLUMNS_AT_ONCE, TEXTS, text_of
 from ..calibrate.options import add_arguments as add_run_arguments
 from ..calibrate.ranks import joined, own_processors
 from ..checkpoint import converter, trust
@@ -215,10 +215,10 @@ def _add_encoder(group: argparse._ArgumentGroup) -> None:
 
 def _add_calibrate(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--layerwise", "--calibrate", dest="calibrate", type=Path, nargs="*", metavar="TEXT",
+        "--layerwise", "--calibrate", dest="calibrate", type=text_of, nargs="*", metavar="TEXT",
         help="quantize layer by layer, each on the inputs that the quantized layers before it give: the best for one "
-        "file, take it where there is torch and time, else --statistics or --imatrix; files of text, plain or .xz "
-        "(default: a mix that comes along)",
+        f"file, take it where there is torch and time, else --statistics or --imatrix; {TEXTS} "
+        "(default: bundled)",
     )  # fmt: skip
     group.add_argument(
         "--fisher", action="store_true", help="make up for errors across rows too; needs a backward pass of the model"
@@ -310,6 +310,8 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     values = {key: value for key, value in vars(args).items() if key not in _COMMAND}
     values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     values["tensor_types"] = tuple(args.tensor_type)
+    if args.calibrate:
+        values["calibrate"], values["shares"] = zip(*args.calibrate, strict=True)
     if args.outfile and args.outfile.is_dir():
         values["folder"] = args.outfile
     elif args.outfile:

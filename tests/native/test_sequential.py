@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,13 +265,17 @@ def test_wide_matrices_and_massive_tokens_do_not_diverge(massive: Path, tmp_path
     kept: dict[str, Any] = {"pure": True, "token_embedding_type": "f16", "output_tensor_type": "f16", "threads": 2}
     quiet(ConvertOptions.of(massive, tmp_path / "nearest.gguf", effort="fast", **kept))
     messages = io.StringIO()
-    convert(asked(massive, tmp_path / "x.gguf", hessian="block", **kept), messages)
+    (tmp_path / "other.txt").write_text(NOVEL.read_text()[::-1])
+    options = asked(massive, tmp_path / "x.gguf", hessian="block", **{**kept, "tokens": 1280})
+    convert(replace(options, run=replace(options.run, text=(NOVEL, tmp_path / "other.txt"))), messages)
     ids = windows(calibration(massive, tokens=1280), 64)[1::2]
     nearest, found = (output_error(tmp_path / f"{name}.gguf", massive, ids) for name in ("nearest", "x"))
     assert found < 1.5 * nearest
     (line,) = [line for line in messages.getvalue().splitlines() if "held out" in line]
     said = re.fullmatch(r"on (\d+) tokens that were held out: perplexity (\S+), of the original (\S+); .* (\S+)", line)
-    assert said and int(said[1]) == 31 and float(said[4]) < 1.5 * nearest
+    assert said and int(said[1]) == 62 and float(said[4]) < 1.5 * nearest
+    (apart,) = re.findall(r"by text: novel.txt (\S+), other.txt (\S+)", messages.getvalue())
+    assert np.mean([*map(float, apart)]) == pytest.approx(float(said[4]), abs=1e-4) and apart[0] != apart[1]
 
 
 def test_what_is_lost_stops_and_leaves_no_file(

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -27,7 +28,7 @@ from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.calibrate import statistics, store, text
 from gguf_itq3s.calibrate.layers import LayeredModel
 from gguf_itq3s.calibrate.moments import Moment
-from gguf_itq3s.calibrate.options import CalibrationOptions
+from gguf_itq3s.calibrate.options import BUNDLED, CalibrationOptions, text_of
 from gguf_itq3s.calibrate.statistics import calibrate
 from gguf_itq3s.calibrate.store import open_calibration, read_manifest
 from gguf_itq3s.cli import main
@@ -270,6 +271,52 @@ def test_a_text_that_is_given_twice_counts_once(uneven: Make, tmp_path: Path) ->
         for other in (NOVEL, copied):
             twice = text.windows(CalibrationOptions(uneven("llama"), (NOVEL, other), tokens, 64), 256)
             assert np.array_equal(twice, once)
+
+
+@pytest.fixture
+def chatting(uneven: Make, tmp_path: Path) -> Path:
+    """A model with a chat template that writes control tokens."""
+    folder = tmp_path / "chatting"
+    shutil.copytree(uneven("llama"), folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_control_tokens_are_read_where_a_chat_template_writes_them(chatting: Path, tmp_path: Path) -> None:
+    """A text that says them means the characters."""
+    words = NOVEL.read_text().split()
+    said = [" ".join(words[at : at + 12]) for at in range(0, 1200, 12)]
+    chat, records, plain = tmp_path / "chat.jsonl", tmp_path / "texts.jsonl", tmp_path / "plain.txt"
+    turns = [[{"role": "user", "content": line}, {"role": "assistant", "content": line[::-1]}] for line in said]
+    chat.write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    records.write_text("\n".join(json.dumps({"text": f"<s>{line}</s>"}) for line in said))
+    plain.write_text("</s>".join(said))
+    found = {path: text.windows(CalibrationOptions(chatting, (path,), 640, 64), 256) for path in (chat, records, plain)}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatting)
+    whole = [tokenizer.apply_chat_template(turn, return_dict=False) for turn in turns]
+    assert found[chat].shape == (10, 64)
+    assert any(found[chat][0].tolist() == ids[:64] for ids in whole)  # from where one begins
+    assert (found[chat] == tokenizer.eos_token_id).sum() >= 5
+    assert all((found[path] != tokenizer.eos_token_id).all() for path in (records, plain))
+    records.write_text('{"text": "a"}\n{"prompt": "b"}')
+    with pytest.raises(UserError, match="line 2 cannot be read: there is neither a text nor messages"):
+        text.windows(CalibrationOptions(chatting, (records,), 640, 64), 256)
+
+
+def test_texts_have_the_shares_that_are_asked_for(uneven: Make, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(NOVEL.read_text()[ord(name) - 97 :: 3])
+    arguments = [text_of(f"{tmp_path / 'a'}=0.5"), text_of(f"{tmp_path / 'b'}"), text_of(f"{tmp_path / 'c'}")]
+    texts, shares = zip(*arguments, strict=True)
+    found = text.read(CalibrationOptions(uneven("llama"), texts, 1280, 64, shares=shares), 256)
+    assert np.bincount(found.of).tolist() == [10, 5, 5] and [path.name for path in found.files] == ["a", "b", "c"]
+    assert text_of("bundled") == (BUNDLED, None)
+    with pytest.raises(ArgumentTypeError, match="is no share"):
+        text_of("a=2")
+    with pytest.raises(UserError, match="b: the shares of the other texts leave nothing for it"):
+        CalibrationOptions(uneven("llama"), texts, shares=(0.5, None, 0.5))
 
 
 def test_bad_text_is_refused(uneven: Make, tmp_path: Path) -> None:
