@@ -80,6 +80,14 @@ class LayerMatrix:
         """What belongs to its rows (m, ...), by the rows of the tensor."""
         return values if self.order is None else values[self.order]
 
+    def in_model(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What belongs to the rows of the tensor (m, ...), by its rows in the model."""
+        if self.order is None:
+            return values
+        found = np.empty_like(values)
+        found[self.order] = values
+        return found
+
 
 @dataclass
 class Group:
@@ -347,17 +355,22 @@ class Watch:
 
     def _normalised(self, name: str) -> Callable[..., None]:
         effective = torch.from_numpy(self._model.gain(name))
-        checked = False
+        centred: bool | None = None  # as a LayerNorm's
 
         def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-            nonlocal checked
-            x = args[0].float()
+            nonlocal centred
             epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
-            plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-            if not checked and not torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
-                what = "is not an RMSNorm with the gain that the checkpoint has"
+            for is_centred in (False, True) if centred is None else (centred,):
+                x = args[0].float()
+                x = x - x.mean(-1, keepdim=True) if is_centred else x
+                plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+                if centred is None and torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
+                    centred = is_centred
+                if centred is not None:
+                    break
+            else:
+                what = "is not a norm with the gain that the checkpoint has"
                 raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)", name)
-            checked = True
             self._plain[name] = plain.reshape(-1, plain.shape[-1])
 
         return hook

@@ -212,6 +212,4 @@ class Matrix:
     def put(self, decoded: np.ndarray) -> None:
         """Give the quantized layer what the file will hold, in the basis of the model."""
         decoded = self.source.rescaling.unscale(self.reader.name, decoded, self.reader.expert)
-        put = np.empty_like(decoded)
-        put[self.order] = decoded
-        self.streams.put(self.reader, put)
+        self.streams.put(self.reader, self.reader.in_model(decoded))

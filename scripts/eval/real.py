@@ -130,6 +130,8 @@ def every_row() -> list[Row]:
     for bits in ("2.7", "3.85", "4.3"):
         sized = (("", ", calibrated in sequence, Fisher", FISHER),)
         rows += converted(f"mix-bpw-{bits}", "mix", f"types for {bits} bits", sized, "--target-bpw", bits)
+    for name in ("Q3_K_M", "IQ4_XS", "IQ4_NL", "Q4_K_M"):  # ours, for any llama.cpp
+        rows += converted(f"mix-{name.lower()}", name, "mix", mixes[2:], "--outtype", name.lower())
     for name in ("IQ3_XXS", "IQ3_S", "Q3_K_M", "Q3_K_S", "IQ4_XS", "IQ4_NL", "Q4_K_M", "Q2_K", "IQ2_XXS"):
         rows += [row for row in quantized(f"mix-{name.lower()}", name, "mix", name) if row.learns]
     return rows

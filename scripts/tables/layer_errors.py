@@ -15,6 +15,8 @@ import torch
 
 from gguf_itq3s.calibrate.activations import activations
 from gguf_itq3s.calibrate.layers import LayeredModel
+from gguf_itq3s.checkpoint.gguf_file import open_gguf
+from gguf_itq3s.checkpoint.rescaling import rescaling_of
 from gguf_itq3s.rounding.encode import KEPT_TYPES
 
 
@@ -24,13 +26,14 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
     Args:
         model: the original; matrices that it knows nothing of stay as they are.
         text: tokens, int64 (windows, context).
-        files: GGUF files of the model with nothing rescaled, of the same types.
+        files: GGUF files of the model, of the same types, whose norms are not folded.
 
     Returns:
         The share of the quantized weights of the layers whose inputs are known, and (files, layers) the squared errors
         behind each layer over the squares of what it adds, embeddings being those of the original.
     """
     tensors = [{tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors} for file in files]
+    rescalings = [rescaling_of(open_gguf(file), lambda _: np.zeros(0, np.float32)) for file in files]
     everything = np.arange(len(text))
     errors = np.zeros((len(files), model.layers))
     known: set[str] = set()
@@ -47,10 +50,9 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
                 for reader in readers:
                     tensor = of_file[reader.name]
                     data = tensor.data if reader.expert is None else tensor.data[reader.expert]
-                    rows = reader.rows_of(reader.matrix(layer))
-                    put = np.empty(rows.shape, dtype=np.float32)
-                    put[reader.in_order(np.arange(len(put)))] = gguf.quants.dequantize(data, tensor.tensor_type)
-                    reader.put(reader.matrix(layer), torch.from_numpy(put))
+                    decoded = gguf.quants.dequantize(data, tensor.tensor_type)
+                    decoded = rescalings[place].unscale(reader.name, decoded, reader.expert)
+                    reader.put(reader.matrix(layer), torch.from_numpy(reader.in_model(decoded)))
                 streams[place] = model.step(layer, streams[place], keywords[number].of(everything))
                 # Some first tokens are a hundred times as large as the others.
                 off, size = (np.square(x, dtype=np.float64).sum(-1) for x in (streams[place] - right, right - hidden))
