@@ -21,6 +21,7 @@ from ..checkpoint.weights import Parameters
 from ..codec.transform import rotation_block
 from ..rounding.factors import tensor_entry
 from ..torch import stacked
+from .options import BY_IMATRIX
 
 if TYPE_CHECKING:
     from .layers import LayeredModel
@@ -370,7 +371,7 @@ class Watch:
                     break
             else:
                 what = "is not a norm with the gain that the checkpoint has"
-                raise UserError(self._model.folder, what, "use an importance matrix of llama-imatrix (--imatrix)", name)
+                raise UserError(self._model.folder, what, BY_IMATRIX, name)
             self._plain[name] = plain.reshape(-1, plain.shape[-1])
 
         return hook

@@ -18,7 +18,7 @@ from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import Parameters
 from .activations import activations, complete
 from .inputs import Layout
-from .options import CalibrationOptions
+from .options import BY_IMATRIX, CalibrationOptions
 from .ranks import ALONE, Ranks
 
 #: What layers are given to keep keys, values and states in, by name.
@@ -48,7 +48,7 @@ class LayeredModel:
             what = (
                 f"is no language model that goes from left to right ({checkpoint.model.arch}), and cannot be calibrated"
             )
-            raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+            raise UserError(options.model, what, BY_IMATRIX)
         self.folder, self.device, self.checkpoint = options.model, torch_device(options), checkpoint
         self.dtype = options.dtype
         self.in_bfloat16 = ranks.all(self.dtype == "bfloat16" and quick_bfloat16(self.device))
@@ -66,7 +66,7 @@ class LayeredModel:
             raise UserError(options.model, f"transformers cannot run it: {reason}", "update transformers") from error
         if shared := getattr(self.config, "num_kv_shared_layers", 0):
             what = f"cannot be calibrated: {shared} of its layers read keys and values of others"
-            raise UserError(options.model, what, "use an importance matrix of llama-imatrix (--imatrix)")
+            raise UserError(options.model, what, BY_IMATRIX)
         self.blocks, self.prefix = blocks_of(self.model, options.model)
         self.layers, self.hidden = len(self.blocks), int(self.config.hidden_size)
         # Norms and biases are few numbers and stay in float32.
@@ -346,7 +346,7 @@ def blocks_of(model: Any, folder: Path) -> tuple[torch.nn.ModuleList, str]:
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module, name
     what = f"has no list of {count} layers that run one after the other in transformers"
-    raise UserError(folder, what, "use an importance matrix of llama-imatrix (--imatrix)")
+    raise UserError(folder, what, BY_IMATRIX)
 
 
 def torch_device(options: CalibrationOptions) -> torch.device:

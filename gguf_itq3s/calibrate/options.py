@@ -22,6 +22,8 @@ FULL_COLUMNS_AT_ONCE: Final = 20480
 #: The text that comes with the package; beside it stands where it is from.
 BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
 
+#: What helps where a model cannot be run here.
+BY_IMATRIX: Final = "use an importance matrix of llama-imatrix (--imatrix)"
 #: What a text can be, for the help of commands.
 TEXTS: Final = (
     "files of text, plain or .xz; .jsonl has in each line a text, or messages for the model's chat template; bundled: "
