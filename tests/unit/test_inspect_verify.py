@@ -13,6 +13,7 @@ import pytest
 
 from gguf_files import LLAMA, write_gguf
 from gguf_itq3s.base.errors import UserError
+from gguf_itq3s.checkpoint.rescaling import NORMS_FOLDED
 from gguf_itq3s.cli import convert_main, main
 from gguf_itq3s.codec import blocks
 from gguf_itq3s.codec.family import FAMILY
@@ -110,7 +111,7 @@ def test_verify_undoes_norm_folding(model: Path, tmp_path: Path) -> None:
             elif t.name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight") and path == folded:
                 data = data * gain
             made[t.name] = data, None
-        write_gguf(path, LLAMA, made)
+        write_gguf(path, LLAMA | {NORMS_FOLDED: (path == folded, [gguf.GGUFValueType.BOOL])}, made)
     results = {r["name"]: r for r in verify.compare(folded, source)}
     assert all(r["error"] == 0 for r in results.values())
     assert results["blk.0.attn_q.weight"]["note"] == "rescaled"
