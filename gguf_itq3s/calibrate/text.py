@@ -86,7 +86,7 @@ def read(options: CalibrationOptions, longest: int, messages: TextIO | None = No
     # Of a long text, only what is needed is made tokens of.
     texts: list[list[list[int]]] = []
     for (text, (path, _)), count in zip(files.items(), _shares(max(1, options.tokens // planned), parts), strict=True):
-        if path.name.removesuffix(".xz").endswith(".jsonl"):
+        if _has_records(path):
             # Windows that begin with a record leave up to half of the tokens out.
             texts.append(list(_records(path, text, tokenizer, encoded, before, 2 * count * planned)))
         else:
@@ -97,7 +97,7 @@ def read(options: CalibrationOptions, longest: int, messages: TextIO | None = No
     length = context - len(before)
     rows: dict[tuple[int, ...], int] = {}
     for number, ((path, _), pieces, count) in enumerate(zip(files.values(), texts, _shares(asked, parts), strict=True)):
-        if path.name.removesuffix(".xz").endswith(".jsonl"):
+        if _has_records(path):
             found = list(_packed(pieces, max(1, count), length))
         else:
             found = [
@@ -122,12 +122,16 @@ def _shares(count: int, parts: Sequence[float]) -> list[int]:
     return [stop - start for start, stop in pairwise(ends)]
 
 
+def _has_records(path: Path) -> bool:
+    return path.name.removesuffix(".xz").endswith(".jsonl")
+
+
 def _records(
     path: Path, text: str, tokenizer: Any, encoded: Callable[[str], list[int]], before: tuple[int, ...], tokens: int
 ) -> Iterator[list[int]]:
     """Token ids of lines of a JSONL file, spread evenly over it, until there are so many tokens: of ``text``, or of
     ``messages`` as the model's chat template writes them; without what comes before every window."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     # However many come first in this order, they are spread evenly over all (three gap theorem).
     order = np.argsort(np.arange(len(lines)) * _GOLDEN % 1.0)
     for number, line in (lines[place] for place in order):
@@ -145,7 +149,8 @@ def _records(
         except UserError:
             raise
         except Exception as error:  # a template raises what it likes
-            what = f"line {number} cannot be read: {error}"
+            said = str(error).strip().partition("\n")[0]
+            what = f"line {number} cannot be read: {said or type(error).__name__}"
             raise UserError(path, what, "give objects with text, or messages of role and content") from error
         if tuple(ids[: len(before)]) == before:
             ids = ids[len(before) :]
