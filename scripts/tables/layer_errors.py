@@ -52,7 +52,7 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
                     data = tensor.data if reader.expert is None else tensor.data[reader.expert]
                     decoded = gguf.quants.dequantize(data, tensor.tensor_type)
                     decoded = rescalings[place].unscale(reader.name, decoded, reader.expert)
-                    reader.put(reader.matrix(layer), torch.from_numpy(reader.in_model(decoded)))
+                    reader.put(reader.matrix(layer), torch.tensor(reader.in_model(decoded)))
                 streams[place] = model.step(layer, streams[place], keywords[number].of(everything))
                 # Some first tokens are a hundred times as large as the others.
                 off, size = (np.square(x, dtype=np.float64).sum(-1) for x in (streams[place] - right, right - hidden))
