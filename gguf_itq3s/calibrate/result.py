@@ -14,6 +14,7 @@ from .activations import activation_path, activations
 from .finished import STREAMS
 from .layers import LayeredModel
 from .matrices import Source
+from .options import BUNDLED
 from .ranks import ALONE, Ranks
 from .shares import Batches
 from .text import Text
@@ -55,9 +56,10 @@ def say(
         file=messages,
     )
     if len(text.files) > 1:
+        names = ["bundled" if path == BUNDLED else path.name for path in text.files]
         named = [
-            f"{path.name} {total / count:.4f}" if count else f"{path.name} not held out"
-            for path, (count, _, _, total) in zip(text.files, sums, strict=True)
+            f"{name} {total / count:.4f}" if count else f"{name} not held out"
+            for name, (count, _, _, total) in zip(names, sums, strict=True)
         ]
         print(f"by text: {', '.join(named)}", file=messages)
 
