@@ -63,7 +63,7 @@ class LayerMatrix:
         return weights.mT if self.transposed else weights
 
     def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Its rows out of the parameter's matrix, or of what the module puts out, (..., rows)."""
+        """Its rows out of the parameter's matrix."""
         return matrix if self.part is None else matrix[self.part]
 
     def put(self, matrix: torch.Tensor, weights: torch.Tensor) -> None:
@@ -361,18 +361,22 @@ class Watch:
         def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
             nonlocal centred
             epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
-            for is_centred in (False, True) if centred is None else (centred,):
+
+            def plain(centre: bool) -> torch.Tensor:
                 x = args[0].float()
-                x = x - x.mean(-1, keepdim=True) if is_centred else x
-                plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-                if centred is None and torch.allclose(plain * effective.to(plain), out.float(), rtol=1e-3, atol=1e-4):
-                    centred = is_centred
-                if centred is not None:
-                    break
-            else:
+                x = x - x.mean(-1, keepdim=True) if centre else x
+                return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+            def is_right(centre: bool) -> bool:
+                found = plain(centre)
+                return torch.allclose(found * effective.to(found), out.float(), rtol=1e-3, atol=1e-4)
+
+            if centred is None:
+                centred = next((centre for centre in (False, True) if is_right(centre)), None)
+            if centred is None:
                 what = "is not a norm with the gain that the checkpoint has"
                 raise UserError(self._model.folder, what, BY_IMATRIX, name)
-            self._plain[name] = plain.reshape(-1, plain.shape[-1])
+            self._plain[name] = plain(centred).reshape(-1, args[0].shape[-1])
 
         return hook
 

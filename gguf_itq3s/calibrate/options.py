@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from ..base.errors import UserError, positive
 
 #: What activations can be kept in, with the bytes of a number and the ending of the files.
@@ -68,9 +66,10 @@ class CalibrationOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(self.model, f"cannot be calibrated with --{name} {value}", "give more than 0")
-        if self.text and min(self.parts) <= 0:
-            path = self.text[int(np.argmin(self.parts))]
-            raise UserError(path, "the shares of the other texts leave nothing for it", "give them less than 1 in all")
+        for path, part in zip(self.text, self.parts, strict=True):
+            if part <= 0:
+                what = "the shares of the other texts leave nothing for it"
+                raise UserError(path, what, "give them less than 1 in all")
 
     @property
     def parts(self) -> list[float]:

@@ -28,8 +28,8 @@ _WINDOWS: Final = 40
 _NEAR: Final = 64
 # What tokens of the usual tokenizers begin with where a word does, and end with where the next begins a line.
 _BEFORE_A_WORD: Final = ("\u2581", "\u0120")
-_GOLDEN: Final = (5**0.5 - 1) / 2
 _BEFORE_A_LINE: Final = ("\n", "\u010a", "<0x0A>")
+_GOLDEN: Final = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ _MIXERS: Final = (
     "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_q_a", "attn_kv_a_mqa", "indexer.attn_k",
     "indexer.proj", "ssm_in", "ssm_alpha", "ssm_beta", "ssm_ba", "shortconv.in_proj",
 )  # fmt: skip
+#: Of these, those that have the rows of v.
+VALUES: Final = ("attn_v", "attn_qkv")
 _FEED_FORWARD: Final = (
     "ffn_gate", "ffn_up", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_gate_inp_shexp",
     "ffn_gate_shexp", "ffn_up_shexp",
@@ -128,12 +130,12 @@ class Channels:
     def kind(self) -> str:
         """One of :data:`KINDS`."""
         part = self.source.split(".")[-2]
-        return "norms" if part.endswith("_norm") else "values" if part in ("attn_v", "attn_qkv") else "products"
+        return "norms" if part.endswith("_norm") else "values" if part in VALUES else "products"
 
     @property
-    def size(self) -> int:
-        """How many factors they have in all."""
-        return self.count * max(1, self.experts)
+    def shape(self) -> tuple[int, int]:
+        """Of their factors: experts or 1, and how many channels."""
+        return max(1, self.experts), self.count
 
     @property
     def of_column(self) -> npt.NDArray[np.int64]:
@@ -282,7 +284,7 @@ def _values(parts: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], hea
     if "attn_sub_norm" in parts:
         return "a norm stands between it and v"
     columns = shapes[parts["attn_output"]][-1]
-    part = next((part for part in ("attn_v", "attn_qkv") if part in parts), None)
+    part = next((part for part in VALUES if part in parts), None)
     if part is None:
         return "there is no v"
     rows = shapes[parts[part]][0]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -362,7 +363,7 @@ def _equalization(
         raise UserError(path, "is said to be rescaled, and cannot be", _REMEDY, f"{strange[0]!r:.80}")
     if len(set(sources)) != len(sources):
         raise UserError(path, f"has {SOURCES} twice", _REMEDY)
-    total = sum(known[source].size for source in sources)
+    total = sum(math.prod(known[source].shape) for source in sources)
     try:
         packed = base64.b64decode(exponents, validate=True) if isinstance(exponents, str) else b""
     except (binascii.Error, ValueError):
@@ -372,9 +373,8 @@ def _equalization(
         raise UserError(path, f"has {EXPONENTS} that are not {total} numbers up to {LARGEST}", _REMEDY)
     parts, start = {}, 0
     for source in sources:
-        channels = known[source]
-        parts[source] = found[start : start + channels.size].reshape(-1, channels.count)
-        start += channels.size
+        end = start + math.prod(known[source].shape)
+        parts[source], start = found[start:end].reshape(known[source].shape), end
     made = Equalization([known[source] for source in sources], parts)
     if contents(ID) != made.id:
         raise UserError(path, f"has an {ID} that is not that of its exponents", _REMEDY)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import UserError
-from ..checkpoint.channels import ROUTERS, Channels, Plan
+from ..checkpoint.channels import ROUTERS, VALUES, Channels, Plan
 from ..checkpoint.rescaling import LARGEST, STEPS, Equalization
 from ..checkpoint.source import SourceTensor
 from ..codec.transform import SHORT_BLOCK, rotation_block
@@ -24,10 +24,9 @@ from ..rounding.factors import Inputs
 #: Part of the source of channels -> powers of w and a in t^4; channels of others stay.
 Powers = Mapping[str, tuple[float, float]]
 _SECOND_NORMS: Final = ("ffn_norm", "post_attention_norm")
-_VALUES: Final = ("attn_v", "attn_qkv")
 _UPS: Final = ("ffn_up", "ffn_up_exps", "ffn_up_shexp", "ffn_gate_up_exps")
 #: For rounding to the nearest codewords.
-NEAREST: Final[Powers] = dict.fromkeys(("attn_norm", *_SECOND_NORMS, *_VALUES, *_UPS), (1.0, 1.0))
+NEAREST: Final[Powers] = dict.fromkeys(("attn_norm", *_SECOND_NORMS, *VALUES, *_UPS), (1.0, 1.0))
 #: With feedback by an importance matrix, and by Hessians.
 DIAGONAL: Final[Powers] = dict.fromkeys(("attn_norm", *_UPS), (2.0, 0.0))
 FULL: Final[Powers] = dict.fromkeys(("attn_norm", *_SECOND_NORMS, *_UPS), (2.0, 0.0))
@@ -89,7 +88,7 @@ def _part(source: str) -> str:
 def neutral(plan: Plan, powers: Powers) -> Equalization:
     """One that changes nothing, of the size of the one that statistics would give."""
     exponents = {
-        source: np.zeros((max(1, channels.experts), channels.count), dtype=np.int8)
+        source: np.zeros(channels.shape, dtype=np.int8)
         for source, channels in plan.channels.items()
         if rotation_block(channels.count * channels.repeats) and _part(source) in powers
     }

@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,6 +155,12 @@ def compare(name: str, folder: Path, tokenizer: Path) -> Row:
     return Row(name, arch, said, "", same, share, done.check == loadable.BY_LOADER, kinds, *fit)
 
 
+def random_factors(found: Iterable[channels.Channels], rng: np.random.Generator) -> Equalization:
+    """Channels multiplied by random factors, of 2^-2.5 to 2^2.5."""
+    every = tuple(found)
+    return Equalization(every, {one.source: rng.integers(-20, 21, one.shape).astype(np.int8) for one in every})
+
+
 def rescaled(model: Path, folder: Path, *, no_nextn: bool) -> str:
     """By which kinds of channels a model can be rescaled: llama.cpp predicts the same with any factors.
 
@@ -175,10 +181,7 @@ def rescaled(model: Path, folder: Path, *, no_nextn: bool) -> str:
     rng = np.random.default_rng(0)
 
     def divergence(found: Sequence[channels.Channels]) -> float:
-        exponents = {
-            one.source: rng.integers(-20, 21, (max(1, one.experts), one.count)).astype(np.int8) for one in found
-        }
-        equalization = Equalization(found, exponents)
+        equalization = random_factors(found, rng)
         with patches.replaced_in(statistics, "rescaling_of", lambda *_: equalization):
             options = ConvertOptions.of(model, other, outtype="f32", equalize=True, no_nextn=no_nextn)
             convert(options, messages=io.StringIO())

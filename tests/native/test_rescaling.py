@@ -19,6 +19,7 @@ from gguf_itq3s.checkpoint.rescaling import Equalization
 from gguf_itq3s.convert import equalize, statistics
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import convert
+from scripts.tables.architectures import random_factors
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -51,11 +52,7 @@ def test_equalized_files_predict_what_the_model_predicts(
     exponents = np.random.default_rng(0)
 
     def any_factors(plan: Plan, *_: object) -> Equalization:
-        parts = {source: (max(1, found.experts), found.count) for source, found in plan.channels.items()}
-        return Equalization(
-            plan.channels.values(),
-            {source: exponents.integers(-20, 21, shape).astype(np.int8) for source, shape in parts.items()},
-        )
+        return random_factors(plan.channels.values(), exponents)
 
     monkeypatch.setattr(equalize, "equalize", any_factors)
     monkeypatch.setattr(statistics, "_measured", lambda *_: MeasuredEnergies(base, {}))

@@ -37,6 +37,7 @@ from gguf_itq3s.inspect import verify
 from gguf_itq3s.rounding import equalize, hessian
 from gguf_itq3s.rounding.factors import HessianFactors, Inputs
 from importance import write
+from scripts.tables.architectures import random_factors
 from selection import some
 
 #: Architectures whose channels are rescaled, beside those of other tests.
@@ -80,15 +81,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Calla
 
 def any_factors(checkpoint: Checkpoint, seed: int = 0) -> Equalization:
     """Random exponents for every channel of a model."""
-    rng = np.random.default_rng(seed)
-    channels = rescaling.plan_tensors(checkpoint).channels
-    return Equalization(
-        channels.values(),
-        {
-            source: rng.integers(-20, 21, (max(1, found.experts), found.count)).astype(np.int8)
-            for source, found in channels.items()
-        },
-    )
+    return random_factors(rescaling.plan_tensors(checkpoint).channels.values(), np.random.default_rng(seed))
 
 
 def put_back(model: Any, checkpoint: Checkpoint, found: Equalization) -> set[str]:
