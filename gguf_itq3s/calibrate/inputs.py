@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ from .options import BY_IMATRIX
 
 if TYPE_CHECKING:
     from .layers import LayeredModel
+
+
+#: Why a tensor that is made of what a module's weight is made of is none of its matrices.
+_OTHER_ROWS: Final = "its rows are other ones than those of a module"
 
 
 @dataclass(frozen=True)
@@ -204,51 +208,62 @@ class Layout:
         """The matrices of a module, with the length of their input, and whether it is an inner one."""
         name = f"{self._prefix}.{number}.{path}"
         if _is_product(module):
-            transposed = not isinstance(module, torch.nn.Linear)
-            shape = tuple(module.weight.shape)[:: -1 if transposed else 1]
-            weights: torch.Tensor | None = None
-            for tensor in self._candidates(f"{name}.weight"):
-                if len(tensor.shape) != 2 or not rotation_block(shape[1]):
-                    refused[tensor.name] = "a matrix for each head is made of one of the model"
+            return self._of_product(name, path, module, refused)
+        if not stacked.is_stacked(module):
+            return ()
+        known = stacked.find(module)
+        if not isinstance(known, str):
+            return self._of_stacks(name, path, known, refused)
+        for parameter in stacked.stacks(module):
+            for tensor in self._candidates(f"{name}.{parameter}"):
+                refused[tensor.name] = f"{type(module).__name__}: {known}"
+        return ()
+
+    def _of_product(
+        self, name: str, path: str, module: torch.nn.Module, refused: dict[str, str]
+    ) -> Iterable[tuple[LayerMatrix, int, bool]]:
+        transposed = not isinstance(module, torch.nn.Linear)
+        shape = tuple(module.weight.shape)[:: -1 if transposed else 1]
+        weights: torch.Tensor | None = None
+        for tensor in self._candidates(f"{name}.weight"):
+            if len(tensor.shape) != 2 or not rotation_block(shape[1]):
+                refused[tensor.name] = "a matrix for each head is made of one of the model"
+                continue
+            whole = tensor.whole()
+            if weights is None:
+                weights = self._weights.get(f"{name}.weight", module.weight.shape)
+                weights = weights.mT if transposed else weights
+            rows = _rows(weights, whole)
+            if rows is None and weights.shape == whole.shape and (across := _rows(weights.mT, whole.T)):
+                rows = {"columns": across["order"]}
+            if rows is None:
+                refused[tensor.name] = _OTHER_ROWS
+            else:
+                yield LayerMatrix(tensor.name, None, path, transposed=transposed, **rows), shape[1], False
+
+    def _of_stacks(
+        self, name: str, path: str, known: stacked.Experts, refused: dict[str, str]
+    ) -> Iterable[tuple[LayerMatrix, int, bool]]:
+        """The matrices of all experts, where those of the first are found."""
+        _, inner = known.stacks
+        for parameter, stack in known.stacks.items():
+            shape = stack.float_shape(known.count)
+            first: torch.Tensor | None = None
+            for tensor in self._candidates(f"{name}.{parameter}"):
+                of_these = len(tensor.shape) == 3 and tensor.shape[::2] == (known.count, stack.columns)
+                if not of_these or not rotation_block(stack.columns):
                     continue
-                whole = tensor.whole()
-                if weights is None:
-                    weights = self._weights.get(f"{name}.weight", module.weight.shape)
-                    weights = weights.mT if transposed else weights
-                rows = _rows(weights, whole)
-                if rows is None and weights.shape == whole.shape and (across := _rows(weights.mT, whole.T)):
-                    rows = {"columns": across["order"]}
+                if first is None:
+                    first = self._weights.get(f"{name}.{parameter}", shape[1:], 0)
+                    first = first.mT if stack.transposed else first
+                alone = tensor.matrix(0)
+                rows = _rows(first, tensor.whole()[0] if alone is None else alone)
                 if rows is None:
-                    refused[tensor.name] = "its rows are other ones than those of a module"
-                else:
-                    yield LayerMatrix(tensor.name, None, path, transposed=transposed, **rows), shape[1], False
-        elif stacked.is_stacked(module):
-            known = stacked.find(module)
-            _, inner = stacked.stacks(module)
-            for parameter in stacked.stacks(module):
-                stack, shape = f"{name}.{parameter}", getattr(module, parameter).shape
-                first: torch.Tensor | None = None
-                for tensor in self._candidates(stack):
-                    if isinstance(known, str):
-                        refused[tensor.name] = f"{type(module).__name__}: {known}"
-                        continue
-                    transposed = known.stacks[parameter].transposed
-                    columns = shape[1 if transposed else 2]
-                    of_these = len(tensor.shape) == 3 and tensor.shape[::2] == (shape[0], columns)
-                    if not of_these or not rotation_block(columns):
-                        continue
-                    if first is None:
-                        first = self._weights.get(stack, shape[1:], 0)
-                        first = first.mT if transposed else first
-                    alone = tensor.matrix(0)
-                    alone = tensor.whole()[0] if alone is None else alone
-                    rows = _rows(first, alone)
-                    if rows is None:
-                        refused[tensor.name] = "its rows are other ones than those of a module"
-                        continue
-                    for expert in range(shape[0]):
-                        reader = LayerMatrix(tensor.name, expert, path, parameter, transposed=transposed, **rows)
-                        yield reader, columns, parameter == inner
+                    refused[tensor.name] = _OTHER_ROWS
+                    continue
+                for expert in range(known.count):
+                    reader = LayerMatrix(tensor.name, expert, path, parameter, transposed=stack.transposed, **rows)
+                    yield reader, stack.columns, parameter == inner
 
 
 def _is_product(module: torch.nn.Module) -> bool:
