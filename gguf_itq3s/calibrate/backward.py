@@ -34,15 +34,15 @@ from .inputs import LayerMatrix
 from .layers import Keywords, LayeredModel
 from .moments import Moment, rotated
 from .ranks import ALONE, Ranks, keep_own, own_batch, own_folder
+from .shared import shared_of
 from .shares import Batch, Batches, Share, share, split
 from .statistics import run_experts, run_layer
 
 _JOURNAL: Final = "journal.json"
 _OUTPUT: Final = "fisher-output.safetensors"
 _INPUT: Final = "fisher-input.safetensors"
-#: In the folder, those of the inputs of layers, and what is kept of a layer's experts.
+#: In the folder, those of the inputs of layers.
 _GRADIENTS: Final = "gradients"
-_KEPT: Final = "experts"
 #: Tokens whose logits are in memory at a time; in float64 while labels are drawn, with their gradients afterwards.
 CHUNK: Final = 256
 
@@ -160,7 +160,7 @@ class OutputFisher:
                 source = activations(folder, number, shape, "r", model.dtype)
                 target = activations(folder, number + 1, shape, "w+", model.dtype, partial=True)
                 run_layer(
-                    model, number, source, target, batches, keywords[number], folder / _KEPT,
+                    model, number, source, target, batches, keywords[number], folder,
                     lambda found: 4 * found.weights, None,
                 )  # fmt: skip
                 complete(target, folder, number + 1, model.dtype)
@@ -260,10 +260,10 @@ class OutputFisher:
         source = activations(self._own(), number, shape, "r", model.dtype)
         behind = activations(self._own() / _GRADIENTS, number + 1, shape, "r", model.dtype)
         with found.left_out() as layer:
-            kept = self._own() / _KEPT
-            routed = run_experts(found, layer, source, batches.all, keywords, kept, 4 * found.weights)
+            routed = run_experts(found, layer, source, batches.all, keywords, self._own(), 4 * found.weights)
             for batch in batches.all:
-                routed.put("behind", batch, _behind_experts(model, layer, routed, batch, source, behind, keywords))
+                with keywords.of(batch, self._own()) as given:
+                    routed.put("behind", batch, _behind_experts(model, layer, routed, batch, source, behind, given))
             (tokens,) = self._ranks.sums(shape[0] * shape[1])
             few = self._backward_experts(found, inside, routed, batches.all, int(tokens))
 
@@ -310,11 +310,17 @@ class OutputFisher:
                 sums.hold_out()
             before(part)
             hidden = torch.from_numpy(np.array(source[part])).to(model.device).requires_grad_(True)
-            with model.products():
-                out = layer(hidden, **keywords.of(part))
+            with keywords.of(part, self._own()) as given, model.products():
+                out = layer(hidden, **given)
             out = (out[0] if isinstance(out, tuple) else out).float()
-            out.backward(torch.from_numpy(np.array(behind[part])).to(model.device))
+            outs, gradients = [out], [torch.from_numpy(np.array(behind[part])).to(model.device)]
+            if (states := shared_of(given)) is not None:
+                lent, of_lent = states.gradients_of(folder, number)
+                outs, gradients = outs + lent, gradients + of_lent
+            torch.autograd.backward(outs, gradients)
             assert hidden.grad is not None
+            if states is not None:
+                states.keep_gradients(folder, number)
             target[part] = hidden.grad.cpu().numpy()
             if first is not None:
                 first.add(rotated(hidden.grad))
@@ -427,13 +433,13 @@ class _Known(torch.autograd.Function):
 
 def _behind_experts(
     model: LayeredModel, layer: torch.nn.Module, routed: Routed, batch: Batch, source: Activations,
-    behind: Activations, keywords: Keywords,
+    behind: Activations, keywords: Mapping[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     """The gradient at the outputs of the experts, (tokens, hidden)."""
     output = routed.get("output", batch).requires_grad_(True)
     routed.answer(lambda hidden, *_: output.reshape(hidden.shape))
     with model.products():
-        out = layer(torch.from_numpy(np.array(source[batch])).to(model.device), **keywords.of(batch))
+        out = layer(torch.from_numpy(np.array(source[batch])).to(model.device), **keywords)
     out = (out[0] if isinstance(out, tuple) else out).float()
     (gradient,) = torch.autograd.grad(out, output, torch.from_numpy(np.array(behind[batch])).to(model.device))
     return gradient

@@ -69,7 +69,7 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
     means: dict[str, npt.NDArray[np.float64]] = {}
     norms: dict[str, str] = {}
     progress = tqdm(total=model.layers, unit=" layers", file=messages, mininterval=0.5, desc="sizes of inputs")
-    with progress as bar:
+    with progress as bar, tempfile.TemporaryDirectory() as scratch:
         for number in range(model.layers):
             groups = model.layout.groups(number, model.blocks[number])
             sums = {group.key: np.zeros(group.columns) for group in groups}
@@ -81,11 +81,10 @@ def measure(options: CalibrationOptions, checkpoint: Checkpoint, messages: TextI
                     sums[group.key] += rows.double().square().sum(dim=0).cpu().numpy()
                     tokens[group.key] += rows.shape[0]
 
-            with tempfile.TemporaryDirectory() as scratch:
-                run_layer(
-                    model, number, hidden, hidden, batches, keywords[number], Path(scratch) / "experts",
-                    lambda found: bytes_of_expert(found, options), add,
-                )  # fmt: skip
+            run_layer(
+                model, number, hidden, hidden, batches, keywords[number], Path(scratch),
+                lambda found: bytes_of_expert(found, options), add,
+            )  # fmt: skip
             for group in groups:
                 # Of what saw no token nothing is known.
                 for reader in group.readers if tokens[group.key] and sums[group.key].any() else ():

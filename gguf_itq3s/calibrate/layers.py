@@ -20,6 +20,7 @@ from .activations import activations, complete
 from .inputs import Layout
 from .options import BY_IMATRIX, CalibrationOptions
 from .ranks import ALONE, Ranks
+from .shared import KEYWORD, SharedStates
 
 #: What layers are given to keep keys, values and states in, by name.
 _CACHES: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
@@ -64,9 +65,6 @@ class LayeredModel:
         except Exception as error:  # a config can be wrong in many ways
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(options.model, f"transformers cannot run it: {reason}", "update transformers") from error
-        if shared := getattr(self.config, "num_kv_shared_layers", 0):
-            what = f"cannot be calibrated: {shared} of its layers read keys and values of others"
-            raise UserError(options.model, what, BY_IMATRIX)
         self.blocks, self.prefix = blocks_of(self.model, options.model)
         self.layers, self.hidden = len(self.blocks), int(self.config.hidden_size)
         # Norms and biases are few numbers and stay in float32.
@@ -115,7 +113,8 @@ class LayeredModel:
         if rows is not None:
             with torch.no_grad():
                 embedding.weight[torch.from_numpy(rows[0])] = torch.from_numpy(rows[1]).to(self.device)
-        keywords = [Keywords(len(windows), self.device) for _ in range(self.layers)]
+        dtype = torch.bfloat16 if self.in_bfloat16 else torch.float32
+        keywords = [Keywords(len(windows), self.device, dtype) for _ in range(self.layers)]
         shape = (*windows.shape, self.hidden)
         target = None if done else activations(folder, 0, shape, "w+", self.dtype, partial=True)
         first: list[torch.Tensor] = []
@@ -127,6 +126,9 @@ class LayeredModel:
                 found = own.bind(*args, **kwargs)
                 hidden = next(iter(found.arguments.values()))
                 if number == 0:
+                    if hidden.ndim != 3:
+                        what = "cannot be calibrated: its layers put out more than one stream"
+                        raise UserError(self.folder, what, BY_IMATRIX)
                     first.append(hidden)
                 if hidden.shape != first[-1].shape:
                     raise _OtherFormError
@@ -274,11 +276,11 @@ class LayeredModel:
 
 
 class Keywords:
-    """What a layer is called with besides activations: the same for all batches of a size, or something for every token
-    (Gemma's inputs of a layer, from the embeddings of the model as it is)."""
+    """What a layer is called with besides activations: the same for all batches of a size, something for every token
+    (Gemma's inputs of a layer, from the embeddings of the model as it is), or what other layers have put out."""
 
-    def __init__(self, windows: int, device: torch.device) -> None:
-        self._windows, self._device = windows, device
+    def __init__(self, windows: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._windows, self._device, self._dtype = windows, device, dtype
         self._by_size: dict[int, dict[str, Any]] = {}
         self._of_tokens: dict[str, np.ndarray] = {}
 
@@ -298,13 +300,22 @@ class Keywords:
         """Whether those of all batches of a size are known."""
         return size in self._by_size and not self._of_tokens
 
-    def of(self, batch: np.ndarray) -> dict[str, Any]:
-        """Those of some windows."""
+    @contextmanager
+    def of(self, batch: np.ndarray, folder: Path) -> Iterator[dict[str, Any]]:
+        """Those of some windows while a layer runs on them; ``folder`` has what layers of the same stream share."""
         kept = {
             name: dict(value) if isinstance(value, dict) else value for name, value in self._by_size[len(batch)].items()
         }
         of_tokens = {name: array[batch] for name, array in self._of_tokens.items() if name not in kept}
-        return kept | {name: torch.from_numpy(values).to(self._device) for name, values in of_tokens.items()}
+        kept |= {name: torch.from_numpy(values).to(self._device) for name, values in of_tokens.items()}
+        if KEYWORD not in kept:
+            yield kept
+            return
+        kept[KEYWORD] = states = SharedStates(folder, self._windows, batch, self._device, self._dtype)
+        try:
+            yield kept
+        finally:  # a layer may have run as far as was wanted
+            states.keep()
 
 
 class _OtherFormError(Exception):

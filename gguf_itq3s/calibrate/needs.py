@@ -94,11 +94,16 @@ def check(
     disk = 4 * stream + 2 * number * inputs.size * largest["kept"]
     if group:  # what comes into the experts of both models and what they put out
         disk += 4 * stream
+    shared = 0  # keys and values that later layers read, float32, of a kind of layer
+    if readers := int(getattr(model.config, "num_kv_shared_layers", 0)):
+        kinds = len(set(getattr(model.config, "layer_types", ())))
+        shared = 4 * inputs.size * 2 * max(t.shape[-2] for n, t in source.tensors.items() if ".attn_k." in n)
+        disk += 2 * kinds * shared
     if ranks.first:
         disk += sum(tensor.bytes_in(source.types[name]) for name, tensor in source.tensors.items())
     backward = 0
     if fisher is not None:
-        disk += (model.layers + 3) * stream
+        disk += (model.layers + 3) * stream + readers * shared
         if ranks.first:
             disk += 4 * sum(size["gradients"] + size["of_experts"] for size in layers.values())
         # A layer, sums in float64 and what is written of them; before that the logits of a few tokens.

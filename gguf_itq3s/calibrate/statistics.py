@@ -168,7 +168,7 @@ def _run(
 
             run_layer(
                 model, number, source, target, batches, keywords[number],
-                (out / _PARTIAL if ranks.alone else own) / "experts",
+                out / _PARTIAL if ranks.alone else own,
                 lambda found: bytes_of_expert(found, options), add if number >= done else None, write, bar.update,
             )  # fmt: skip
             complete(target, own, number + 1, model.dtype)
@@ -196,6 +196,7 @@ def run_layer(
     Args:
         source: its inputs, float32 (windows, context, hidden).
         target: its outputs, which are written here; may be ``source``.
+        folder: of what the layers share and what is kept of experts; the same for all layers.
         bytes_of_expert: of its weights and sums, which say how many are in memory together.
         receive: is given every input; None where the outputs alone are wanted.
         end: is given the groups of matrices whose inputs have all been handed over.
@@ -218,7 +219,8 @@ def run_layer(
             for batch in batches:
                 if routed is not None:
                     routed.give(batch)
-                target[batch] = model.step(layer, source[batch], keywords.of(batch))
+                with keywords.of(batch, folder) as given:
+                    target[batch] = model.step(layer, source[batch], given)
                 done()
         if routed is not None:
             routed.close()
@@ -237,11 +239,11 @@ def run_experts(
     Returns:
         What comes into the experts and what they put out.
     """
-    routed = Routed(layer, found, folder, *source.shape[:2])
+    routed = Routed(layer, found, folder / "experts", *source.shape[:2])
     for batch in batches:
         seen: list[Seen] = []
-        with Watch(found.model, found.number, layer, groups, seen.append):
-            routed.keep(batch, lambda batch=batch: found.model.step(layer, source[batch], keywords.of(batch)))  # type: ignore[misc]
+        with Watch(found.model, found.number, layer, groups, seen.append), keywords.of(batch, folder) as given:
+            routed.keep(batch, lambda batch=batch, given=given: found.model.step(layer, source[batch], given))  # type: ignore[misc]
         if seen and seen[0].plain is not seen[0].raw:
             routed.put("plain", batch, seen[0].plain)
     for members in found.groups(size):

@@ -180,8 +180,8 @@ class _Stream:
                     return (matrix(values), *[None] * (length - 1)) if length else matrix(values)
 
                 forwards[self.layer.get_submodule(name)] = forward
-        with replaced(forwards):
-            return self._model.step(self.layer, self.inputs[batch], self._keywords.of(batch))
+        with replaced(forwards), self._keywords.of(batch, self._folder.parent) as keywords:
+            return self._model.step(self.layer, self.inputs[batch], keywords)
 
 
 class Streams:

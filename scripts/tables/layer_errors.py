@@ -45,7 +45,8 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
             layer = model.load(number)
             readers = [reader for group in model.layout.groups(number, layer) for reader in group.readers]
             known |= {reader.name for reader in readers}
-            right = model.step(layer, hidden, keywords[number].of(everything))
+            with keywords[number].of(everything, Path(scratch)) as given:
+                right = model.step(layer, hidden, given)
             for place, of_file in enumerate(tensors):
                 for reader in readers:
                     tensor = of_file[reader.name]
@@ -53,7 +54,8 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
                     decoded = gguf.quants.dequantize(data, tensor.tensor_type)
                     decoded = rescalings[place].unscale(reader.name, decoded, reader.expert)
                     reader.put(reader.matrix(layer), torch.tensor(reader.in_model(decoded)))
-                streams[place] = model.step(layer, streams[place], keywords[number].of(everything))
+                with keywords[number].of(everything, Path(scratch) / str(place)) as given:
+                    streams[place] = model.step(layer, streams[place], given)
                 # Some first tokens are a hundred times as large as the others.
                 off, size = (np.square(x, dtype=np.float64).sum(-1) for x in (streams[place] - right, right - hidden))
                 errors[place, number] = (off / size).mean()

@@ -56,7 +56,8 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Gemma2ForCausalLM": ("Gemma2Config", {"tie_word_embeddings": True}),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", {"tie_word_embeddings": True}),
     "Gemma4ForCausalLM": ("Gemma4TextConfig", {
-        "num_experts": None, "vocab_size_per_layer_input": 512, "tie_word_embeddings": True,
+        "num_experts": None, "vocab_size_per_layer_input": 512, "tie_word_embeddings": True, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
     }),
     "GlmForCausalLM": ("GlmConfig", {}),
     "Glm4ForCausalLM": ("Glm4Config", {}),

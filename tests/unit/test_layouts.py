@@ -33,7 +33,7 @@ KINDS = {
     "GptOssForCausalLM": set(),  # experts with biases, the other way round, gate and up in turns
     "BambaForCausalLM": set(),  # layers that put out two things
     "DeepseekV3ForCausalLM": {"attn_v_b.weight"},  # a matrix for each head
-    "Gemma4ForCausalLM": set(),  # an input of its own for each layer and token
+    "Gemma4ForCausalLM": set(),  # an input of its own for each layer and token, keys of other layers
     "NemotronHForCausalLM": set(),  # experts without a gate, layers of one part
     "Qwen3_5ForCausalLM": set(),  # columns in another order
     "Llama4ForCausalLM": {"ffn_down_exps.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight"},
@@ -74,7 +74,8 @@ def test_layer_by_layer_a_model_computes_the_same(name: str, layered: dict[str, 
                 found = tensor.whole() if reader.expert is None else tensor.whole()[reader.expert]
                 np.testing.assert_array_equal(reader.in_order(rows), found)
         for batch in batches:
-            hidden[batch] = model.step(layer, hidden[batch], keywords[number].of(batch))
+            with keywords[number].of(batch, tmp_path) as given:
+                hidden[batch] = model.step(layer, hidden[batch], given)
         model.unload(number)
     with torch.no_grad(), model.head() as head:
         found = head(torch.from_numpy(hidden)).numpy()
@@ -86,20 +87,29 @@ def test_layer_by_layer_a_model_computes_the_same(name: str, layered: dict[str, 
     assert {name.split(".", 2)[2] for name in quantized} == KINDS[name]
 
 
-def test_gradients_go_through_experts_with_biases(
-    layered: dict[str, LayeredModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those at the output of the first layer's attention, behind which are the experts of two layers."""
+@pytest.mark.parametrize(
+    ("name", "module", "matrix"),
+    [
+        # Behind the first layer's attention are the experts of two layers.
+        ("GptOssForCausalLM", "layers.0.self_attn.o_proj", "blk.0.attn_output.weight"),
+        # The third layer reads the keys of the first.
+        ("Gemma4ForCausalLM", "layers.0.self_attn.k_proj", "blk.0.attn_k.weight"),
+    ],
+)
+def test_gradients_go_through_experts_with_biases_and_shared_keys(
+    name: str, module: str, matrix: str, layered: dict[str, LayeredModel], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(backward, "sampled", lambda logits, chances: (chances * 200).long())
     monkeypatch.setattr(gradients.GradientSums, "shrink_to_identity", lambda _: None)
-    model, name = layered["GptOssForCausalLM"], "blk.0.attn_output.weight"
+    model = layered[name]
     text = windows(options(model.folder), model.context)
     fisher = OutputFisher(tmp_path / "fisher", full=1 << 20, block=1)
     fisher.collect(model, text, 4, "key", io.StringIO())
-    (reader,) = [r for g in model.layout.groups(0, model.blocks[0]) for r in g.readers if r.name == name]
+    (reader,) = [r for g in model.layout.groups(0, model.blocks[0]) for r in g.readers if r.name == matrix]
     whole = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
     outputs: list[torch.Tensor] = []
-    whole.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _, __, out: outputs.append(out))
+    whole.model.get_submodule(module).register_forward_hook(lambda _, __, out: outputs.append(out))
     logits = whole(input_ids=torch.from_numpy(text), use_cache=False).logits.flatten(0, 1)
     labels = (backward._chances(text, 4).flatten() * 200).long()
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -133,11 +143,6 @@ def test_rows_are_found_among_others() -> None:
             "BertModel",
             {},
             r"is no language model that goes from left to right \(bert\), and cannot be calibrated; use an",
-        ),
-        (
-            "LlamaForCausalLM",
-            {"num_kv_shared_layers": 1},
-            "cannot be calibrated: 1 of its layers read keys and values",
         ),
     ],
 )
