@@ -18,7 +18,7 @@ FORMS: Final = ("full", "block")
 FULL_COLUMNS: Final = 8192
 FULL_COLUMNS_AT_ONCE: Final = 20480
 #: The text that comes with the package; beside it stands where it is from.
-BUNDLED: Final = Path(__file__).parent / "text.txt.xz"
+BUNDLED: Final = Path(__file__).parent / "text.jsonl.xz"
 
 #: What helps where a model cannot be run here.
 BY_IMATRIX: Final = "use an importance matrix of llama-imatrix (--imatrix)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..base.errors import UserError
 from ..checkpoint.patches import patched
-from .options import CalibrationOptions
+from .options import BUNDLED, CalibrationOptions
 
 # Characters of text for each token of a window: more than any tokenizer needs on average.
 _CHARACTERS: Final = 8
@@ -140,10 +141,13 @@ def _records(
             if isinstance(record, dict) and isinstance(record.get("text"), str):
                 ids = encoded(record["text"])
             elif isinstance(record, dict) and isinstance(record.get("messages"), list):
-                if not tokenizer.chat_template:
+                if path == BUNDLED:
+                    ids = _conversation(record, tokenizer, encoded)
+                elif not tokenizer.chat_template:
                     remedy = "give a model with one, or lines with a text"
                     raise UserError(path, "has messages, and the model's tokenizer no chat template", remedy)
-                ids = tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+                else:
+                    ids = tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
             else:
                 raise ValueError("there is neither a text nor messages")
         except UserError:
@@ -158,6 +162,23 @@ def _records(
         tokens -= len(ids)
         if tokens <= 0:
             return
+
+
+def _conversation(record: dict[str, Any], tokenizer: Any, encoded: Callable[[str], list[int]]) -> list[int]:
+    """One of the bundled text: models that have not learnt to converse, or know no system, read it as a text."""
+    if tokenizer.chat_template:
+        with suppress(Exception):  # a template raises what it likes
+            return list(tokenizer.apply_chat_template(record["messages"], tokenize=True, return_dict=False))
+    return encoded(_as_text(record))
+
+
+def _as_text(record: dict[str, Any]) -> str:
+    return str(record.get("text") or "\n\n".join(message["content"] for message in record["messages"]))
+
+
+def bundled_text() -> str:
+    """The bundled text without templates, for programs that read characters."""
+    return "\n\n".join(_as_text(json.loads(line)) for line in read_text(BUNDLED).split("\n") if line)
 
 
 def _packed(records: Sequence[list[int]], count: int, length: int) -> Iterator[tuple[int, ...]]:

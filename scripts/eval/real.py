@@ -40,8 +40,7 @@ from gguf_itq3s import upstream
 from gguf_itq3s.base import report
 from gguf_itq3s.base.errors import UserError, positive, report_errors
 from gguf_itq3s.base.journal import sources
-from gguf_itq3s.calibrate.options import BUNDLED
-from gguf_itq3s.calibrate.text import read_text
+from gguf_itq3s.calibrate.text import bundled_text
 from gguf_itq3s.checkpoint.hub import download
 from gguf_itq3s.codec import native
 from gguf_itq3s.codec.family import DEFAULT, FAMILY
@@ -328,7 +327,7 @@ def main() -> int:
     training = given(args.training_text, "REAL_TRAINING")
     tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     texts = {"wiki": wikitext.read(wikitext.test_path()), "code": code(args.code_text)}
-    learnt = read_text(BUNDLED) if training is None else wikitext.read(training)
+    learnt = bundled_text() if training is None else wikitext.read(training)
     setup = hash_of(learnt, tokens, texts)
     evaluation = Evaluation(Settings(
         folder, work, {text: Text(content, WINDOWS[text]) for text, content in texts.items()}, learnt, tokens, tokens,

@@ -305,6 +305,18 @@ def test_control_tokens_are_read_where_a_chat_template_writes_them(chatting: Pat
         text.windows(CalibrationOptions(chatting, (records,), 640, 64), 256)
 
 
+@pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}", "{{ 1 / 0 }}"])
+def test_models_of_every_kind_read_the_bundled_text(template: str, chatting: Path) -> None:
+    """Its conversations by their template; as text where they have none, or one that does not take them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatting)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(chatting)
+    found = text.windows(CalibrationOptions(chatting, tokens=8192, context=256), 256)
+    assert len(found) == 32
+    assert (found == tokenizer.eos_token_id).any() == ("</s>" in template)
+    assert "\n\n" in text.bundled_text()
+
+
 def test_texts_have_the_shares_that_are_asked_for(uneven: Make, tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(NOVEL.read_text()[ord(name) - 97 :: 3])

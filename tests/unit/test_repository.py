@@ -35,7 +35,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     ]
     copies = {f"gguf_itq3s/ggml_patch/{path.relative_to(patch).as_posix()}" for path in parts if path.is_file()}
     assert len(copies) > 60
-    assert packed == modules | copies | {"gguf_itq3s/py.typed", "gguf_itq3s/calibrate/text.txt.xz"}
+    assert packed == modules | copies | {"gguf_itq3s/py.typed", "gguf_itq3s/calibrate/text.jsonl.xz"}
     assert {f"gguf_itq3s/{room}/__init__.py" for room in rooms} <= packed
     assert "gguf-itq3s = gguf_itq3s.cli:main" in entry_points
 
