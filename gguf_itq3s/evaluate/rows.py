@@ -19,9 +19,10 @@ class Row:
         type: as the table shows it.
         how: what the table says about its making.
         command: ``llama-quantize`` with its options and the type, or ``convert`` with its options; empty for the F16
-            file itself. ``{imatrix}``, ``{statistics}``, ``{text}`` and ``{tokens}`` are put in.
+            file itself. ``{imatrix}``, ``{statistics}``, ``{text}``, ``{tokens}`` and ``{size}`` are put in.
         runtime: further arguments of llama-perplexity, for the rows with a quantized KV cache.
         environment: variables set for llama-perplexity.
+        like: the row whose file has the ``{size}``.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Row:
     command: tuple[str, ...] = ()
     runtime: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    like: Row | None = None
 
     @property
     def maker(self) -> str:

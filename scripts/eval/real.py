@@ -73,6 +73,8 @@ SUMMARY: Final = {
     "iq4_xs-imatrix": "llama.cpp's IQ4_XS, with an importance matrix", "itq4_s": "**our ITQ4_S**, without data",
     "itq4_s-fisher": "**our ITQ4_S**, calibrated",
 }  # fmt: skip
+#: llama.cpp's files that ours are compared with at their own sizes.
+BY_SIZE: Final = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS")
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_S / IQ3_S, both without data", "itq3_s", "iq3_s"),
     ("ITQ3_S / Q3_K, both without data", "itq3_s", "q3_k"),
@@ -97,9 +99,14 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_N `--layerwise --fisher` / Q3_K_S, imatrix", "itq3_n-fisher", "q3_k-imatrix"),
     ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
     ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
-    ("`--target-bpw 2.7 --layerwise --fisher` / mix of Q2_K, imatrix", "mix-bpw-2.7", "mix-q2_k-imatrix"),
-    ("`--target-bpw 3.85 --layerwise --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-3.85", "mix-iq4_xs-imatrix"),
-    ("`--target-bpw 4.3 --layerwise --fisher` / mix of IQ4_XS, imatrix", "mix-bpw-4.3", "mix-iq4_xs-imatrix"),
+    *(
+        (
+            f"`--target-size` of {name}, `--layerwise --fisher` / {name}, imatrix",
+            f"mix-like-{key}",
+            f"mix-{key}-imatrix",
+        )
+        for name, key in ((name, name.lower()) for name in BY_SIZE)
+    ),
 )
 PICTURE: Final = "real_kld"
 
@@ -132,13 +139,14 @@ def every_row() -> list[Row]:
     mixes = (("", ", no data", ()), ("-imatrix", ", imatrix", IMATRIX), *((e, f", {h}", o) for e, h, o in ways[2:]))
     for own in FAMILY.values():
         rows += converted(f"mix-{own.identifier}", own.name, "mix", mixes, "--outtype", own.identifier)
-    for bits in ("2.7", "3.85", "4.3"):
-        sized = (("", ", calibrated in sequence, Fisher", FISHER),)
-        rows += converted(f"mix-bpw-{bits}", "mix", f"types for {bits} bits", sized, "--target-bpw", bits)
     for name in ("Q3_K_M", "IQ4_XS", "IQ4_NL", "Q4_K_M"):  # ours, for any llama.cpp
         rows += converted(f"mix-{name.lower()}", name, "mix", mixes[2:], "--outtype", name.lower())
-    for name in ("IQ3_XXS", "IQ3_S", "Q3_K_M", "Q3_K_S", "IQ4_XS", "IQ4_NL", "Q4_K_M", "Q2_K", "IQ2_XXS"):
-        rows += [row for row in quantized(f"mix-{name.lower()}", name, "mix", name) if row.learns]
+    for name in ("IQ3_S", "Q3_K_S", "IQ4_NL", "IQ2_XXS", *BY_SIZE):
+        stock = [row for row in quantized(f"mix-{name.lower()}", name, "mix", name) if row.learns]
+        rows += stock
+        if name in BY_SIZE:
+            how, command = f"types for the size of {name}, calibrated in sequence, Fisher", ("--target-size", "{size}")
+            rows.append(Row(f"mix-like-{name.lower()}", "mix", how, ("convert", *command, *FISHER), like=stock[0]))
     return rows
 
 
