@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import yaml
 
@@ -67,9 +68,18 @@ def run(command: str, place: Path, **environment: str) -> str:
     return done.stdout
 
 
+def test_a_file_for_every_llama_cpp(place: Path) -> None:
+    command = block("Ollama, LM Studio and every other llama.cpp", "sh")
+    command = command.removeprefix(".venv/bin/").replace("MODEL_DIR", shlex.quote(str(llama.MODEL)))
+    run(f"{command} --tokens 2048", place)
+    types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(place / "model-q4_k_m.gguf").tensors}
+    assert types == {"F32", "Q4_K", "Q6_K"}
+
+
 def test_every_block_of_the_page_is_run() -> None:
     """A new section needs a test of its own here."""
     assert {title: [kind for kind, _ in found] for title, found in sections().items()} == {
+        "Ollama, LM Studio and every other llama.cpp": ["sh"],
         "llama-cpp-python": ["sh", "python", "sh"],
         "Transformers": ["python"],
         "llama-server and the OpenAI client": ["sh", "python"],
