@@ -226,10 +226,11 @@ class Layout:
         shape = tuple(module.weight.shape)[:: -1 if transposed else 1]
         weights: torch.Tensor | None = None
         for tensor in self._candidates(f"{name}.weight"):
-            if len(tensor.shape) != 2 or not rotation_block(shape[1]):
-                refused[tensor.name] = "a matrix for each head is made of one of the model"
+            if not rotation_block(shape[1]) or (len(tensor.shape) > 2 and tensor.shape[-1] != shape[1]):
+                refused[tensor.name] = _OTHER_ROWS
                 continue
-            whole = tensor.whole()
+            # Matrices of heads that read the same are one.
+            whole = tensor.whole().reshape(-1, tensor.shape[-1])
             if weights is None:
                 weights = self._weights.get(f"{name}.weight", module.weight.shape)
                 weights = weights.mT if transposed else weights

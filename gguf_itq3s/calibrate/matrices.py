@@ -89,9 +89,16 @@ class Matrix:
         """The type it is written in."""
         return self.source.types[self.reader.name]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns; those of heads that read the same are one matrix."""
+        tensor = self.source.tensors[self.reader.name]
+        rows, columns = tensor.shape[-2:]
+        return rows if self.reader.expert is not None else tensor.size // columns, columns
+
     def empty(self) -> np.ndarray:
         """Room for its bytes, uint8 (m, bytes of a row)."""
-        rows, columns = self.source.tensors[self.reader.name].shape[-2:]
+        rows, columns = self.shape
         block, size = gguf.GGML_QUANT_SIZES[self.type]
         return np.empty((rows, columns // block * size), dtype=np.uint8)
 
@@ -100,7 +107,7 @@ class Matrix:
         """Its weights in the file before they are rounded, float32 (m, n)."""
         name, expert, tensors = self.reader.name, self.reader.expert, self.source.tensors
         if expert is None:
-            return tensors[name].whole()
+            return tensors[name].whole().reshape(self.shape)
         alone = tensors[name].matrix(expert)
         if alone is not None:
             return alone
@@ -111,7 +118,7 @@ class Matrix:
     @cached_property
     def order(self) -> np.ndarray:
         """Which row of the model's matrix each row of the tensor is, int64 (m,)."""
-        return self.reader.in_order(np.arange(self.source.tensors[self.reader.name].shape[-2]))
+        return self.reader.in_order(np.arange(self.shape[0]))
 
     def target(self, of: Sums, decomposition: Decomposition, ranks: Ranks = ALONE) -> np.ndarray:
         """What it is rounded to: itself, or more where tokens that were held out speak for it.

@@ -171,16 +171,20 @@ class Calibration:
             seen[tensor] = before + bool(entry.tokens), count + 1
         return seen
 
+    def _entry(self, name: str, expert: int | None) -> Entry | None:
+        """That of a matrix; the heads of a product are one matrix of a model, whose statistics all have."""
+        return self.entries.get(tensor_entry(name, expert)) or self.entries.get(name)
+
     def key(self, name: str, expert: int | None) -> str:
-        entry = self.entries.get(tensor_entry(name, expert))
+        entry = self._entry(name, expert)
         return f"{entry.file}:{entry.key}" if entry else tensor_entry(name, expert)
 
     def tokens(self, name: str, expert: int | None) -> int | None:
-        entry = self.entries.get(tensor_entry(name, expert))
+        entry = self._entry(name, expert)
         return entry.tokens if entry else None
 
     def left_out(self, name: str, expert: int | None) -> str | None:
-        entry = self.entries.get(tensor_entry(name, expert))
+        entry = self._entry(name, expert)
         return entry.norm if entry else None
 
     def rotated(
@@ -208,7 +212,7 @@ class Calibration:
         Raises:
             UserError: a file is missing or damaged.
         """
-        entry = self.entries.get(tensor_entry(name, expert))
+        entry = self._entry(name, expert)
         if entry is None or entry.tokens == 0:
             return None
         path = self.folder / entry.file

@@ -51,7 +51,7 @@ def layer_errors(model: LayeredModel, text: np.ndarray, files: Sequence[Path]) -
                 for reader in readers:
                     tensor = of_file[reader.name]
                     data = tensor.data if reader.expert is None else tensor.data[reader.expert]
-                    decoded = gguf.quants.dequantize(data, tensor.tensor_type)
+                    decoded = gguf.quants.dequantize(data, tensor.tensor_type).reshape(-1, tensor.shape[0])
                     decoded = rescalings[place].unscale(reader.name, decoded, reader.expert)
                     reader.put(reader.matrix(layer), torch.tensor(reader.in_model(decoded)))
                 with keywords[number].of(everything, Path(scratch) / str(place)) as given:
