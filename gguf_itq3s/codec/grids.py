@@ -144,6 +144,22 @@ def _put_q8_0(blocks: ByteArray, codes: CodeArray) -> ByteArray:
     return blocks
 
 
+def _q5_1_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
+    return _halves(blocks, 0), -_halves(blocks, 2)
+
+
+def _put_q5(start: int, zero: int) -> Callable[[ByteArray, CodeArray], ByteArray]:
+    """Fifth bits from byte ``start`` on, then the other four."""
+
+    def put(blocks: ByteArray, codes: CodeArray) -> ByteArray:
+        values = _unsigned(codes, zero)
+        blocks[:, start : start + 4] = np.packbits(values >> 4, axis=1, bitorder="little")
+        blocks[:, start + 4 :] = _planes(values & 15, 2, 16)
+        return blocks
+
+    return put
+
+
 def _iq4_xs_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8) & 15
@@ -163,6 +179,8 @@ GRIDS: Final[Mapping[Type, Grid]] = {
     Type.IQ4_XS: Grid(32, 0, 15, _IQ4, _iq4_xs_scales, _put(8, 136, 2, 16)),
     Type.IQ4_NL: Grid(32, 0, 15, _IQ4, _first_half, _put(2, 18, 2, 16)),
     Type.Q4_0: Grid(32, -8, 7, None, _first_half, _put(2, 18, 2, 16, zero=8)),
+    Type.Q5_0: Grid(32, -16, 15, None, _first_half, _put_q5(2, 16)),
+    Type.Q5_1: Grid(32, 0, 31, None, _q5_1_scales, _put_q5(4, 0)),
     # -128 would overflow in kernels that take absolute values.
     Type.Q8_0: Grid(32, -127, 127, None, _first_half, _put_q8_0),
 }

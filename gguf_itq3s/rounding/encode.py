@@ -13,10 +13,10 @@ from gguf import GGMLQuantizationType as Type
 
 from ..codec import blocks
 from ..codec.blocks import ByteArray
-from ..codec.family import FAMILY, rotation
+from ..codec.family import FAMILY
 from ..codec.grids import GRIDS
 from ..codec.native import NativeLibrary
-from ..codec.transform import BLOCK, FloatArray
+from ..codec.transform import FloatArray
 from ..codec.types import NUMPY_TYPES
 from . import grid, ldlq
 from .hessian import Factor
@@ -36,8 +36,8 @@ CALIBRATED_TYPES: Final = frozenset({*FAMILY, *GRIDS})
 
 def takes_hessian(qtype: Type, columns: int) -> bool:
     """Whether rows of so many columns are rounded with a Hessian in a type: one of :data:`CALIBRATED_TYPES`, and whole
-    blocks, of 256 columns in those with a fixed grid (:mod:`.grid`)."""
-    return qtype in CALIBRATED_TYPES and columns % max(BLOCK if qtype in GRIDS else 0, rotation(qtype)) == 0
+    blocks."""
+    return qtype in CALIBRATED_TYPES and columns % gguf.GGML_QUANT_SIZES[qtype][0] == 0
 
 
 #: Types that hold a matrix as it is: floats, and codes that are without loss or nothing.

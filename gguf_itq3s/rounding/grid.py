@@ -8,7 +8,9 @@ grid that is nearest to ::
     t[k] = x[k] - sum_{j<k} A[j, k] e[j]        e[k] = value[k] - x[k]
 
 which makes its own term as small as the grid allows. Scales and minima come from ggml's own search
-(``ggml_quantize_chunk``), made block by block of 256 columns on what the blocks before leave to be represented.
+(``ggml_quantize_chunk``), made block by block of 256 columns on what the blocks before leave to be represented. Which
+targets t a block has its columns' errors decide, so scales are looked for again on these, and of each row the try that
+costs least is kept: on layers of a small model the second and the third take 2 to 8% and another 1% off the errors.
 ``weight`` takes the place of an importance matrix there: how much a column counts once the others have made up for it.
 The diagonal of the Hessian, which an importance matrix holds, gave a Hessian-weighted error 0.8% higher.
 
@@ -19,6 +21,7 @@ rounded before they are added), so the C code reproduces every byte.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import gguf
 import numpy as np
@@ -31,6 +34,8 @@ from ..codec.transform import BLOCK, FloatArray
 from .hessian import Factor
 from .ldlq import check_shape
 
+#: How often scales are looked for, of a block of columns.
+SEARCHES: Final = 3
 #: Encoded rows (m, 256), with ggml's search for scales, of float32 (m, 256) whose columns count as given (256,).
 ScaleSearch = Callable[[FloatArray, FloatArray], ByteArray]
 
@@ -97,8 +102,11 @@ def quantize(
     """
     weights = np.ascontiguousarray(array, dtype=np.float32)
     check_shape(weights, factor)
+    length = weights.shape[1]
+    if length % BLOCK:
+        weights, factor = _padded(weights, factor)
     rows, n = weights.shape
-    grid = GRIDS[qtype]
+    grid, (block, size) = GRIDS[qtype], gguf.GGML_QUANT_SIZES[qtype]
     in_c = library if native else None
 
     def search(block: FloatArray, importance: FloatArray) -> ByteArray:
@@ -115,14 +123,40 @@ def quantize(
         if factor.full and start:
             _feed(target, errors, factor.feedback, start, in_c, threads)
         feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
-        found = search(target, factor.weight[part])
-        scale, minimum = scales_of(found, qtype)
-        if in_c is None:
-            codes, errors[:, part], _ = round_block(x, target, feedback, scale, minimum, grid)
-        else:
-            codes, errors[:, part], _ = in_c.round_block(x, target, feedback, scale, minimum, grid, threads=threads)
-        out.append(put_codes(found, codes, qtype))
-    return np.concatenate(out, axis=1)
+        asked, least = target, np.full(rows, np.inf)
+        data = np.empty(0, dtype=np.uint8)
+        for _ in range(SEARCHES):
+            found = search(asked, factor.weight[part])
+            scale, minimum = scales_of(found, qtype)
+            if in_c is None:
+                codes, own, residual = round_block(x, target, feedback, scale, minimum, grid)
+            else:
+                codes, own, residual = in_c.round_block(x, target, feedback, scale, minimum, grid, threads=threads)
+            coded = put_codes(found, codes, qtype)
+            cost = np.square(residual, dtype=np.float64) @ factor.weight[part].astype(np.float64)
+            data = np.empty_like(coded) if not data.size else data
+            better = cost < least
+            least[better], data[better] = cost[better], coded[better]
+            errors[better, part] = own[better]
+            asked = x + own - residual
+        out.append(data)
+    return np.concatenate(out, axis=1)[:, : length // block * size]
+
+
+def _padded(weights: FloatArray, factor: Factor) -> tuple[FloatArray, Factor]:
+    """Rows and their factor with columns of zeros behind them, which feed nothing, to whole blocks of 256."""
+    n = weights.shape[1]
+    more = -n % BLOCK
+    pad = ((0, 0), (0, more))
+    if factor.full:
+        feedback = np.pad(factor.feedback, ((0, more), (0, more)))
+    else:
+        short = factor.feedback.shape[-1]
+        feedback = np.zeros(((n + more) // BLOCK, BLOCK, BLOCK), dtype=np.float32)
+        for number, part in enumerate(factor.feedback):
+            at, start = divmod(number * short, BLOCK)
+            feedback[at, start : start + short, start : start + short] = part
+    return np.pad(weights, pad), Factor(feedback, np.pad(factor.weight, (0, more), constant_values=1))
 
 
 def _feed(

@@ -38,6 +38,28 @@ def test_numpy_and_c_give_the_same_bytes(variants: list[native.NativeLibrary], q
 
 
 @TYPES
+def test_rows_of_blocks_of_32_are_rounded_with_feedback(variants: list[native.NativeLibrary], qtype: Type) -> None:
+    """Rows that are no multiple of 256, by both forms of a Hessian, cost less than without."""
+    length = 576
+    if length % gguf.GGML_QUANT_SIZES[qtype][0]:
+        return
+    weights, h = rows(33, length), second_moment(length, 90)
+    short = np.stack([h[i : i + 64, i : i + 64] for i in range(0, length, 64)])
+
+    def cost(data: np.ndarray) -> float:
+        error = gguf.quants.dequantize(data, qtype).astype(np.float64) - weights
+        return float(np.einsum("ij,jk,ik->", error, h, error))
+
+    plain = cost(variants[0].quantize_type(weights, qtype, importance=np.diagonal(h).astype(np.float32)))
+    for form, most in ((h, 0.8), (short, 1.0)):
+        factor = hessian.factorize(form)
+        expected = grid.quantize(weights, qtype, factor, library=variants[0], native=False)
+        assert cost(expected) < most * plain
+        for library in variants:
+            np.testing.assert_array_equal(grid.quantize(weights, qtype, factor, library=library, threads=3), expected)
+
+
+@TYPES
 def test_the_identity_gives_the_nearest_codes(library: native.NativeLibrary, qtype: Type) -> None:
     weights, of = rows(20, 512), grids.GRIDS[qtype]
     data = grid.quantize(weights, qtype, hessian.factorize(np.eye(512)), library=library)
