@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import llama
 from checkpoints import NOVEL
 from gguf_itq3s.cli import main
 from gguf_itq3s.evaluate import engine, tools, wikitext
-from scripts.eval import real
+from scripts.eval import real, texts
 
 
 @pytest.fixture
@@ -48,6 +50,28 @@ def test_evaluation_of_the_bundled_model(tmp_path: Path, monkeypatch: pytest.Mon
     nothing_runs(monkeypatch)
     assert main(asked) == 0
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["tables"] == found
+
+
+def test_divergence_text_by_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file as good as the model has none on any; ratios are to the first file, on the same windows."""
+    files = [tmp_path / f"{name}.gguf" for name in ("itq3_s", "again", "f16")]
+    for path in files:
+        assert main(["convert", str(llama.MODEL), str(path), "--outtype", path.stem.replace("again", "itq3_s")]) == 0
+    words = tmp_path / "words.txt"
+    words.write_text(" ".join(sorted(NOVEL.read_text().split())))
+    arguments = [llama.MODEL, *files, "--texts", NOVEL, words]
+    monkeypatch.setattr(sys, "argv", ["texts.py", *map(str, arguments)])
+    monkeypatch.setattr(texts, "CONTEXT", 128)
+    capsys.readouterr()
+    assert texts.main() == 0
+    lines = [line.split("|")[2:4] for line in capsys.readouterr().out.splitlines() if ".gguf" in line]
+    # Divergence, ratio, error.
+    found = np.array([[re.findall(r"[\d.]+", cell) for cell in line] for line in lines], dtype=float)
+    assert found.shape == (3, 2, 3) and (found[0, :, 0] > 0.01).all() and found[0, 0, 0] != found[0, 1, 0]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0, :, 1:] == (1, 0)).all() and (found[2, :, 1] < 0.01).all()
 
 
 def test_any_text_without_wikitext(
