@@ -137,12 +137,14 @@ def save_arrays(
     Raises:
         OSError: it cannot be written; also where the disk is full, as from any other writer.
     """
+    import numpy as np
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     partial = (folder or path.parent) / f"{path.name}.partial"
     try:
-        save_file(arrays, partial, metadata)
+        # Of a view, safetensors would write what lies in memory.
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial, metadata)
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from gguf_itq3s.base.errors import UserError
 from gguf_itq3s.base.journal import Journal, save_arrays, write_text
@@ -71,6 +72,13 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", noted)
     save_arrays({"x": np.zeros(3)}, tmp_path / "x")
     assert synced == [(str(tmp_path / "x.partial"), False)] and (tmp_path / "x").exists()
+
+
+def test_a_view_is_written_as_it_reads(tmp_path: Path) -> None:
+    """Rows that something was cut from are apart in memory."""
+    cut = np.arange(24).reshape(4, 6)[:, :4]
+    save_arrays({"x": cut}, tmp_path / "x")
+    np.testing.assert_array_equal(load_file(tmp_path / "x")["x"], cut)
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
