@@ -24,6 +24,7 @@ from gguf_itq3s.codec.transform import BLOCK, SHORT_BLOCK
 from gguf_itq3s.codec.types import ITQ2_N, ITQ3_N, ITQ3_S, ITQ4_N
 from gguf_itq3s.convert.options import ConvertOptions
 from gguf_itq3s.convert.pipeline import Conversion, convert
+from gguf_itq3s.inspect import verify
 
 
 def made(model: Path, out: Path, **changes: Any) -> Conversion:
@@ -52,6 +53,21 @@ def test_a_model_is_quantized_layer_by_layer(
     matrices = {t for name, t in found.items() if name.startswith("blk.") and not re.search("norm|attn_v", name)}
     assert matrices == {ITQ3_N}
     assert max(row.error or 0.0 for row in done.rows) < 0.2
+
+
+def test_llama_cpps_types_are_calibrated_too(
+    uneven: Callable[[str], Path], tmp_path: Path, library: native.NativeLibrary
+) -> None:
+    """The file holds what was encoded, whose errors follow the inputs: more of them, in other places."""
+    model, run = uneven("llama-short"), {"tokens": 640, "context": 64, "batch": 4}
+    made(model, tmp_path / "plain.gguf", outtype="iq4_nl", equalize=False)
+    made(model, tmp_path / "x.gguf", outtype="iq4_nl", equalize=False, calibrate=(NOVEL,), **run)
+    plain, found = (
+        {r["name"]: r["error"] for r in verify.compare(tmp_path / f"{name}.gguf", model) if r["type"] == "IQ4_NL"}
+        for name in ("plain", "x")
+    )
+    layers = [name for name in plain if name.startswith("blk.")]
+    assert len(layers) > 10 and all(plain[name] < found[name] < 5 * plain[name] for name in layers)
 
 
 def test_types_for_a_size_are_those_that_a_row_allows(
