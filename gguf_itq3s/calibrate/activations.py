@@ -63,6 +63,13 @@ def activation_path(folder: Path, number: int, dtype: str = "float32", *, partia
     return folder / f"activations-{number:04d}.{DTYPES[dtype][1]}{'.partial' if partial else ''}"
 
 
+def reserve(path: Path, size: int) -> None:
+    """Room on the disk for a file: a hole that it has none for would kill the process (SIGBUS) that writes to it."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
 def activations(
     folder: Path, number: int, shape: tuple[int, ...], mode: Any, dtype: str = "float32", *, partial: bool = False
 ) -> Activations:
@@ -79,9 +86,8 @@ def activations(
     """
     path, size = activation_path(folder, number, dtype, partial=partial), DTYPES[dtype][0]
     if mode == "w+" and hasattr(os, "posix_fallocate"):
-        # A hole that the disk has no room for would kill the process (SIGBUS) when it is written to.
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size * math.prod(shape))
+        path.write_bytes(b"")
+        reserve(path, size * math.prod(shape))
         mode = "r+"
     if dtype == "float32":
         return np.memmap(path, dtype=np.float32, mode=mode, shape=shape)

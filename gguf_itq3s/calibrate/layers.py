@@ -114,7 +114,8 @@ class LayeredModel:
             with torch.no_grad():
                 embedding.weight[torch.from_numpy(rows[0])] = torch.from_numpy(rows[1]).to(self.device)
         dtype = torch.bfloat16 if self.in_bfloat16 else torch.float32
-        keywords = [Keywords(len(windows), self.device, dtype) for _ in range(self.layers)]
+        states = dtype if getattr(self.config, "num_kv_shared_layers", 0) else None
+        keywords = [Keywords(len(windows), self.device, states) for _ in range(self.layers)]
         shape = (*windows.shape, self.hidden)
         target = None if done else activations(folder, 0, shape, "w+", self.dtype, partial=True)
         first: list[torch.Tensor] = []
@@ -277,10 +278,11 @@ class LayeredModel:
 
 class Keywords:
     """What a layer is called with besides activations: the same for all batches of a size, something for every token
-    (Gemma's inputs of a layer, from the embeddings of the model as it is), or what other layers have put out."""
+    (Gemma's inputs of a layer, from the embeddings of the model as it is), or what other layers have put out, in
+    ``states``, None where no layer reads that."""
 
-    def __init__(self, windows: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._windows, self._device, self._dtype = windows, device, dtype
+    def __init__(self, windows: int, device: torch.device, states: torch.dtype | None) -> None:
+        self._windows, self._device, self._states = windows, device, states
         self._by_size: dict[int, dict[str, Any]] = {}
         self._of_tokens: dict[str, np.ndarray] = {}
 
@@ -304,14 +306,15 @@ class Keywords:
     def of(self, batch: np.ndarray, folder: Path) -> Iterator[dict[str, Any]]:
         """Those of some windows while a layer runs on them; ``folder`` has what layers of the same stream share."""
         kept = {
-            name: dict(value) if isinstance(value, dict) else value for name, value in self._by_size[len(batch)].items()
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in self._by_size[len(batch)].items()
         }
         of_tokens = {name: array[batch] for name, array in self._of_tokens.items() if name not in kept}
         kept |= {name: torch.from_numpy(values).to(self._device) for name, values in of_tokens.items()}
-        if KEYWORD not in kept:
+        if self._states is None or KEYWORD not in kept:
             yield kept
             return
-        kept[KEYWORD] = states = SharedStates(folder, self._windows, batch, self._device, self._dtype)
+        kept[KEYWORD] = states = SharedStates(folder, self._windows, batch, self._device, self._states)
         try:
             yield kept
         finally:  # a layer may have run as far as was wanted

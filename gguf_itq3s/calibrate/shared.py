@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+
+from .activations import reserve
 
 #: What layers are given them by.
 KEYWORD: Final = "shared_kv_states"
@@ -73,10 +74,8 @@ class SharedStates(dict[str, tuple[torch.Tensor, ...]]):
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists() and np.load(path, mmap_mode="r").shape == shape
         file = np.lib.format.open_memmap(path, "r+" if there else "w+", np.float32, shape)
-        if not there and hasattr(os, "posix_fallocate"):
-            # A hole that the disk has no room for would kill the process (SIGBUS) when it is written to.
-            with path.open("r+b") as raw:
-                os.posix_fallocate(raw.fileno(), 0, path.stat().st_size)
+        if not there:
+            reserve(path, path.stat().st_size)
         file[self._batch] = values.detach().float().cpu().numpy()
 
 

@@ -175,7 +175,7 @@ class Evaluation:
         Raises:
             UserError: a tool or the converter failed.
         """
-        file = self._file(row)
+        file = self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
         try:
             made = self._remember("made", lambda: self._make(row, file), self.making(row))
             texts = {name: self._scored(row, file, made["content"], text) for name, text in self.settings.texts.items()}
@@ -185,25 +185,14 @@ class Evaluation:
         facts = {"key": row.key, "type": row.type, "how": row.how, "command": " ".join(row.command)}
         return {**facts, "sources": self.sources, "made": made, "texts": texts}
 
-    def _file(self, row: Row) -> Path:
-        return self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
-
-    def _size(self, row: Row) -> int:
-        """Bytes of a row's file, which is made if it never was."""
-        file = self._file(row)
-        made = self._remember("made", lambda: self._make(row, file), self.making(row))
-        if not self.settings.keep:
-            file.unlink(missing_ok=True)
-        return int(made["bytes"])
-
     def _make(self, row: Row, file: Path) -> Result:
         """Make a row's file, unless it is there, and say what it is like."""
         taken: Result = {}
         if not file.is_file():
-            settings, threads = self.settings, str(self.settings.threads)
+            settings, threads, like = self.settings, str(self.settings.threads), row.like
             known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
                      "{imatrix}": lambda: self.imatrix, "{statistics}": lambda: self.statistics,
-                     "{size}": lambda: self._size(row.like or row)}  # fmt: skip
+                     "{size}": lambda: self.measure(like)["made"]["bytes"] if like else None}  # fmt: skip
             program, *options = [known[word]() if word in known else word for word in row.command]
             # The converter lets a file appear when it is whole; llama-quantize writes as it goes.
             out = file if row.maker == "convert" else file.with_name(f"partial-{file.name}")

@@ -123,8 +123,8 @@ def quantize(
         if factor.full and start:
             _feed(target, errors, factor.feedback, start, in_c, threads)
         feedback = factor.feedback[part, part] if factor.full else factor.feedback[number]
-        asked, least = target, np.full(rows, np.inf)
-        data = np.empty(0, dtype=np.uint8)
+        asked, least = target, np.full(rows, np.nan)
+        data = np.empty((rows, BLOCK // block * size), dtype=np.uint8)
         for _ in range(SEARCHES):
             found = search(asked, factor.weight[part])
             scale, minimum = scales_of(found, qtype)
@@ -134,8 +134,7 @@ def quantize(
                 codes, own, residual = in_c.round_block(x, target, feedback, scale, minimum, grid, threads=threads)
             coded = put_codes(found, codes, qtype)
             cost = np.square(residual, dtype=np.float64) @ factor.weight[part].astype(np.float64)
-            data = np.empty_like(coded) if not data.size else data
-            better = cost < least
+            better = np.isnan(least) | (cost < least)
             least[better], data[better] = cost[better], coded[better]
             errors[better, part] = own[better]
             asked = x + own - residual

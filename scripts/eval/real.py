@@ -100,12 +100,8 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
     ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
     *(
-        (
-            f"`--target-size` of {name}, `--layerwise --fisher` / {name}, imatrix",
-            f"mix-like-{key}",
-            f"mix-{key}-imatrix",
-        )
-        for name, key in ((name, name.lower()) for name in BY_SIZE)
+        (f"size of {n}, `--layerwise --fisher` / {n}, imatrix", f"mix-like-{n.lower()}", f"mix-{n.lower()}-imatrix")
+        for n in BY_SIZE
     ),
 )
 PICTURE: Final = "real_kld"

@@ -47,15 +47,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("files", type=Path, nargs="+", help="GGUF files of it")
-    parser.add_argument("--texts", nargs="+", required=True, metavar="TEXT", help=TEXTS)
+    parser.add_argument("--texts", nargs="+", type=text_of, required=True, metavar="TEXT", help=TEXTS)
     parser.add_argument("--windows", type=positive, default=8, help="of each text (default: %(default)s)")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    paths = [text_of(text)[0] for text in args.texts]
-    texts = [read(CalibrationOptions(args.model, [path], CONTEXT * args.windows, CONTEXT), CONTEXT) for path in paths]
-    windows = np.concatenate([text.tokens for text in texts])
-    of = np.repeat(np.arange(len(paths)), [len(text.tokens) for text in texts])
+    asked = CONTEXT * args.windows * len(args.texts)
+    text = read(CalibrationOptions(args.model, [path for path, _ in args.texts], asked, CONTEXT), CONTEXT)
+    windows = text.tokens
     load = transformers.AutoModelForCausalLM.from_pretrained
     found: list[np.ndarray] = []
     with tempfile.TemporaryFile() as kept:  # log-probabilities are large
@@ -76,12 +75,12 @@ def main() -> int:
     lines = []
     for path, means in zip(args.files, found, strict=True):
         cells = []
-        for number in range(len(paths)):
-            mine, first = means[of == number], found[0][of == number]
+        for number in range(len(text.files)):
+            mine, first = means[text.of == number], found[0][text.of == number]
             ratio, error = tables.paired(mine.tolist(), first.tolist())
             cells.append(f"{mine.mean():.4f} ({ratio:.3f} ± {error:.3f})")
         lines.append([path.name, *cells])
-    print(report.markdown(["", *(path.name for path in paths)], lines))
+    print(report.markdown(["", *(path.name for path in text.files)], lines))
     return 0
 
 
