@@ -10,6 +10,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,12 +200,35 @@ class Evaluation:
             out = file if row.maker == "convert" else file.with_name(f"partial-{file.name}")
             if row.maker == "convert":
                 command = [*self._package("convert"), settings.model, out, *options, "--threads", threads]
+                taken = self._begin_size(row, command, out) if like else {}
             else:
                 *flags, name = options
                 command = [self.tools.folder / str(program), *flags, self.f16, out, name, threads]
-            taken = self._run(command, row.key)
+            for name, value in self._run(command, row.key).items():
+                taken[name] = max(taken.get(name, 0), value) if name == "memory" else taken.get(name, 0) + value
             out.replace(file)
         return {**describe(file), **taken}
+
+    def _begin_size(self, row: Row, command: Sequence[object], out: Path) -> Result:
+        """Lay beside a file what those of every size begin with, made once: statistics, gradients, scores of types.
+
+        Returns:
+            What it took when it was made.
+        """
+        parts = (self.model, row.command, self.training.name, self.settings.calibration_tokens, self.sources)
+        first = self.work / f"size-{hash_of(*parts)}" / "any.gguf"
+        folder, own = (path.with_name(f"{path.name}.calibrating") for path in (first, out))
+        if not (facts := first.with_name("taken.json")).is_file():
+            folder.mkdir(parents=True, exist_ok=True)  # a dry run leaves what it finds
+            write_json(facts, self._run([*(first if part == out else part for part in command), "--dry-run"], "size"))
+
+        def taken_over(source: str, target: str) -> str:
+            os.link(source, target) if source.endswith(".safetensors") else shutil.copy2(source, target)
+            return target
+
+        if not own.exists():
+            shutil.copytree(folder, own, copy_function=taken_over)
+        return dict(json.loads(facts.read_text()))
 
     def _scored(self, row: Row, file: Path, content: str, text: Text) -> Result:
         # Two ways to the same bytes, llama-quantize and the converter say, are scored once.
@@ -249,6 +274,8 @@ class Evaluation:
         if not self.settings.keep:  # log-probabilities are large
             for base in self.work.glob("base-*.kld"):
                 base.unlink()
+            for folder in self.work.glob("size-*"):
+                shutil.rmtree(folder)
         return results
 
 

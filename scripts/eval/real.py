@@ -65,14 +65,6 @@ TOKENS, QUICK_TOKENS = 20480, 8192
 QUICK_ROWS: Final = (
     "itq3_s", "itq3_s-imatrix", "itq3_s-calibrate", "q3_k-imatrix", "iq3_s-imatrix", "mix-iq4_xs-imatrix",
 )  # fmt: skip
-#: The README's table: what a row is called there.
-SUMMARY: Final = {
-    "iq2_xxs-imatrix": "llama.cpp's IQ2_XXS, with an importance matrix", "itq2_s-fisher": "**our ITQ2_S**, calibrated",
-    "q3_k-imatrix": "llama.cpp's Q3_K, with an importance matrix", "itq3_s": "**our ITQ3_S**, without data",
-    "iq3_s-imatrix": "llama.cpp's IQ3_S, with an importance matrix", "itq3_s-fisher": "**our ITQ3_S**, calibrated",
-    "iq4_xs-imatrix": "llama.cpp's IQ4_XS, with an importance matrix", "itq4_s": "**our ITQ4_S**, without data",
-    "itq4_s-fisher": "**our ITQ4_S**, calibrated",
-}  # fmt: skip
 #: llama.cpp's files that ours are compared with at their own sizes.
 BY_SIZE: Final = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS")
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
@@ -104,7 +96,7 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
         for n in BY_SIZE
     ),
 )
-PICTURE: Final = "real_kld"
+PICTURE: Final = "sizes.png"
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -241,44 +233,79 @@ def page_of(facts: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def draw(facts: Mapping[str, Any], path: Path) -> None:
-    """The picture of a model."""
-    rows = facts["rows"]
-    panels = {
-        "the layers' bits (embedding and output in F16)": [row for row in rows if not row["key"].startswith("mix-")],
-        "bits of all matrices (whole files)": [row for row in rows if row["key"].startswith("mix-")],
-    }
-    tables.picture(panels, f"{facts['model']}, {report.count(rows[0]['made']['weights'])} weights", path)
+def pairs(facts: Mapping[str, Any]) -> list[tuple[str, Result, Result]]:
+    """llama.cpp's files with an importance matrix beside ours of their sizes, the largest first: name, theirs, ours."""
+    rows = {row["key"]: row for row in facts["rows"]}
+    found = [(name, rows.get(f"mix-{name.lower()}-imatrix"), rows.get(f"mix-like-{name.lower()}")) for name in BY_SIZE]
+    return sorted((pair for pair in found if all(pair)), key=lambda pair: -pair[1]["made"]["bytes"])  # type: ignore
 
 
-def readme_section(facts: Mapping[str, Any]) -> str:
-    """The picture and the short table that the README begins with."""
-    by_key = {row["key"]: row for row in facts["rows"]}
-    picture = f"![KL divergence from F16 over bits per weight, {facts['model']}](docs/results/{PICTURE}.png)"
-    found = sorted((key for key in SUMMARY if key in by_key), key=lambda key: -by_key[key]["texts"]["wiki"]["mean_kld"])
-    lines = [
-        [SUMMARY[key], f"{tables.bits_of(by_key[key]):.3f}",
-         *(f"{figures['mean_kld']:.3f}" for figures in by_key[key]["texts"].values()),
-         f"{100 * by_key[key]['texts']['wiki']['same_top']:.1f}"]
-        for key in found
-    ]  # fmt: skip
+def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot KL divergence on the first text over the size of files, llama.cpp's and ours, a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(every), figsize=(4.4 * len(every), 4.2), squeeze=False)
+    for axis, facts in zip(axes[0], every, strict=True):
+        for which, colour, who in ((1, "tab:blue", "llama.cpp, importance matrix"), (2, "crimson", "ours, calibrated")):
+            shown = [pair[which] for pair in pairs(facts)]
+            points = [(row["made"]["bytes"] / 2**20, row["texts"]["wiki"]["mean_kld"]) for row in shown]
+            axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=who)
+        for name, theirs, _ in pairs(facts):
+            place = theirs["made"]["bytes"] / 2**20, theirs["texts"]["wiki"]["mean_kld"]
+            axis.annotate(name, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axis.set(xlabel="size of the file, MiB", yscale="log", title=facts["model"])
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=8)
+    axes[0][0].set(ylabel="mean KL divergence from F16, wiki (nats)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def readme_section(every: Sequence[Mapping[str, Any]]) -> str:
+    """The picture and the table that the README begins with."""
+    picture = f"![KL divergence from F16 over the size of the file, llama.cpp's and ours](docs/results/{PICTURE})"
+    lines = []
+    for facts in every:
+        for name, theirs, ours in pairs(facts):
+            both = [(theirs["texts"][text], ours["texts"][text]) for text in WINDOWS]
+            lines.append([
+                facts["model"], f"{theirs['made']['bytes'] / 2**20:.0f}", name,
+                *(f"{a['mean_kld']:.4f} → {b['mean_kld']:.4f}" for a, b in both),
+                *(f"{tables.paired(b['windows'], a['windows'])[0]:.2f}" for a, b in both),
+                f"{100 * both[0][0]['same_top']:.1f} → {100 * both[0][1]['same_top']:.1f}",
+            ])  # fmt: skip
     said = (
-        f"KL divergence from the 16-bit {facts['model']} on WikiText-2 and on Python source, where the matrices of its "
-        "layers are in the type, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
+        "Files of the same size, llama.cpp's with an importance matrix → ours calibrated (`--target-size SIZE "
+        "--layerwise --fisher`): KL divergence from the 16-bit model on WikiText-2 and on Python source, ours over "
+        "theirs, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
     )
-    header = ["", "bits a weight", "KLD, prose", "KLD, code", "same word, %"]
+    header = ["", "MiB", "beside", "KLD, prose", "KLD, code", "prose", "code", "same word, %"]
     return f"{picture}\n\n{said}\n\n{report.markdown(header, lines)}"
 
 
 def write_pages(name: str, facts: Mapping[str, Any], docs: Path) -> None:
-    """The sections of the pages; the README's is of the first model alone."""
-    suffix = "" if name == models.FIRST else f"_{name}"
-    draw(facts, docs / "results" / f"{PICTURE}{suffix}.png")
-    link = f"\n![KL divergence from F16 over bits per weight, {facts['model']}](results/{PICTURE}{suffix}.png)\n"
-    report.replace_section(docs / "real.md", f"real {name}", page_of(facts) + link)
-    write_json(docs / "results" / f"real{suffix}.json", facts)
-    if name == models.FIRST:
-        report.replace_section(docs.parent / "README.md", "real", readme_section(facts))
+    """The section of a page, and the README's of all models that have files of llama.cpp's sizes."""
+    results = docs / "results"
+    report.replace_section(docs / "real.md", f"real {name}", page_of(facts))
+    write_json(results / f"real{suffix_of(name)}.json", facts)
+    if every := with_sizes(results):
+        draw(every, results / PICTURE)
+        report.replace_section(docs.parent / "README.md", "real", readme_section(every))
+
+
+def with_sizes(results: Path) -> list[dict[str, Any]]:
+    """What a folder of results has of the models that have files of llama.cpp's sizes, the largest model first."""
+    every = [json.loads(path.read_text()) for path in sorted(results.glob("real*.json"))]
+    return sorted(filter(pairs, every), key=lambda facts: -facts["rows"][0]["made"]["weights"])
+
+
+def suffix_of(name: str) -> str:
+    """Of the file of results of a model."""
+    return "" if name == models.FIRST else f"_{name}"
 
 
 def merged(rows: Sequence[Result], older: Path) -> list[Result]:
@@ -321,8 +348,7 @@ def main() -> int:
     report.require_matplotlib()
     asked = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
     Tools.find(args.threads)  # first: the model takes minutes to come
-    suffix = "" if args.model == models.FIRST else f"_{args.model}"
-    older = args.results / "results" / f"real{suffix}.json" if args.results else Path("none")
+    older = args.results / "results" / f"real{suffix_of(args.model)}.json" if args.results else Path("none")
     if args.no_measure:
         facts = json.loads(older.read_text())
         write_pages(args.model, facts, args.results)
@@ -349,9 +375,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "real.md").write_text(page_of(facts), encoding="utf-8")
     write_json(out / "real.json", facts)
-    draw(facts, out / f"{PICTURE}.png")
     print(page_of(facts))
-    print(f"tables, JSON and picture are in {os.path.relpath(out)}", file=sys.stderr)
+    print(f"tables and JSON are in {os.path.relpath(out)}", file=sys.stderr)
     if args.results:
         write_pages(name, facts, args.results)
     return 0

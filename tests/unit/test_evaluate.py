@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,32 @@ def test_results_are_named_by_what_decides_them(changes: dict[str, Any], row: Ro
     assert (making(plain) == making(replace(plain, **changes))) is same
     assert making(plain) != making(plain, replace(row, command=(*row.command, "--more")))
     assert making(plain) == making(plain, replace(row, key="b", how="otherwise"))
+
+
+def test_sizes_of_one_model_share_what_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics and scores are made once, by a dry run; each file begins with a copy that it may take away."""
+    runs: list[list[str]] = []
+
+    def run(command: Sequence[object], _: str) -> dict[str, float]:
+        runs.append(list(map(str, command)))
+        folder = Path(f"{command[1]}.calibrating")
+        if command[-1] == "--dry-run":
+            for name in ("held.safetensors", "scores.jsonl"):
+                (folder / name).write_text("first")
+        return {"seconds": 5.0, "memory": 7}
+
+    evaluation = object.__new__(engine.Evaluation)
+    evaluation.settings, evaluation.work = engine.Settings(tmp_path, tmp_path, training="a text"), tmp_path
+    evaluation.model, evaluation.sources = "tensors and build", "package"
+    monkeypatch.setattr(evaluation, "_run", run)
+    row = Row("a", "X", "", ("convert", "--target-size", "{size}"))
+    for name in ("a.gguf", "b.gguf"):
+        assert evaluation._begin_size(row, ["convert", tmp_path / name], tmp_path / name)["seconds"] == 5
+        begun = tmp_path / f"{name}.calibrating"
+        (begun / "scores.jsonl").write_text("other")
+        assert (begun / "held.safetensors").read_text() == "first"
+    assert len(runs) == 1 and runs[0][-1] == "--dry-run"
+    assert [path.read_text() for path in tmp_path.glob("size-*/*/scores.jsonl")] == ["first"]
 
 
 def test_every_module_that_can_change_a_file_decides_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
