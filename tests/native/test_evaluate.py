@@ -117,7 +117,7 @@ def test_the_real_list_on_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: Path
 ) -> None:
     monkeypatch.setattr(real, "WINDOWS", {"wiki": 2, "code": 2})
-    model, keys = tmp_path / "small", ["itq3_s", "q3_k-imatrix", "mix-itq3_s-calibrate"]
+    model, keys = tmp_path / "small", ["itq3_s", "q3_k-imatrix", "mix-q4_k_m-imatrix", "mix-like-q4_k_m"]
     shutil.copytree(llama.MODEL, model)
     folders = ["--work-dir", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     asked = ["real.py", str(model), *folders, "--training-text", str(NOVEL), "--tokens", "1024", "--rows", *keys]
@@ -130,7 +130,10 @@ def test_the_real_list_on_a_folder(
     assert all(row["made"]["memory"] > 10 << 20 and row["made"]["processor"] > 0 for row in found.values())
     assert found["itq3_s"]["made"]["layer_bits"] == 3.125 and found["q3_k-imatrix"]["made"]["layer_bits"] == 3.4375
     assert found["itq3_s"]["made"]["tensor_bits"] > 4 and "†" not in printed
-    assert (tmp_path / "out" / "small" / "real_kld.png").is_file()
+    ((name, theirs, ours),) = real.pairs(facts)
+    assert name == "Q4_K_M" and 0.98 < ours["made"]["bytes"] / theirs["made"]["bytes"] <= 1
+    real.draw([facts], tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
     nothing_runs(monkeypatch)
     assert real.main() == 0
     assert capsys.readouterr().out == printed
