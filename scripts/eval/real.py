@@ -65,8 +65,11 @@ TOKENS, QUICK_TOKENS = 20480, 8192
 QUICK_ROWS: Final = (
     "itq3_s", "itq3_s-imatrix", "itq3_s-calibrate", "q3_k-imatrix", "iq3_s-imatrix", "mix-iq4_xs-imatrix",
 )  # fmt: skip
-#: llama.cpp's files that ours are compared with at their own sizes.
-BY_SIZE: Final = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS")
+#: llama.cpp's files that ours are compared with at their own sizes, and their rows.
+BY_SIZE: Final = {
+    name: f"mix-{name.lower()}-imatrix"
+    for name in ("Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS")
+}
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_S / IQ3_S, both without data", "itq3_s", "iq3_s"),
     ("ITQ3_S / Q3_K, both without data", "itq3_s", "q3_k"),
@@ -92,8 +95,8 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
     ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
     *(
-        (f"size of {n}, `--layerwise --fisher` / {n}, imatrix", f"mix-like-{n.lower()}", f"mix-{n.lower()}-imatrix")
-        for n in BY_SIZE
+        (f"size of {name}, `--layerwise --fisher` / {name}, imatrix", f"mix-like-{name.lower()}", key)
+        for name, key in BY_SIZE.items()
     ),
 )
 PICTURE: Final = "sizes.png"
@@ -236,8 +239,9 @@ def page_of(facts: Mapping[str, Any]) -> str:
 def pairs(facts: Mapping[str, Any]) -> list[tuple[str, Result, Result]]:
     """llama.cpp's files with an importance matrix beside ours of their sizes, the largest first: name, theirs, ours."""
     rows = {row["key"]: row for row in facts["rows"]}
-    found = [(name, rows.get(f"mix-{name.lower()}-imatrix"), rows.get(f"mix-like-{name.lower()}")) for name in BY_SIZE]
-    return sorted((pair for pair in found if all(pair)), key=lambda pair: -pair[1]["made"]["bytes"])  # type: ignore
+    found = [(name, rows.get(key), rows.get(f"mix-like-{name.lower()}")) for name, key in BY_SIZE.items()]
+    whole = [(name, theirs, ours) for name, theirs, ours in found if theirs is not None and ours is not None]
+    return sorted(whole, key=lambda pair: -pair[1]["made"]["bytes"])
 
 
 def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -247,15 +251,22 @@ def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    def place(row: Result) -> tuple[float, float]:
+        return row["made"]["bytes"] / 2**20, row["texts"]["wiki"]["mean_kld"]
+
     figure, axes = plt.subplots(1, len(every), figsize=(4.4 * len(every), 4.2), squeeze=False)
     for axis, facts in zip(axes[0], every, strict=True):
-        for which, colour, who in ((1, "tab:blue", "llama.cpp, importance matrix"), (2, "crimson", "ours, calibrated")):
-            shown = [pair[which] for pair in pairs(facts)]
-            points = [(row["made"]["bytes"] / 2**20, row["texts"]["wiki"]["mean_kld"]) for row in shown]
-            axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=who)
-        for name, theirs, _ in pairs(facts):
-            place = theirs["made"]["bytes"] / 2**20, theirs["texts"]["wiki"]["mean_kld"]
-            axis.annotate(name, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+        rows = {row["key"]: row for row in facts["rows"]}
+        theirs = {name: rows[key] for name, key in BY_SIZE.items() if key in rows}
+        for shown, colour, who in (
+            (theirs.values(), "tab:blue", "llama.cpp, importance matrix"),
+            ([ours for _, _, ours in pairs(facts)], "crimson", "ours, calibrated"),
+        ):
+            points = [place(row) for row in shown]
+            axis.plot(*zip(*tables.pareto_front(points), strict=True), color=colour, label=who)
+            axis.plot(*zip(*points, strict=True), "o", color=colour)
+        for name, row in theirs.items():
+            axis.annotate(name, place(row), textcoords="offset points", xytext=(4, 4), fontsize=7)
         axis.set(xlabel="size of the file, MiB", yscale="log", title=facts["model"])
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=8)
