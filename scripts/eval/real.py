@@ -65,9 +65,9 @@ TOKENS, QUICK_TOKENS = 20480, 8192
 QUICK_ROWS: Final = (
     "itq3_s", "itq3_s-imatrix", "itq3_s-calibrate", "q3_k-imatrix", "iq3_s-imatrix", "mix-iq4_xs-imatrix",
 )  # fmt: skip
-#: llama.cpp's files that ours are compared with at their own sizes, and their rows.
+#: llama.cpp's files that ours are compared with at their own sizes -> their rows and ours.
 BY_SIZE: Final = {
-    name: f"mix-{name.lower()}-imatrix"
+    name: (f"mix-{name.lower()}-imatrix", f"mix-like-{name.lower()}")
     for name in ("Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS")
 }
 RATIOS: Final[tuple[tables.Ratio, ...]] = (
@@ -95,8 +95,8 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ("ITQ3_N `--layerwise --fisher` / IQ4_NL, imatrix", "itq3_n-fisher", "iq4_nl-imatrix"),
     ("mix of ITQ3_S `--layerwise --fisher` / mix of IQ3_S, imatrix", "mix-itq3_s-fisher", "mix-iq3_s-imatrix"),
     *(
-        (f"size of {name}, `--layerwise --fisher` / {name}, imatrix", f"mix-like-{name.lower()}", key)
-        for name, key in BY_SIZE.items()
+        (f"size of {name}, `--layerwise --fisher` / {name}, imatrix", ours, theirs)
+        for name, (theirs, ours) in BY_SIZE.items()
     ),
 )
 PICTURE: Final = "sizes.png"
@@ -137,7 +137,7 @@ def every_row() -> list[Row]:
         rows += stock
         if name in BY_SIZE:
             how, command = f"types for the size of {name}, calibrated in sequence, Fisher", ("--target-size", "{size}")
-            rows.append(Row(f"mix-like-{name.lower()}", "mix", how, ("convert", *command, *FISHER), like=stock[0]))
+            rows.append(Row(BY_SIZE[name][1], "mix", how, ("convert", *command, *FISHER), like=stock[0]))
     return rows
 
 
@@ -239,9 +239,8 @@ def page_of(facts: Mapping[str, Any]) -> str:
 def pairs(facts: Mapping[str, Any]) -> list[tuple[str, Result, Result]]:
     """llama.cpp's files with an importance matrix beside ours of their sizes, the largest first: name, theirs, ours."""
     rows = {row["key"]: row for row in facts["rows"]}
-    found = [(name, rows.get(key), rows.get(f"mix-like-{name.lower()}")) for name, key in BY_SIZE.items()]
-    whole = [(name, theirs, ours) for name, theirs, ours in found if theirs is not None and ours is not None]
-    return sorted(whole, key=lambda pair: -pair[1]["made"]["bytes"])
+    found = [(name, *(rows[key] for key in keys)) for name, keys in BY_SIZE.items() if rows.keys() >= set(keys)]
+    return sorted(found, key=lambda pair: -pair[1]["made"]["bytes"])
 
 
 def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -257,7 +256,7 @@ def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(every), figsize=(4.4 * len(every), 4.2), squeeze=False)
     for axis, facts in zip(axes[0], every, strict=True):
         rows = {row["key"]: row for row in facts["rows"]}
-        theirs = {name: rows[key] for name, key in BY_SIZE.items() if key in rows}
+        theirs = {name: rows[key] for name, (key, _) in BY_SIZE.items() if key in rows}
         for shown, colour, who in (
             (theirs.values(), "tab:blue", "llama.cpp, importance matrix"),
             ([ours for _, _, ours in pairs(facts)], "crimson", "ours, calibrated"),
@@ -294,17 +293,16 @@ def readme_section(every: Sequence[Mapping[str, Any]]) -> str:
         "--layerwise --fisher`): KL divergence from the 16-bit model on WikiText-2 and on Python source, ours over "
         "theirs, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
     )
-    header = ["", "MiB", "beside", "KLD, prose", "KLD, code", "prose", "code", "same word, %"]
+    header = ["", "MiB", "beside", "KLD, prose", "KLD, code", "ratio, prose", "ratio, code", "same word, %"]
     return f"{picture}\n\n{said}\n\n{report.markdown(header, lines)}"
 
 
 def write_pages(name: str, facts: Mapping[str, Any], docs: Path) -> None:
     """The section of a page, and the README's of all models that have files of llama.cpp's sizes."""
-    results = docs / "results"
     report.replace_section(docs / "real.md", f"real {name}", page_of(facts))
-    write_json(results / f"real{suffix_of(name)}.json", facts)
-    if every := with_sizes(results):
-        draw(every, results / PICTURE)
+    write_json(recorded(name, docs), facts)
+    if every := with_sizes(docs / "results"):
+        draw(every, docs / "results" / PICTURE)
         report.replace_section(docs.parent / "README.md", "real", readme_section(every))
 
 
@@ -314,9 +312,9 @@ def with_sizes(results: Path) -> list[dict[str, Any]]:
     return sorted(filter(pairs, every), key=lambda facts: -facts["rows"][0]["made"]["weights"])
 
 
-def suffix_of(name: str) -> str:
-    """Of the file of results of a model."""
-    return "" if name == models.FIRST else f"_{name}"
+def recorded(name: str, docs: Path) -> Path:
+    """The file of results of a model."""
+    return docs / "results" / f"real{'' if name == models.FIRST else f'_{name}'}.json"
 
 
 def merged(rows: Sequence[Result], older: Path) -> list[Result]:
@@ -359,7 +357,7 @@ def main() -> int:
     report.require_matplotlib()
     asked = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
     Tools.find(args.threads)  # first: the model takes minutes to come
-    older = args.results / "results" / f"real{suffix_of(args.model)}.json" if args.results else Path("none")
+    older = recorded(args.model, args.results) if args.results else Path("none")
     if args.no_measure:
         facts = json.loads(older.read_text())
         write_pages(args.model, facts, args.results)

@@ -127,6 +127,14 @@ def test_matplotlib_is_asked_for_before_the_work(
 # ------------------------------------------------------------------------------------------------- what is remembered
 
 
+def evaluation_of(settings: engine.Settings) -> engine.Evaluation:
+    """One that has neither tools nor a model."""
+    evaluation = object.__new__(engine.Evaluation)
+    evaluation.settings, evaluation.work = settings, settings.work
+    evaluation.model, evaluation.sources = "tensors and build", "package"
+    return evaluation
+
+
 @pytest.mark.parametrize(
     ("changes", "row", "same"),
     [
@@ -139,10 +147,7 @@ def test_matplotlib_is_asked_for_before_the_work(
 )
 def test_results_are_named_by_what_decides_them(changes: dict[str, Any], row: Row, same: bool, tmp_path: Path) -> None:
     def making(settings: engine.Settings, row: Row = row) -> str:
-        evaluation = object.__new__(engine.Evaluation)
-        evaluation.settings, evaluation.work = settings, tmp_path
-        evaluation.model, evaluation.sources = "tensors and build", "package"
-        return evaluation.making(row)
+        return evaluation_of(settings).making(row)
 
     plain = engine.Settings(tmp_path, tmp_path, training="a text")
     assert (making(plain) == making(replace(plain, **changes))) is same
@@ -162,9 +167,7 @@ def test_sizes_of_one_model_share_what_comes_first(tmp_path: Path, monkeypatch: 
                 (folder / name).write_text("first")
         return {"seconds": 5.0, "memory": 7}
 
-    evaluation = object.__new__(engine.Evaluation)
-    evaluation.settings, evaluation.work = engine.Settings(tmp_path, tmp_path, training="a text"), tmp_path
-    evaluation.model, evaluation.sources = "tensors and build", "package"
+    evaluation = evaluation_of(engine.Settings(tmp_path, tmp_path, training="a text"))
     monkeypatch.setattr(evaluation, "_run", run)
     row = Row("a", "X", "", ("convert", "--target-size", "{size}"))
     for name in ("a.gguf", "b.gguf"):
