@@ -177,19 +177,27 @@ class Evaluation:
         Raises:
             UserError: a tool or the converter failed.
         """
-        file = self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
         try:
-            made = self._remember("made", lambda: self._make(row, file), self.making(row))
-            texts = {name: self._scored(row, file, made["content"], text) for name, text in self.settings.texts.items()}
+            made = self._remember("made", lambda: self._make(row), self.making(row))
+            texts = {name: self._scored(row, made["content"], text) for name, text in self.settings.texts.items()}
         finally:
             if row.command and not self.settings.keep:
-                file.unlink(missing_ok=True)
+                self._place(row).unlink(missing_ok=True)
         facts = {"key": row.key, "type": row.type, "how": row.how, "command": " ".join(row.command)}
         return {**facts, "sources": self.sources, "made": made, "texts": texts}
 
-    def _make(self, row: Row, file: Path) -> Result:
+    def file(self, row: Row) -> Path:
+        """A row's file, made if it is not there."""
+        if not (path := self._place(row)).is_file():
+            self._make(row)
+        return path
+
+    def _place(self, row: Row) -> Path:
+        return self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
+
+    def _make(self, row: Row) -> Result:
         """Make a row's file, unless it is there, and say what it is like."""
-        taken: Result = {}
+        file, taken = self._place(row), dict[str, Any]()
         if not file.is_file():
             settings, threads, like = self.settings, str(self.settings.threads), row.like
             known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
@@ -230,16 +238,14 @@ class Evaluation:
             shutil.copytree(folder, own, copy_function=taken_over)
         return dict(json.loads(facts.read_text()))
 
-    def _scored(self, row: Row, file: Path, content: str, text: Text) -> Result:
+    def _scored(self, row: Row, content: str, text: Text) -> Result:
         # Two ways to the same bytes, llama-quantize and the converter say, are scored once.
         key = (self.model, text.content, text.windows, self.settings.context)
         base = self.work / f"base-{hash_of(*key)}.kld"
         path = self._record("score", content, *key, row.runtime, row.environment)
         if path.is_file():
             return dict(json.loads(path.read_text()))
-        if not file.is_file():
-            self._make(row, file)
-        counted = self._record("base", *key)
+        file, counted = self.file(row), self._record("base", *key)
         log = self.work / "logs"
         if not (base.is_file() and counted.is_file()):
             source = self.work / "text.txt"

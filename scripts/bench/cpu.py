@@ -132,7 +132,7 @@ def build_library(name: str, source: Path, options: Sequence[str]) -> Path:
     return folder
 
 
-def build() -> dict[str, Path | None]:
+def build(others: Iterable[str] = OTHERS) -> dict[str, Path | None]:
     """Library folder of every build under comparison: "" is build/bin itself, "stock" has no patch."""
     OUT.mkdir(parents=True, exist_ok=True)
     script = ROOT / "ggml-patch" / "cmake" / "patched-source.cmake"
@@ -141,8 +141,10 @@ def build() -> dict[str, Path | None]:
     found = re.search(r"upstream (.*)", done.stdout + done.stderr)
     if done.returncode or not found:
         raise BenchError(f"the source of llama.cpp could not be prepared:\n{done.stdout}{done.stderr}")
-    libraries: dict[str, Path | None] = {"": None, "stock": build_library("stock", Path(found[1].strip()), [])}
-    if platform.machine() in ("x86_64", "AMD64"):
+    libraries: dict[str, Path | None] = {"": None}
+    if "stock" in others:
+        libraries["stock"] = build_library("stock", Path(found[1].strip()), [])
+    if "AVX2" in others and platform.machine() in ("x86_64", "AMD64"):
         libraries["AVX2"] = build_library("avx2", OUT / "patched", AVX2)
     return libraries
 

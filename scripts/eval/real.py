@@ -14,6 +14,9 @@ Interrupt it at any time; the same command goes on from the rows that are done. 
 measured now stay in the pages as docs/results has them, with a mark where another state of the package made them;
 --no-measure only writes the pages anew.
 
+--speed also times the files of llama.cpp's sizes that are measured now, beside Q4_K_M's, in the build as it is and in
+one for AVX2.
+
 =========  =====================================  =================================================================
 text       where it is looked for                 else
 =========  =====================================  =================================================================
@@ -30,8 +33,9 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -49,6 +53,7 @@ from gguf_itq3s.evaluate import tables, wikitext
 from gguf_itq3s.evaluate.engine import ABOVE, Evaluation, Settings, Text, chosen, hash_of, write_json
 from gguf_itq3s.evaluate.rows import FISHER, IMATRIX, LAYERWISE, Row, converted, quantized
 from gguf_itq3s.evaluate.tools import Tools
+from scripts.bench import cpu
 from scripts.eval import decode, models
 from scripts.eval.shuffle import shuffle
 
@@ -100,6 +105,8 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ),
 )
 PICTURE: Final = "sizes.png"
+#: Rounds in which files are timed one after the other, and the tokens that each generates in one.
+ROUNDS, GENERATED = 5, 32
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -210,6 +217,42 @@ def code(option: Path | None) -> str:
     return "\n".join(Path(str(spec.origin)).read_text(encoding="utf-8") for spec in found if spec)[:90_000]
 
 
+# ----------------------------------------------------------------------------------------------------------- speed
+
+
+def time_files(files: Mapping[str, Path], threads: int, library: Path | None) -> dict[str, float]:
+    """Tokens/s of files over the first one's: medians of the ratios in rounds that run them in turn.
+
+    Args:
+        files: by the keys of their rows.
+        threads: of the processor.
+        library: folder of a libggml-cpu to take in place of the build's.
+    """
+    rates = []
+    command: list[str | Path] = [cpu.BIN / "llama-bench", "-o", "json", "-t", str(threads), "-r", "1", "-p", "0"]
+    command += ["-n", str(GENERATED), *(word for file in files.values() for word in ("-m", file))]
+    for _ in range(ROUNDS):
+        found = json.loads(cpu.run(command, library=library))
+        rates.append([{one["model_filename"]: one["avg_ts"] for one in found}[str(file)] for file in files.values()])
+    return {key: round(median(rate[n] / rate[0] for rate in rates), 3) for n, key in enumerate(files)}
+
+
+def speeds(evaluation: Evaluation, rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
+    """What :func:`time_files` says of rows of llama.cpp's sizes and their partners, by processor and build.
+
+    Raises:
+        UserError: Q4_K_M's is not among them.
+    """
+    first, known = BY_SIZE["Q4_K_M"][0], {key for keys in BY_SIZE.values() for key in keys}
+    files = {row.key: evaluation.file(row) for row in rows if row.key in known}
+    if first not in files:
+        raise UserError("--speed", f"compares with {first}", "let --rows name it, too")
+    files = {first: files[first], **files}
+    this = cpu.processor()["name"]
+    for build, library in cpu.build(["AVX2"]).items():
+        yield cpu.label(this, build), time_files(files, evaluation.settings.threads, library)
+
+
 # ----------------------------------------------------------------------------------------------------------- pages
 
 
@@ -278,22 +321,28 @@ def draw(every: Sequence[Mapping[str, Any]], path: Path) -> None:
 def readme_section(every: Sequence[Mapping[str, Any]]) -> str:
     """The picture and the table that the README begins with."""
     picture = f"![KL divergence from F16 over the size of the file, llama.cpp's and ours](docs/results/{PICTURE})"
-    lines = []
+    lines, timed = [], sorted({where for facts in every for where in facts.get("speed", {})})
     for facts in every:
         for name, theirs, ours in pairs(facts):
+            speed = [facts.get("speed", {}).get(where, {}) for where in timed]
+            rates = [[found.get(row["key"]) for row in (theirs, ours)] for found in speed]
             both = [(theirs["texts"][text], ours["texts"][text]) for text in WINDOWS]
             lines.append([
                 facts["model"], f"{theirs['made']['bytes'] / 2**20:.0f}", name,
                 *(f"{a['mean_kld']:.4f} → {b['mean_kld']:.4f}" for a, b in both),
                 *(f"{tables.paired(b['windows'], a['windows'])[0]:.2f}" for a, b in both),
                 f"{100 * both[0][0]['same_top']:.1f} → {100 * both[0][1]['same_top']:.1f}",
+                *(" → ".join(f"{rate:.2f}" for rate in found) if all(found) else "" for found in rates),
             ])  # fmt: skip
     said = (
         "Files of the same size, llama.cpp's with an importance matrix → ours calibrated (`--target-size SIZE "
         "--layerwise --fisher`): KL divergence from the 16-bit model on WikiText-2 and on Python source, ours over "
-        "theirs, and how often the most likely word stays the same ([docs/real.md](docs/real.md)):"
+        f"theirs, {'and ' * (not timed)}how often the most likely word stays the same"
+        + ", and tokens/s over those of llama.cpp's Q4_K_M" * bool(timed)
+        + " ([docs/real.md](docs/real.md)):"
     )
     header = ["", "MiB", "beside", "KLD, prose", "KLD, code", "ratio, prose", "ratio, code", "same word, %"]
+    header += [f"tokens/s, {where}" for where in timed]
     return f"{picture}\n\n{said}\n\n{report.markdown(header, lines)}"
 
 
@@ -301,15 +350,22 @@ def write_pages(name: str, facts: Mapping[str, Any], docs: Path) -> None:
     """The section of a page, and the README's of all models that have files of llama.cpp's sizes."""
     report.replace_section(docs / "real.md", f"real {name}", page_of(facts))
     write_json(recorded(name, docs), facts)
-    if every := with_sizes(docs / "results"):
+    if every := with_sizes(docs):
         draw(every, docs / "results" / PICTURE)
         report.replace_section(docs.parent / "README.md", "real", readme_section(every))
 
 
-def with_sizes(results: Path) -> list[dict[str, Any]]:
-    """What a folder of results has of the models that have files of llama.cpp's sizes, the largest model first."""
-    every = [json.loads(path.read_text()) for path in sorted(results.glob("real*.json"))]
-    return sorted(filter(pairs, every), key=lambda facts: -facts["rows"][0]["made"]["weights"])
+def with_sizes(docs: Path) -> list[dict[str, Any]]:
+    """The recorded results of the models that have files of llama.cpp's sizes, the largest model first.
+
+    A model that has been rounded before makes way for its shuffled twin.
+    """
+    paths = {path: json.loads(path.read_text()) for path in sorted((docs / "results").glob("real*.json"))}
+    found = {path: facts for path, facts in paths.items() if pairs(facts)}
+    for name in models.MODELS:
+        if recorded(name + models.SHUFFLED, docs) in found:
+            found.pop(recorded(name, docs), None)
+    return sorted(found.values(), key=lambda facts: -facts["rows"][0]["made"]["weights"])
 
 
 def recorded(name: str, docs: Path) -> Path:
@@ -340,6 +396,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, help=f"of it (default: {TOKENS}, quick {QUICK_TOKENS})")
     parser.add_argument("--threads", type=positive, default=native.processors(), help="default: %(default)s")
     parser.add_argument("--keep", action="store_true", help="keep quantized files")
+    parser.add_argument("--speed", action="store_true", help="time files of llama.cpp's sizes, too; keeps them")
     parser.add_argument("--no-measure", action="store_true", help="with --results: only write the pages anew")
     parser.add_argument(
         "--work-dir", type=Path, default=upstream.cache_dir() / "real", help="models and results (default: %(default)s)"
@@ -354,7 +411,8 @@ def main() -> int:
         return 0
     if args.results and args.quick:
         raise UserError(args.results, "is not for the quick form", "leave --quick or --results out")
-    report.require_matplotlib()
+    if args.results:
+        report.require_matplotlib()
     asked = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
     Tools.find(args.threads)  # first: the model takes minutes to come
     older = recorded(args.model, args.results) if args.results else Path("none")
@@ -370,7 +428,7 @@ def main() -> int:
     setup = hash_of(learnt, tokens, texts)
     evaluation = Evaluation(Settings(
         folder, work, {text: Text(content, WINDOWS[text]) for text, content in texts.items()}, learnt, tokens, tokens,
-        threads=args.threads, keep=args.keep,
+        threads=args.threads, keep=args.keep or args.speed,
     ))  # fmt: skip
     if (published := work / f"{name}.gguf").is_file():
         decode.check(published, evaluation.f16)
@@ -378,8 +436,11 @@ def main() -> int:
     wanted = [row for row in asked if args.rows or short or not is_short(row)]
     rows = [{**row, "setup": setup} for row in evaluation.run(wanted)]
     facts = {
-        "model": title, "context": 512, "training_tokens": tokens, "setup": setup, "rows": merged(rows, older)
+        "model": title, "context": 512, "training_tokens": tokens, "setup": setup, "rows": merged(rows, older),
+        "speed": json.loads(older.read_text()).get("speed", {}) if older.is_file() else {},
     }  # fmt: skip
+    for where, found in speeds(evaluation, wanted) if args.speed else ():
+        facts["speed"][where] = facts["speed"].get(where, {}) | found
     out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     (out / "real.md").write_text(page_of(facts), encoding="utf-8")

@@ -27,7 +27,7 @@ def shuffle(source: Path, folder: Path) -> None:
     """Write the model of a folder in another order of its channels; the new folder appears when it is whole.
 
     Args:
-        source: Hugging Face folder of a decoder like Llama's or Qwen2's.
+        source: Hugging Face folder of a decoder like Llama's, Qwen2's or Gemma's.
         folder: to be written, float16.
 
     Raises:
@@ -48,7 +48,7 @@ def shuffle(source: Path, folder: Path) -> None:
 
 
 def _other(source: Path, reason: str) -> UserError:
-    return UserError(source, f"cannot be shuffled ({reason})", "take a model that is built like Llama's or Qwen2's")
+    return UserError(source, f"cannot be shuffled ({reason})", "take one built like Llama's, Qwen2's or Gemma's")
 
 
 def shuffle_in_place(model: Any) -> None:
@@ -79,7 +79,7 @@ def shuffle_in_place(model: Any) -> None:
         permute(model.lm_head.weight, 1, stream)
     for layer in body.layers:
         attention, network = layer.self_attn, layer.mlp
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        for norm in (part for part in layer.children() if part not in (attention, network)):
             permute(norm.weight, 0, stream)
         for reader in (attention.q_proj, attention.k_proj, attention.v_proj, network.gate_proj, network.up_proj):
             permute(reader.weight, 1, stream)

@@ -171,10 +171,13 @@ def test_a_decoded_model_is_compared_with_what_was_published(tmp_path: Path) -> 
         decode.check(published, deeper)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
-def test_a_shuffled_model_is_the_same_function(name: str, tokenizer: Path, tmp_path: Path) -> None:
-    """With biases and without, heads that share values, matrices that are tied."""
-    kind, changes = ARCHITECTURES[name]
+@pytest.mark.parametrize(
+    ("kind", "changes"), [ARCHITECTURES["qwen2"], ARCHITECTURES["llama-tied"], ("Gemma3TextConfig", {"head_dim": 64})]
+)
+def test_a_shuffled_model_is_the_same_function(
+    kind: str, changes: dict[str, Any], tokenizer: Path, tmp_path: Path
+) -> None:
+    """With biases and without, heads that share values, matrices that are tied, norms behind as well as before."""
     model: Any = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, kind)(**SIZES | changes, dtype=torch.float32)
     )
@@ -196,7 +199,7 @@ def test_a_shuffled_model_is_the_same_function(name: str, tokenizer: Path, tmp_p
 
 def test_a_model_that_cannot_be_shuffled(tokenizer: Path, tmp_path: Path) -> None:
     """One of other parts, and one that has norms more than are known."""
-    for kind, match in (("GPT2Config", "has no attribute"), ("Gemma2Config", "logits differ by")):
+    for kind, match in (("GPT2Config", "has no attribute"), ("BitNetConfig", "logits differ by")):
         model: Any = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES))
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -237,10 +240,26 @@ def test_the_pages_show_the_recorded_results() -> None:
     new = {**facts["rows"][3], "sources": "new"}
     rows = real.merged([new], recorded)
     assert rows == [*facts["rows"][:3], new, *facts["rows"][4:]]
-    every = real.with_sizes(docs / "results")
+    every = real.with_sizes(docs)
     assert every and real.readme_section(every).strip() in (docs.parent / "README.md").read_text()
     page = real.page_of(facts)
     assert (page.count("` |") == len(rows) and "0.535 ± " in page) or "ITQ3_S / IQ3_S, both without data" in page
+
+
+def test_files_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ratio is that of a round, whatever the machine does from round to round, and the table shows it."""
+    drift = iter((1.0, 4.0, 2.0, 3.0, 1.0))
+
+    def run(command: list[str | Path], library: Path | None) -> str:
+        speed = next(drift)
+        return json.dumps([{"model_filename": name, "avg_ts": speed * fast} for name, fast in (("b", 15), ("a", 10))])
+
+    monkeypatch.setattr("scripts.bench.cpu.run", run)
+    found = real.time_files({"mix-q4_k_m-imatrix": Path("a"), "mix-like-q4_k_m": Path("b")}, 2, None)
+    assert found == {"mix-q4_k_m-imatrix": 1.0, "mix-like-q4_k_m": 1.5}
+    docs = Path(real.__file__).resolve().parents[2] / "docs"
+    facts = next(facts for facts in real.with_sizes(docs) if real.pairs(facts)[0][0] == "Q4_K_M")
+    assert "1.00 → 1.50" in real.readme_section([{**facts, "speed": {"zen9": found}}])
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
