@@ -203,6 +203,15 @@ def processor() -> dict[str, Any]:
 # Measuring
 
 
+def llama_bench(paths: Mapping[str, Path], threads: int, *options: str, library: Path | None) -> dict[str, float]:
+    """Tokens/s of files by name, one after the other; ``library`` as for :func:`run`."""
+    command: list[str | Path] = [*(pin() if threads == 1 else []), BIN / "llama-bench", "-o", "json"]
+    command += ["-t", str(threads), *options, *(word for path in paths.values() for word in ("-m", path))]
+    results = json.loads(run(command, library=library))
+    found = {result["model_filename"]: statistics.median(result["samples_ts"]) for result in results}
+    return {name: found[str(path)] for name, path in paths.items()}
+
+
 class Round:
     """Measures everything once, and adds what it finds to the samples."""
 
@@ -217,13 +226,9 @@ class Round:
     def llama_bench(self, test: str, threads: int, *options: str) -> None:
         """Tokens/s of every type in every build."""
         for build_name, library, names in self.types():
-            command: list[str | Path] = [*(pin() if threads == 1 else []), BIN / "llama-bench", "-o", "json"]
-            command += ["-t", str(threads), *options]
-            for name in names:
-                command += ["-m", self.paths[name]]
-            for result in json.loads(run(command, library=library)):
-                name = label(Path(result["model_filename"]).stem, build_name)
-                self.samples[test][name].append(statistics.median(result["samples_ts"]))
+            paths = {name: self.paths[name] for name in names}
+            for name, speed in llama_bench(paths, threads, *options, library=library).items():
+                self.samples[test][label(name, build_name)].append(speed)
 
     def kernels(self, *mode: str, names: Sequence[str] = ()) -> Iterator[tuple[str, list[float]]]:
         """What bench-kernels prints of every type in every build, by one thread."""

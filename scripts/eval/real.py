@@ -33,9 +33,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -105,8 +104,10 @@ RATIOS: Final[tuple[tables.Ratio, ...]] = (
     ),
 )
 PICTURE: Final = "sizes.png"
-#: Rounds in which files are timed one after the other, and the tokens that each generates in one.
-ROUNDS, GENERATED = 5, 32
+#: The row whose speed others are compared with, rounds of timing, and what is timed in each.
+TIMED: Final = BY_SIZE["Q4_K_M"][0]
+ROUNDS: Final = 5
+GENERATION: Final = ("-p", "0", "-n", "32", "-r", "1")
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -220,37 +221,32 @@ def code(option: Path | None) -> str:
 # ----------------------------------------------------------------------------------------------------------- speed
 
 
-def time_files(files: Mapping[str, Path], threads: int, library: Path | None) -> dict[str, float]:
-    """Tokens/s of files over the first one's: medians of the ratios in rounds that run them in turn.
+def time_files(files: Mapping[str, Path], threads: int, builds: cpu.Builds) -> dict[str, dict[str, float]]:
+    """Tokens/s of files over the first one's in every build: medians of the ratios in rounds that run all in turn.
 
     Args:
         files: by the keys of their rows.
         threads: of the processor.
-        library: folder of a libggml-cpu to take in place of the build's.
+        builds: as of :func:`scripts.bench.cpu.build`.
     """
-    rates = []
-    command: list[str | Path] = [cpu.BIN / "llama-bench", "-o", "json", "-t", str(threads), "-r", "1", "-p", "0"]
-    command += ["-n", str(GENERATED), *(word for file in files.values() for word in ("-m", file))]
+    samples: cpu.Samples = {build: {key: [] for key in files} for build in builds}
     for _ in range(ROUNDS):
-        found = json.loads(cpu.run(command, library=library))
-        rates.append([{one["model_filename"]: one["avg_ts"] for one in found}[str(file)] for file in files.values()])
-    return {key: round(median(rate[n] / rate[0] for rate in rates), 3) for n, key in enumerate(files)}
+        for build, library in builds.items():
+            for key, speed in cpu.llama_bench(files, threads, *GENERATION, library=library).items():
+                samples[build][key].append(speed)
+    first, *_ = files
+    found = {build: {key: cpu.ratio({"samples": samples}, build, key, first) for key in files} for build in builds}
+    return {build: {key: round(over, 3) for key, over in by.items() if over} for build, by in found.items()}
 
 
-def speeds(evaluation: Evaluation, rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, float]]]:
-    """What :func:`time_files` says of rows of llama.cpp's sizes and their partners, by processor and build.
-
-    Raises:
-        UserError: Q4_K_M's is not among them.
-    """
-    first, known = BY_SIZE["Q4_K_M"][0], {key for keys in BY_SIZE.values() for key in keys}
-    files = {row.key: evaluation.file(row) for row in rows if row.key in known}
-    if first not in files:
-        raise UserError("--speed", f"compares with {first}", "let --rows name it, too")
-    files = {first: files[first], **files}
-    this = cpu.processor()["name"]
-    for build, library in cpu.build(["AVX2"]).items():
-        yield cpu.label(this, build), time_files(files, evaluation.settings.threads, library)
+def speeds(evaluation: Evaluation, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """What :func:`time_files` says of rows of llama.cpp's sizes and their partners, by processor and build."""
+    known = {key for keys in BY_SIZE.values() for key in keys}
+    order = sorted((row for row in rows if row.key in known), key=lambda row: row.key != TIMED)
+    files = {row.key: evaluation.file(row) for row in order}
+    this, builds = cpu.processor()["name"], cpu.build(["AVX2"])
+    found = time_files(files, evaluation.settings.threads, builds)
+    return {cpu.label(this, build): ratios for build, ratios in found.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- pages
@@ -323,8 +319,8 @@ def readme_section(every: Sequence[Mapping[str, Any]]) -> str:
     picture = f"![KL divergence from F16 over the size of the file, llama.cpp's and ours](docs/results/{PICTURE})"
     lines, timed = [], sorted({where for facts in every for where in facts.get("speed", {})})
     for facts in every:
+        speed = [facts.get("speed", {}).get(where, {}) for where in timed]
         for name, theirs, ours in pairs(facts):
-            speed = [facts.get("speed", {}).get(where, {}) for where in timed]
             rates = [[found.get(row["key"]) for row in (theirs, ours)] for found in speed]
             both = [(theirs["texts"][text], ours["texts"][text]) for text in WINDOWS]
             lines.append([
@@ -373,10 +369,9 @@ def recorded(name: str, docs: Path) -> Path:
     return docs / "results" / f"real{'' if name == models.FIRST else f'_{name}'}.json"
 
 
-def merged(rows: Sequence[Result], older: Path) -> list[Result]:
-    """What was measured now, and beside it what a file of results has of the other rows, in order."""
-    known = json.loads(older.read_text())["rows"] if older.is_file() else []
-    found = {row["key"]: row for row in (*known, *rows)}
+def merged(rows: Sequence[Result], older: Sequence[Result]) -> list[Result]:
+    """What was measured now, and beside it what was measured before of the other rows, in order."""
+    found = {row["key"]: row for row in (*older, *rows)}
     return [found[row.key] for row in every_row() if row.key in found]
 
 
@@ -414,6 +409,8 @@ def main() -> int:
     if args.results:
         report.require_matplotlib()
     asked = chosen(every, args.rows or (QUICK_ROWS if args.quick else ()))
+    if args.speed and not any(row.key == TIMED for row in asked):
+        raise UserError("--speed", f"compares with {TIMED}", "let --rows name it, too")
     Tools.find(args.threads)  # first: the model takes minutes to come
     older = recorded(args.model, args.results) if args.results else Path("none")
     if args.no_measure:
@@ -435,12 +432,14 @@ def main() -> int:
     short = has_short_rows(evaluation.f16)
     wanted = [row for row in asked if args.rows or short or not is_short(row)]
     rows = [{**row, "setup": setup} for row in evaluation.run(wanted)]
+    timed = speeds(evaluation, wanted) if args.speed else {}
+    known = json.loads(older.read_text()) if older.is_file() else {}  # now: another run may have written it
+    speed = known.get("speed", {})
+    speed |= {where: speed.get(where, {}) | found for where, found in timed.items()}
     facts = {
-        "model": title, "context": 512, "training_tokens": tokens, "setup": setup, "rows": merged(rows, older),
-        "speed": json.loads(older.read_text()).get("speed", {}) if older.is_file() else {},
+        "model": title, "context": 512, "training_tokens": tokens, "setup": setup,
+        "rows": merged(rows, known.get("rows", [])), "speed": speed,
     }  # fmt: skip
-    for where, found in speeds(evaluation, wanted) if args.speed else ():
-        facts["speed"][where] = facts["speed"].get(where, {}) | found
     out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     (out / "real.md").write_text(page_of(facts), encoding="utf-8")

@@ -238,7 +238,7 @@ def test_the_pages_show_the_recorded_results() -> None:
     recorded = docs / "results" / "real.json"
     facts = json.loads(recorded.read_text())
     new = {**facts["rows"][3], "sources": "new"}
-    rows = real.merged([new], recorded)
+    rows = real.merged([new], facts["rows"])
     assert rows == [*facts["rows"][:3], new, *facts["rows"][4:]]
     every = real.with_sizes(docs)
     assert every and real.readme_section(every).strip() in (docs.parent / "README.md").read_text()
@@ -252,10 +252,12 @@ def test_files_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list[str | Path], library: Path | None) -> str:
         speed = next(drift)
-        return json.dumps([{"model_filename": name, "avg_ts": speed * fast} for name, fast in (("b", 15), ("a", 10))])
+        return json.dumps(
+            [{"model_filename": name, "samples_ts": [speed * fast]} for name, fast in (("b", 15), ("a", 10))]
+        )
 
     monkeypatch.setattr("scripts.bench.cpu.run", run)
-    found = real.time_files({"mix-q4_k_m-imatrix": Path("a"), "mix-like-q4_k_m": Path("b")}, 2, None)
+    found = real.time_files({"mix-q4_k_m-imatrix": Path("a"), "mix-like-q4_k_m": Path("b")}, 2, {"": None})[""]
     assert found == {"mix-q4_k_m-imatrix": 1.0, "mix-like-q4_k_m": 1.5}
     docs = Path(real.__file__).resolve().parents[2] / "docs"
     facts = next(facts for facts in real.with_sizes(docs) if real.pairs(facts)[0][0] == "Q4_K_M")
