@@ -188,34 +188,38 @@ class Evaluation:
 
     def file(self, row: Row) -> Path:
         """A row's file, made if it is not there."""
-        if not (path := self._place(row)).is_file():
-            self._make(row)
-        return path
+        self._write(row)
+        return self._place(row)
 
     def _place(self, row: Row) -> Path:
         return self.work / "files" / f"{row.key}-{self.making(row)[:8]}.gguf" if row.command else self.f16
 
     def _make(self, row: Row) -> Result:
         """Make a row's file, unless it is there, and say what it is like."""
-        file, taken = self._place(row), dict[str, Any]()
-        if not file.is_file():
-            settings, threads, like = self.settings, str(self.settings.threads), row.like
-            known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
-                     "{imatrix}": lambda: self.imatrix, "{statistics}": lambda: self.statistics,
-                     "{size}": lambda: self.measure(like)["made"]["bytes"] if like else None}  # fmt: skip
-            program, *options = [known[word]() if word in known else word for word in row.command]
-            # The converter lets a file appear when it is whole; llama-quantize writes as it goes.
-            out = file if row.maker == "convert" else file.with_name(f"partial-{file.name}")
-            if row.maker == "convert":
-                command = [*self._package("convert"), settings.model, out, *options, "--threads", threads]
-                taken = self._begin_size(row, command, out) if like else {}
-            else:
-                *flags, name = options
-                command = [self.tools.folder / str(program), *flags, self.f16, out, name, threads]
-            for name, value in self._run(command, row.key).items():
-                taken[name] = max(taken.get(name, 0), value) if name == "memory" else taken.get(name, 0) + value
-            out.replace(file)
-        return {**describe(file), **taken}
+        taken = self._write(row)
+        return {**describe(self._place(row)), **taken}
+
+    def _write(self, row: Row) -> Result:
+        """Make a row's file, unless it is there, and say what it took."""
+        if (file := self._place(row)).is_file():
+            return {}
+        settings, threads, like = self.settings, str(self.settings.threads), row.like
+        known = {"{text}": lambda: self.training, "{tokens}": lambda: settings.calibration_tokens,
+                 "{imatrix}": lambda: self.imatrix, "{statistics}": lambda: self.statistics,
+                 "{size}": lambda: self.measure(like)["made"]["bytes"] if like else None}  # fmt: skip
+        program, *options = [known[word]() if word in known else word for word in row.command]
+        # The converter lets a file appear when it is whole; llama-quantize writes as it goes.
+        out, taken = file if row.maker == "convert" else file.with_name(f"partial-{file.name}"), dict[str, Any]()
+        if row.maker == "convert":
+            command = [*self._package("convert"), settings.model, out, *options, "--threads", threads]
+            taken = self._begin_size(row, command, out) if like else {}
+        else:
+            *flags, name = options
+            command = [self.tools.folder / str(program), *flags, self.f16, out, name, threads]
+        for name, value in self._run(command, row.key).items():
+            taken[name] = max(taken.get(name, 0), value) if name == "memory" else taken.get(name, 0) + value
+        out.replace(file)
+        return taken
 
     def _begin_size(self, row: Row, command: Sequence[object], out: Path) -> Result:
         """Lay beside a file what those of every size begin with, made once: statistics, gradients, scores of types.
@@ -223,7 +227,8 @@ class Evaluation:
         Returns:
             What it took when it was made.
         """
-        parts = (self.model, row.command, self.training.name, self.settings.calibration_tokens, self.sources)
+        # The converter goes on only from what all of its present sources have begun.
+        parts = (self.model, row.command, self.training.name, self.settings.calibration_tokens, sources())
         first = self.work / f"size-{hash_of(*parts)}" / "any.gguf"
         folder, own = (path.with_name(f"{path.name}.calibrating") for path in (first, out))
         if not (facts := first.with_name("taken.json")).is_file():

@@ -33,6 +33,7 @@ _MORE_FLOATS: Final = {
     **{qtype: row.format.scale_offset + 2 for qtype, row in FAMILY.items() if row.format.zero_point},
 }  # fmt: skip
 _CHUNK: Final = 4096
+_SHOWN: Final = 100  # characters of a value of metadata in the tables; JSON has all
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _TRITS: Final = (-1, 0, 1)
 
@@ -151,7 +152,9 @@ def text(facts: dict[str, Any]) -> str:
     parts = facts["parts"]
     split = f" in {len(parts)} files, {parts[0]} the first" if len(parts) > 1 else ""
     lines = [f"{facts['file']}: {report.size(facts['bytes'])}{split}"]
-    lines += [f"{key} = {value}" for key, value in facts["metadata"].items()]
+    for key, value in facts["metadata"].items():  # the exponents of a rescaling are a letter a channel
+        whole = str(value)
+        lines.append(f"{key} = {whole[:_SHOWN]}" + f"... ({len(whole)} characters)" * (len(whole) > _SHOWN))
     for t in facts["tensors"]:
         if t["not_finite"]:
             units = "values" if t["type"] in _FLOATS else "blocks"

@@ -177,6 +177,10 @@ def test_sizes_of_one_model_share_what_comes_first(tmp_path: Path, monkeypatch: 
         assert (begun / "held.safetensors").read_text() == "first"
     assert len(runs) == 1 and runs[0][-1] == "--dry-run"
     assert [path.read_text() for path in tmp_path.glob("size-*/*/scores.jsonl")] == ["first"]
+    # Another state of a room that no file depends on: the converter would begin again, and each file with it.
+    monkeypatch.setattr(engine, "sources", lambda *without: evaluation.sources if without else "another")
+    evaluation._begin_size(row, ["convert", tmp_path / "c.gguf"], tmp_path / "c.gguf")
+    assert len(runs) == 2
 
 
 def test_every_module_that_can_change_a_file_decides_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

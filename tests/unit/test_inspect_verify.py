@@ -48,6 +48,10 @@ def test_inspect_facts(file: Path) -> None:
     data = next(t for t in gguf.GGUFReader(file).tensors if t.name == tensor["name"]).data
     d = blocks.unpack(np.asarray(data).reshape(-1, 100))[0].d
     assert tensor["scales"] == [float(d.min()), float(d.max())]
+    facts["metadata"] = {"itq3s.short": "a" * 100, "itq3s.long": "b" * 101}
+    lines = contents.text(facts).splitlines()
+    assert f"itq3s.short = {'a' * 100}" in lines
+    assert f"itq3s.long = {'b' * 100}... (101 characters)" in lines
 
 
 def test_inspect_counts_levels(tmp_path: Path) -> None:
