@@ -186,10 +186,12 @@ def pin() -> list[str]:
 def processor() -> dict[str, Any]:
     """Name of this processor (the compiler's word for -march=native), the system's, cores, last-level cache in bytes.
 
-    The compiler may be older than the processor: --name says what it is then.
+    A virtual processor may bear the model number of another, and the compiler may be older than the processor: --name
+    says what it is then.
     """
     command = [os.environ.get("CC", "cc"), "-march=native", "-Q", "--help=target"]
-    found = re.search(r"-march=\s+(\S+)", subprocess.run(command, capture_output=True, text=True).stdout)
+    options = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"-march=\s+(\S+)", options)
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     title = re.search(r"model name\s*: (.*)", text)
     siblings = [Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in os.sched_getaffinity(0)]
@@ -197,6 +199,8 @@ def processor() -> dict[str, Any]:
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     cache = max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes), default=0)
     name = found[1].replace("znver", "zen") if found else platform.machine()
+    if re.search(r"-mamx-tile\s+\[enabled\]", options) and not name.endswith("rapids"):
+        name = "sapphirerapids"  # the oldest that has it, as the compiler says of numbers that it does not know
     return {"name": name, "model": title[1] if title else platform.processor(), "cores": cores, "cache": cache}
 
 

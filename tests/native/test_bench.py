@@ -51,6 +51,20 @@ def test_ratios_are_those_of_the_same_rounds() -> None:
     assert cpu.ratio(file, "t", "a", "d") is None
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("znver4", "zen4"), ("rocketlake", "rocketlake"), ("rocketlake\n -mamx-tile [enabled]", "sapphirerapids"),
+     ("graniterapids\n -mamx-tile [enabled]", "graniterapids")],
+)  # fmt: skip
+def test_a_processor_is_not_one_that_lacks_what_it_has(
+    said: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compiler := tmp_path / "cc").write_text(f"#!/bin/sh\necho '-march= {said}'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert cpu.processor()["name"] == name
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}'])
 def test_what_is_no_file_of_results(text: str, tmp_path: Path) -> None:
     (tmp_path / "cpu").mkdir()
