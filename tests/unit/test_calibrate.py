@@ -10,6 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -315,6 +316,33 @@ def test_models_of_every_kind_read_the_bundled_text(template: str, chatting: Pat
     assert len(found) == 32
     assert (found == tokenizer.eos_token_id).any() == ("</s>" in template)
     assert "\n\n" in text.bundled_text()
+
+
+def test_few_windows_of_the_bundled_text_have_its_shares() -> None:
+    """However many of its records a calibration reads."""
+
+    def kind(source: str) -> str:
+        if source.startswith(("sayings", "proverbs")):
+            return "sayings"
+        if source.endswith("(Python)"):
+            return "Python"
+        return "code" if "(" in source and "Chinese" not in source else source
+
+    whole = text.read_text(BUNDLED)
+    kinds = {text._as_text(record): kind(record["source"]) for record in map(json.loads, whole.splitlines())}
+    names = sorted(set(kinds.values()))
+
+    def shares(size: int) -> np.ndarray:
+        read = text._records(
+            BUNDLED, whole, SimpleNamespace(chat_template=None),
+            lambda said: [names.index(kinds[said])] * len(said.encode()), (), size,
+        )  # fmt: skip
+        found = np.bincount([number for ids in read for number in ids], minlength=len(names))
+        return found / found.sum()
+
+    of_all = shares(1 << 30)
+    for size in (80_000, 160_000, 320_000):
+        assert np.abs(shares(size) - of_all).max() < 0.04
 
 
 def test_texts_have_the_shares_that_are_asked_for(uneven: Make, tmp_path: Path) -> None:
