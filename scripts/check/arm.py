@@ -4,6 +4,8 @@ instructions."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import shutil
 import subprocess
 import sys
@@ -26,28 +28,35 @@ VARIANTS = {
 }
 
 
+def run(flags: list[str]) -> subprocess.CompletedProcess[str]:
+    """The test program, compiled with these flags; raises RuntimeError where it does not compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = simd_program.compile_program(Path(folder), COMPILER, "arm", ["-static", *flags])
+        vectors = simd_program.write_vectors(Path(folder))
+        return subprocess.run([EMULATOR, program, *vectors], capture_output=True, text=True, check=False)
+
+
 def main() -> int:
     missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
     if missing:
         print(f"error: {' and '.join(missing)} not found; on Debian: apt-get install {PACKAGES}", file=sys.stderr)
         return 1
     failed = False
-    for name, flags in VARIANTS.items():
-        with tempfile.TemporaryDirectory() as folder:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {name: pool.submit(run, flags) for name, flags in VARIANTS.items()}
+        for name, task in runs.items():
             try:
-                program = simd_program.compile_program(Path(folder), COMPILER, "arm", ["-static", *flags])
+                done = task.result()
             except RuntimeError as error:
                 print(f"error: {name}: {error}", file=sys.stderr)
                 return 1
-            vectors = simd_program.write_vectors(Path(folder))
-            done = subprocess.run([EMULATOR, program, *vectors], capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        bad = [line for line in lines if line.endswith("FAILED")]
-        if done.returncode:
-            failed = True
-            print(f"{name}: FAILED\n" + "\n".join(bad) + done.stderr)
-        else:
-            print(f"{name}: {sum(line.endswith(' ok') for line in lines)} checks passed")
+            lines = done.stdout.splitlines()
+            bad = [line for line in lines if line.endswith("FAILED")]
+            if done.returncode:
+                failed = True
+                print(f"{name}: FAILED\n" + "\n".join(bad) + done.stderr)
+            else:
+                print(f"{name}: {sum(line.endswith(' ok') for line in lines)} checks passed")
     return int(failed)
 
 

@@ -11,6 +11,7 @@ skipped test. --work keeps what was compiled.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import re
 import shutil
@@ -75,20 +76,22 @@ def build(tree: Path, work: Path) -> str:
     return called(["cmake", "--build", str(work), "--parallel", jobs, "--target", "ggml-base", "ggml-cpu"])
 
 
-def compile_ours(tree: Path, out: Path, ours: set[str]) -> tuple[int, list[str]]:
+def compile_ours(tree: Path, ours: set[str]) -> tuple[int, list[str]]:
     """Compile each of our C and C++ files for each processor; how many, and what the compiler complained about."""
     ggml = tree / "ggml" / "src"
     names = {path.name for path in (ROOT / "ggml-patch" / "src" / "format").glob("*.c")}
     files = [*sorted(ggml / name for name in names), *sorted((ggml / "ggml-cpu" / "itq3s").rglob("*.c*"))]
     files = [path for path in files if path.suffix in (".c", ".cpp") and "arm" not in path.parts]
     includes = [f"-I{folder}" for folder in (ggml, ggml / "ggml-cpu", tree / "ggml" / "include")]
-    found = []
+    commands = []
     for flags in PROCESSORS.values():
         for path in files:
             compiler, standard = ("C", "-std=gnu11") if path.suffix == ".c" else ("CXX", "-std=gnu++17")
-            command = [COMPILERS[compiler], standard, "-O2", *WARNINGS, DEFINES, *flags, *includes, "-c", str(path)]
-            found += complaints(called([*command, "-o", str(out)]), ours)
-    return len(files) * len(PROCESSORS), found
+            command = [COMPILERS[compiler], standard, "-O2", *WARNINGS, DEFINES, *flags, *includes]
+            commands.append([*command, "-c", str(path), "-o", os.devnull])
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = [warning for log in pool.map(called, commands) for warning in complaints(log, ours)]
+    return len(commands), found
 
 
 def exported(library: Path) -> set[str]:
@@ -114,7 +117,7 @@ def main() -> int:
             called(["cmake", f"-DTREE={tree}", "-P", str(script)])
             ours = {path.name for path in (ROOT / "ggml-patch" / "src").rglob("*.[ch]*")}
             found = complaints(build(tree, work / "build"), ours)
-            compiled, more = compile_ours(tree, Path(scratch) / "object.o", ours)
+            compiled, more = compile_ours(tree, ours)
             names = exported(work / "build" / "bin" / "ggml-base.dll")
             native = (ROOT / "gguf_itq3s" / "codec" / "native.py").read_text()
             wanted = set(re.findall(r"= library\.(\w+)$", native, re.MULTILINE))
