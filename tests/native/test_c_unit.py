@@ -219,13 +219,31 @@ def test_the_reader_refuses(
     assert message in capfd.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def under_the_sanitizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Path]]:
+    """How C files are compiled under the sanitizers, with all warnings as errors, and what that makes of ours."""
+    folder = tmp_path_factory.mktemp("objects")
+    compiler = os.environ.get("CC", "cc")
+    sanitizers.require(compiler, folder)
+    source = upstream.fetch_source()
+    includes = [ggml.headers(), SOURCES / "format", SOURCES / "cpu"]
+    system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
+    command = [
+        compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
+        *sanitizers.FLAGS, "-DGGML_CPU_GENERIC", *(f"-I{path}" for path in includes),
+        *(part for path in system for part in ("-isystem", str(path))),
+    ]  # fmt: skip
+    files = [*sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq-quants.c"]
+    subprocess.run([*command, "-c", *files], check=True, stderr=sys.stderr, cwd=folder)
+    return command, [folder / f"{path.stem}.o" for path in files]
+
+
 @pytest.mark.long
 @of_types
-def test_sources_under_the_sanitizers(row: TrellisType, tmp_path: Path) -> None:
-    """Our C files, compiled with all warnings as errors, run under the address and undefined-behaviour sanitizers."""
-    compiler = os.environ.get("CC", "cc")
-    sanitizers.require(compiler, tmp_path)
-
+def test_sources_under_the_sanitizers(
+    row: TrellisType, under_the_sanitizers: tuple[list[str], list[Path]], tmp_path: Path
+) -> None:
+    """Our C files run under the address and undefined-behaviour sanitizers."""
     gaussian = np.random.default_rng(1).standard_normal((64, 4096)).astype(np.float32)
     error = np.square(gaussian - ggml.dequantize(row.type, quantize(gaussian, row.format), gaussian.shape[-1])).mean()
     vectors = np.load(DATA / f"{row.identifier}_decode.npz")
@@ -234,17 +252,11 @@ def test_sources_under_the_sanitizers(row: TrellisType, tmp_path: Path) -> None:
         b"".join(b.tobytes() + w.tobytes() for b, w in zip(vectors["blocks"], vectors["weights"], strict=True))
     )
 
-    source = upstream.fetch_source()
-    includes = [ggml.headers(), SOURCES / "format", SOURCES / "cpu"]
-    system = [source / "ggml" / "src", source / "ggml" / "src" / "ggml-cpu"]
-    files = [PROGRAM, *sorted((SOURCES / "format").glob("*.c")), SOURCES / "cpu" / "itq-quants.c"]
+    flags, objects = under_the_sanitizers
     library: list[str | Path] = ["-L", llama.BIN, "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{llama.BIN}", "-lm"]
     command: list[str | Path] = [
-        compiler, "-std=c11", "-O0", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off",
-        *sanitizers.FLAGS,
-        "-DGGML_CPU_GENERIC", f"-DTYPE={row.identifier}", f"-DLENGTH={row.format.block}",
-        f"-DCODECS={len(row.format.codecs)}", f"-DERROR={error}", *(f"-I{path}" for path in includes),
-        *(part for path in system for part in ("-isystem", path)), *files, *library, "-o", tmp_path / "test-itq",
+        *flags, f"-DTYPE={row.identifier}", f"-DLENGTH={row.format.block}", f"-DCODECS={len(row.format.codecs)}",
+        f"-DERROR={error}", PROGRAM, *objects, *library, "-o", tmp_path / "test-itq",
     ]  # fmt: skip
     subprocess.run(command, check=True, stderr=sys.stderr)
     done = subprocess.run([tmp_path / "test-itq", blob], capture_output=True, text=True)
