@@ -4,16 +4,17 @@ instructions."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.check import cuda as cuda_check
 from scripts.check import simd_program
 
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -28,12 +29,14 @@ VARIANTS = {
 }
 
 
-def run(flags: list[str]) -> subprocess.CompletedProcess[str]:
-    """The test program, compiled with these flags; raises RuntimeError where it does not compile."""
+def run(name: str, _program: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """What test-simd, compiled for a variant, ends with, and the seconds; RuntimeError where it does not compile."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        program = simd_program.compile_program(Path(folder), COMPILER, "arm", ["-static", *flags])
+        path = simd_program.compile_program(Path(folder), COMPILER, "arm", ["-static", *VARIANTS[name]])
         vectors = simd_program.write_vectors(Path(folder))
-        return subprocess.run([EMULATOR, program, *vectors], capture_output=True, text=True, check=False)
+        done = subprocess.run([EMULATOR, path, *vectors], capture_output=True, text=True, check=False)
+    return done, time.monotonic() - start
 
 
 def main() -> int:
@@ -42,14 +45,8 @@ def main() -> int:
         print(f"error: {' and '.join(missing)} not found; on Debian: apt-get install {PACKAGES}", file=sys.stderr)
         return 1
     failed = False
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {name: pool.submit(run, flags) for name, flags in VARIANTS.items()}
-        for name, task in runs.items():
-            try:
-                done = task.result()
-            except RuntimeError as error:
-                print(f"error: {name}: {error}", file=sys.stderr)
-                return 1
+    try:
+        for name, done in cuda_check.compile_all([(name, "test-simd") for name in VARIANTS], run, os.cpu_count() or 1):
             lines = done.stdout.splitlines()
             bad = [line for line in lines if line.endswith("FAILED")]
             if done.returncode:
@@ -57,6 +54,9 @@ def main() -> int:
                 print(f"{name}: FAILED\n" + "\n".join(bad) + done.stderr)
             else:
                 print(f"{name}: {sum(line.endswith(' ok') for line in lines)} checks passed")
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return int(failed)
 
 

@@ -11,15 +11,19 @@ skipped test. --work keeps what was compiled.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.check import cuda as cuda_check
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 TRIPLET: Final = "x86_64-w64-mingw32"
@@ -83,15 +87,18 @@ def compile_ours(tree: Path, ours: set[str]) -> tuple[int, list[str]]:
     files = [*sorted(ggml / name for name in names), *sorted((ggml / "ggml-cpu" / "itq3s").rglob("*.c*"))]
     files = [path for path in files if path.suffix in (".c", ".cpp") and "arm" not in path.parts]
     includes = [f"-I{folder}" for folder in (ggml, ggml / "ggml-cpu", tree / "ggml" / "include")]
-    commands = []
-    for flags in PROCESSORS.values():
-        for path in files:
-            compiler, standard = ("C", "-std=gnu11") if path.suffix == ".c" else ("CXX", "-std=gnu++17")
-            command = [COMPILERS[compiler], standard, "-O2", *WARNINGS, DEFINES, *flags, *includes]
-            commands.append([*command, "-c", str(path), "-o", os.devnull])
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = [warning for log in pool.map(called, commands) for warning in complaints(log, ours)]
-    return len(commands), found
+    by_name = {str(path.relative_to(ggml)): path for path in files}
+
+    def compile_one(processor: str, name: str) -> tuple[str, float]:
+        compiler, standard = ("C", "-std=gnu11") if name.endswith(".c") else ("CXX", "-std=gnu++17")
+        command = [COMPILERS[compiler], standard, "-O2", *WARNINGS, DEFINES, *PROCESSORS[processor], *includes]
+        start = time.monotonic()
+        log = called([*command, "-c", str(by_name[name]), "-o", os.devnull])
+        return log, time.monotonic() - start
+
+    jobs = [(processor, name) for processor in PROCESSORS for name in by_name]
+    logs = cuda_check.compile_all(jobs, compile_one, os.cpu_count() or 1)
+    return len(jobs), [warning for _, log in logs for warning in complaints(log, ours)]
 
 
 def exported(library: Path) -> set[str]:
